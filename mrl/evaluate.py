@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import sys
 
+from mrl.signals import LISTENER
+
+if __name__ == "__main__" and "--check" not in sys.argv:
+    LISTENER.listen()
+
 from mrl import check
 from mrl.config.secrets import run_entry
 

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each process of a run does when: one file a process, in Chrome's trace event format, which Perfetto opens.
 
-Times are those of the host's clock. Without `record_in`, a process records nothing.
+Times are those of the host's clock. Without `record_in`, a process records nothing. `show_in` keeps the last span beside that in a small
+file in memory, a sign of life that other processes of the host read even while this one hangs.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
+import mmap
 import os
+import signal
+import struct
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +31,15 @@ MAIN = "main"
 MAX_GAP_S, MAX_STRETCH_S = 0.05, 10.0
 # To ask how much memory is in use takes a tenth of a millisecond on a GPU: shorter spans are not worth it.
 MIN_MEASURED_S = 0.002
+# A thread that writes wakes up this often; hours of spans wait in memory while a file system does not answer.
+WRITE_INTERVAL_S, MAX_WAITING = 0.2, 50_000
+# At the end of a process, for a file system that does not answer.
+CLOSE_TIMEOUT_S = 10.0
+SIGNS, STACKS = "signs", "stacks"
+"""Folders of a run's private folder: a sign of life for each process, and where a process writes its stacks on `STACK_SIGNAL`."""
+STACK_SIGNAL = signal.SIGRTMIN + 5
+"""Of the real-time signals, which no library of the run uses."""
+SIGN = struct.Struct("<QQd?16s160s")
 
 Fact = str | int | float
 
@@ -37,8 +52,48 @@ class _Stretch:
     facts: dict[str, Fact]
 
 
+@dataclass(frozen=True)
+class Sign:
+    """A process's sign of life."""
+
+    name: str
+    pid: int
+    num_done: int
+    """Spans that it has finished."""
+    since: float
+    """When the last span began or ended, a time of `time.monotonic`."""
+    is_open: bool
+    phase: str
+    doing: str
+
+
+class _Sign:
+    def __init__(self, folder: Path, name: str) -> None:
+        for kind in (SIGNS, STACKS):
+            (folder / kind).mkdir(mode=0o700, exist_ok=True)
+        with (folder / SIGNS / name).open("w+b") as file:
+            # Room now: a page that finds none later ends the process.
+            os.posix_fallocate(file.fileno(), 0, SIGN.size)
+            self._memory = mmap.mmap(file.fileno(), SIGN.size)
+        # Kept open: the handler writes to its descriptor, whatever Python is at.
+        self._stacks = (folder / STACKS / name).open("ab")
+        faulthandler.register(STACK_SIGNAL, file=self._stacks)
+        self._num_done, self._phase = 0, ""
+        self.show("start", is_open=True)
+
+    def show(self, doing: str, *, is_open: bool, num_done: int = 0, phase: str = "") -> None:
+        self._num_done += num_done
+        self._phase = phase or self._phase
+        texts = self._phase.encode()[:16], doing.encode()[:160]
+        SIGN.pack_into(self._memory, 0, os.getpid(), self._num_done, time.monotonic(), is_open, *texts)
+
+    def count(self) -> None:
+        self._num_done += 1
+        struct.pack_into("<Q", self._memory, 8, self._num_done)
+
+
 class _Recorder:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, by_thread: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -47,10 +102,15 @@ class _Recorder:
         self._offset_s = time.time() - time.monotonic()
         self._lanes: dict[str, int] = {}
         self._stretches: dict[str, _Stretch] = {}
+        self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._write_waiting, name="spans", daemon=True) if by_thread else None
         if os.fstat(self._file).st_size == 0:
             # A list whose end may be missing: other processes of this name may append to it.
             self._write_bytes(b"[\n")
         self._write({"ph": "M", "name": "process_name", "pid": os.getpid(), "args": {"name": path.name.removesuffix(SUFFIX)}})
+        if self._thread is not None:
+            self._thread.start()
 
     def add(self, name: str, start: float, end: float, lane: str, facts: Mapping[str, Fact]) -> None:
         with self._lock:
@@ -76,9 +136,12 @@ class _Recorder:
         with self._lock:
             for lane in list(self._stretches):
                 self._end_stretch(lane)
-            if self._file is not None:
-                os.close(self._file)
-                self._file = None
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)
+        if self._file is not None and (self._thread is None or not self._thread.is_alive()):
+            os.close(self._file)
+            self._file = None
 
     def _end_stretch(self, lane: str) -> None:
         if (one := self._stretches.pop(lane, None)) is not None:
@@ -96,10 +159,23 @@ class _Recorder:
         self._write_bytes(json.dumps(event, separators=(",", ":")).encode("ascii") + b",\n")
 
     def _write_bytes(self, line: bytes) -> None:
+        if self._thread is None:
+            self._put(line)
+        else:
+            self._waiting.append(line)
+
+    def _write_waiting(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._closing.wait(WRITE_INTERVAL_S)
+            if lines := [self._waiting.popleft() for _ in range(len(self._waiting))]:
+                self._put(b"".join(lines))
+
+    def _put(self, lines: bytes) -> None:
         if self._file is None:
             return
         try:
-            os.write(self._file, line)
+            os.write(self._file, lines)
         except OSError as error:
             logger.warning("%s cannot be written, and this process records no more spans: %s", self._path, error)
             os.close(self._file)
@@ -107,13 +183,23 @@ class _Recorder:
 
 
 _recorder: _Recorder | None = None
+_sign: _Sign | None = None
 
 
-def record_in(path: Path) -> None:
-    """Writes this process's spans to `path` from now on, behind those that are there."""
+def record_in(path: Path, *, by_thread: bool = True) -> None:
+    """Writes this process's spans to `path` from now on, behind those that are there.
+
+    `by_thread`: no caller waits for the file system. Without it, a process that is killed loses nothing: for a local disk.
+    """
     global _recorder
     stop()
-    _recorder = _Recorder(path)
+    _recorder = _Recorder(path, by_thread=by_thread)
+
+
+def show_in(folder: Path, name: str) -> None:
+    """Keeps this process's sign of life in `folder` from now on; on `STACK_SIGNAL` the process writes the stacks of its threads there."""
+    global _sign
+    _sign = _Sign(folder, name)
 
 
 def stop() -> None:
@@ -124,22 +210,51 @@ def stop() -> None:
         recorder.close()
 
 
+def begin(name: str, phase: str = "") -> None:
+    """Shows in the sign of life what this process is at, until `add` or `stretch` ends it."""
+    if _sign is not None:
+        _sign.show(name, is_open=True, phase=phase)
+
+
 def add(name: str, start: float, lane: str = MAIN, /, **facts: Fact) -> None:
     """Records what began at `start`, a time of `time.monotonic`, and ends now. Spans of one lane lie inside each other or apart."""
+    _show_end(name, lane, facts)
     if _recorder is not None:
         _recorder.add(name, start, time.monotonic(), lane, facts)
 
 
 def stretch(name: str, start: float, lane: str = MAIN, /, **facts: Fact) -> None:
     """As `add`, for work in many short calls: those of a lane that follow closely upon each other are one span, until `end_stretch`."""
+    _show_end(name, lane, facts)
     if _recorder is not None:
         _recorder.stretch(name, start, time.monotonic(), lane, facts)
+
+
+def _show_end(name: str, lane: str, facts: Mapping[str, Fact]) -> None:
+    if _sign is None:
+        return
+    if lane == MAIN:
+        _sign.show(name, is_open=False, num_done=1, phase=str(facts.get("phase", "")))
+    else:
+        _sign.count()
+
+
+def end(name: str) -> None:
+    """Shows in the sign of life that what `begin` has shown is done, where no span is recorded."""
+    _show_end(name, MAIN, {})
 
 
 def end_stretch(lane: str = MAIN) -> None:
     """Ends what `stretch` has begun in a lane. Another span of the lane, or a gap, ends it too."""
     if _recorder is not None:
         _recorder.end_stretch(lane)
+
+
+def read_sign(path: Path) -> Sign:
+    """The sign of life in a file of `SIGNS`. OSError, struct.error: there is none yet."""
+    pid, num_done, since, is_open, phase, doing = SIGN.unpack(path.read_bytes())
+    texts = [text.rstrip(b"\0").decode(errors="replace") for text in (phase, doing)]
+    return Sign(path.name.replace("-", " "), pid, num_done, since, is_open, *texts)
 
 
 def memory_facts() -> dict[str, int]:
@@ -163,6 +278,8 @@ def name_of(verb: str, *arguments: object) -> str:
 def span(name: str, lane: str = MAIN, /, **facts: Fact) -> Iterator[None]:
     """Records the `with` block."""
     start = time.monotonic()
+    if lane == MAIN:
+        begin(name)
     try:
         yield
     finally:

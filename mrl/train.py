@@ -12,6 +12,12 @@ from __future__ import annotations
 
 import sys
 
+from mrl.signals import LISTENER
+
+if __name__ == "__main__" and "--check" not in sys.argv:
+    # Before libraries start threads, which would not block what this blocks.
+    LISTENER.listen()
+
 from mrl import check, startup
 from mrl.config.secrets import run_entry
 
@@ -36,6 +42,7 @@ if TYPE_CHECKING:
 def train(run: Run[Supplier], checkpoint: Checkpoint | None) -> RunState:
     """Trains from `checkpoint`, or from the starting weights, to the last step or until the run has to end; returns where it stands."""
     state = resume(run, checkpoint)
+    run.budget.begin(saves=run.config.checkpointing.enabled)
     metrics = run.supplier.validate(state) if state.step == 0 and run.config.training.val_at_start else {}
     if metrics:
         run.folder.log_metrics(0, metrics)

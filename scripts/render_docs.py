@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m scripts.render_docs`: renders the tables of docs/*.md from docs/data/*.json, the measurements that test parts wrote.
 
-The tables of config keys are rendered from the schema and its readers; see `scripts.config_page`.
+The tables of config keys are rendered from the schema and its readers; see `scripts.config_page`. That of faults comes from
+docs/reliability.json, with the dates of the parts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from scripts.config_page import config_tables
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 # A page says `<!-- data: PART -->` where the table of docs/data/PART.json belongs, and where it ends.
+FAULTS_BLOCK = re.compile(r"(<!-- reliability -->\n)(?:.*?\n)??(<!-- end of reliability -->)", re.DOTALL)
 CONFIG_BLOCK = re.compile(r"(<!-- config -->\n)(?:.*?\n)??(<!-- end of config -->)", re.DOTALL)
 BLOCK = re.compile(r"(<!-- data: (\S+) -->\n)(?:.*?\n)??(<!-- end of data -->)", re.DOTALL)
 
@@ -21,6 +23,7 @@ BLOCK = re.compile(r"(<!-- data: (\S+) -->\n)(?:.*?\n)??(<!-- end of data -->)",
 def render_page(text: str, data_folder: Path) -> str:
     """The page with every table replaced by what `data_folder` holds now."""
     text = CONFIG_BLOCK.sub(lambda match: match[1] + config_tables() + match[2], text)
+    text = FAULTS_BLOCK.sub(lambda match: match[1] + faults_table(data_folder) + match[2], text)
     return BLOCK.sub(lambda match: match[1] + render_part(data_folder / f"{match[2]}.json") + match[3], text)
 
 
@@ -37,10 +40,27 @@ def render_part(path: Path) -> str:
     columns = list(dict.fromkeys(name for row in data["rows"] for name in row))
     lines = [[name.replace("_", " ") for name in columns], ["---"] * len(columns)]
     lines += [[_cell(row.get(name)) for name in columns] for row in data["rows"]]
-    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    table = _table(lines)
     host = data["host"]
     machine = f"{host['cpu']}, {host['num_cores']} cores, {host['memory_gib']} GiB"
     return f"{table}\nMeasured {data['date']} at commit `{data['commit']}` by `{data['command']}` on {machine}.\n"
+
+
+def faults_table(data_folder: Path) -> str:
+    """Each fault that is injected on purpose, with the test that shows what comes of it, and when that has run."""
+    lines = [["fault", "injection", "outcome", "test", "date"], ["---"] * 5]
+    for row in json.loads((DOCS / "reliability.json").read_text(encoding="utf-8")):
+        test = f"`{row['test']}`" if row["test"] else "none yet"
+        measured = data_folder / f"{row['part']}.json" if "part" in row else None
+        date = "–" if not row["test"] else "CI" if measured is None else "not yet run"
+        if measured is not None and measured.exists():
+            date = json.loads(measured.read_text(encoding="utf-8"))["date"]
+        lines.append([row["fault"], row["injection"], row["outcome"], test, date])
+    return _table(lines)
+
+
+def _table(lines: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _cell(value: object) -> str:

@@ -12,22 +12,35 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from conversion.files.limits import within
 from conversion.files.owners import REMOVED, heartbeat, is_alive, owned, owned_name, remove_leftover
 
 # A file system that does not answer for this long will not.
 IO_TIMEOUT_S = 3600.0
+# Of one small file.
+READ_TIMEOUT_S = 600.0
 
 # Names in a folder that is being built: what it is to become, and the content.
 _PLAN, _CONTENT = "plan.json", "content"
 
 
 def sync_file(path: Path) -> None:
-    """Forces to disk a file's content, or a folder's entries (names, renames)."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Forces to disk a file's content, or a folder's entries (names, renames). TimeoutError: as for `sync_descriptor`."""
+    descriptor = within(IO_TIMEOUT_S, f"open {path}", os.open, path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync_descriptor(descriptor, path)
     finally:
         os.close(descriptor)
+
+
+def sync_descriptor(descriptor: int, path: Path) -> None:
+    """Forces to disk what was written to the open file of `path`; TimeoutError, an OSError: the file system does not answer."""
+    within(IO_TIMEOUT_S, f"fsync of {path}", os.fsync, descriptor)
+
+
+def read_whole(path: Path) -> bytes:
+    """The content of a file, of whichever size; TimeoutError, an OSError: the file system does not answer."""
+    return within(READ_TIMEOUT_S, f"read of {path}", path.read_bytes)
 
 
 def sync_tree(folder: Path) -> None:

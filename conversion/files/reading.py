@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
 
-from conversion.files.durable import write_atomic
+from conversion.files.durable import IO_TIMEOUT_S, READ_TIMEOUT_S, write_atomic
+from conversion.files.limits import within
 from conversion.files.owners import time_of_folder
 
 MAX_SMALL_BYTES = 256 << 20
@@ -42,9 +43,16 @@ def open_file(path: Path) -> int:
 
 
 def read_file(path: Path, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
-    """The content of a regular file of at most `max_bytes`: an index, a config, a description of tensors."""
-    with os.fdopen(open_file(path), "rb") as file:
-        content = file.read(max_bytes + 1)
+    """The content of a regular file of at most `max_bytes`: an index, a config, a description of tensors.
+
+    TimeoutError, an OSError: the file system does not answer.
+    """
+
+    def read() -> bytes:
+        with os.fdopen(open_file(path), "rb") as file:
+            return file.read(max_bytes + 1)
+
+    content = within(READ_TIMEOUT_S, f"read of {path}", read)
     if len(content) > max_bytes:
         raise ValueError(f"{path} has more than {max_bytes >> 20} MiB, and is read only up to that; put the right file there")
     return content
@@ -80,9 +88,13 @@ def name_inside(name: str, named_by: Path) -> str:
 
 
 def sha256_file(path: Path) -> str:
-    """Hex sha256 of a file's content."""
-    with os.fdopen(open_file(path), "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Hex sha256 of a file's content; TimeoutError, an OSError: the file system does not answer."""
+
+    def hashed() -> str:
+        with os.fdopen(open_file(path), "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    return within(IO_TIMEOUT_S, f"read of {path}", hashed)
 
 
 def find_difference(expected: Mapping[Path, str]) -> str:

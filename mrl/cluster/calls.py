@@ -5,12 +5,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, TypeVarTuple, cast
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError, WorkerCrashedError
+from ray.exceptions import (
+    GetTimeoutError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
+from conversion.files.limits import LimitedThread
 from mrl import spans
+from mrl.cluster import hangs
 from mrl.cluster.errors import ActorLost, ActorName, Aftermath, DeadlineExceeded, way_out
 from mrl.refit import GivenUp
 
@@ -23,6 +35,10 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 Key = TypeVar("Key")
 
+LOSSES = (RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, LocalRayletDiedError)
+"""All that Ray calls the death of a process."""
+# Reducing what a node holds is the way out, not Ray's threshold: beyond it the kernel kills, and not always the right process.
+SHORT_OF_MEMORY = "Ray's memory monitor killed it, as its node is short of memory (fewer slots or engines a node, or more memory, help)"
 # A reference that ray.wait calls ready is fetched from local memory; this only bounds a broken store.
 FETCH_TIMEOUT_S = 60.0
 # Answers that arrive within so long of each other are taken together: each wait looks at every call that is under way.
@@ -41,6 +57,22 @@ class Background(Protocol):
     def advance(self) -> object:
         """Takes what has arrived and starts what comes next. Never waits, and keeps the loss of an actor for later."""
         ...
+
+
+@cache
+def ray_thread() -> LimitedThread:
+    """The thread of calls to Ray that have no limit. It starts Ray, too: the kernel kills Ray's daemons when the thread that has ends."""
+    return LimitedThread("Ray")
+
+
+def put(value: T) -> ray.ObjectRef[T]:
+    """A reference to `value` in Ray's store; DeadlineExceeded: the store takes nothing."""
+    try:
+        with hangs.waiting("ray.put", lambda: hangs.RAY_PROCESSES, time.monotonic()):
+            return ray_thread().within(FETCH_TIMEOUT_S, "ray.put", ray.put, value)
+    except TimeoutError as error:
+        reason = hangs.explained([]) or "Ray's daemon on the driver's node (raylet) hangs, or its host does"
+        raise DeadlineExceeded(f"{error}: {reason}") from error
 
 
 def start_actor(actor_class: Callable[[*Ts], A], options: Mapping[str, object], *arguments: *Ts) -> ActorHandle[A]:
@@ -121,30 +153,33 @@ def wait_all(
     answers: dict[Key, T] = {}
     start = time.monotonic()
     end = start + deadline_s
-    while keys:
-        others = [] if beside is None else beside.references()
-        ready, _ = ray.wait([*keys, *others], num_returns=1, timeout=max(0.0, end - time.monotonic()))
-        if beside is not None and ready and ready[0] not in keys and time.monotonic() < end:
-            beside.advance()
-            continue
-        if not ready or ready[0] not in keys:
-            missing = ", ".join(str(key) for key in keys.values())
-            raise DeadlineExceeded(f"{what}: no answer from {missing} within {deadline_s:g} s (the limits are set in section `deadlines`)")
-        ready, _ = ray.wait(list(keys), num_returns=len(keys), timeout=GATHER_S)
-        for reference in ready:
-            key = keys.pop(reference)
-            try:
-                answers[key] = fetch(reference, actor=key, what=what)
-            except (RuntimeError, ValueError) as error:
-                if lost is not None and isinstance(error, ActorLost):
-                    lost.append(error)
-                    continue
-                if on_failure is not None:
-                    on_failure()
-                cause = first_cause(keys, error, what=what)
-                if cause is error:
-                    raise
-                raise cause from error
+    with hangs.waiting(what, lambda: [str(key) for key in list(keys.values())], start):
+        while keys:
+            others = [] if beside is None else beside.references()
+            ready, _ = ray.wait([*keys, *others], num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            if beside is not None and ready and ready[0] not in keys and time.monotonic() < end:
+                beside.advance()
+                continue
+            if not ready or ready[0] not in keys:
+                missing = [str(key) for key in keys.values()]
+                limit = f"{deadline_s:g} s (the limits are set in section `deadlines`)"
+                told = f"; {reason}" if (reason := hangs.explained(missing)) else ""
+                raise DeadlineExceeded(f"{what}: no answer from {', '.join(missing)} within {limit}{told}")
+            ready, _ = ray.wait(list(keys), num_returns=len(keys), timeout=GATHER_S)
+            for reference in ready:
+                key = keys.pop(reference)
+                try:
+                    answers[key] = fetch(reference, actor=key, what=what)
+                except (RuntimeError, ValueError) as error:
+                    if lost is not None and isinstance(error, ActorLost):
+                        lost.append(error)
+                        continue
+                    if on_failure is not None:
+                        on_failure()
+                    cause = first_cause(keys, error, what=what)
+                    if cause is error:
+                        raise
+                    raise cause from error
     spans.add(f"wait: {what}", start, calls=len(pending))
     return {key: answers[key] for key in pending if key in answers}
 
@@ -152,7 +187,8 @@ def wait_all(
 def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, what: str) -> Exception:
     """The error to report for `error`: a death among the `pending` actors, whose peers only lost their connection to it, else `error`.
 
-    In place of an aftermath it is the first of another kind, if one comes.
+    In place of an aftermath it is the first of another kind, if one comes; in place of a complaint of those that give no answer at all,
+    a DeadlineExceeded with their names.
     """
     if isinstance(error, ActorLost):
         return error
@@ -168,19 +204,23 @@ def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, wh
             except (RuntimeError, ValueError) as other:
                 if isinstance(error, Aftermath):
                     error = other
-    return error
+    message = hangs.who_is_to_blame(error, [str(name) for name in waiting.values()], what=what)
+    return error if message is None else DeadlineExceeded(message)
 
 
 def fetch(reference: ray.ObjectRef[T], *, actor: object, what: str) -> T:
     """The answer of a call that is ready. Raises ActorLost if the actor died, else its own error with its name and `what` in front."""
     try:
         return ray.get(reference, timeout=FETCH_TIMEOUT_S)
-    except (ActorDiedError, ActorUnavailableError, RayActorError, WorkerCrashedError) as error:
+    except LOSSES as error:
         lines = str(error).strip().splitlines()
-        raise ActorLost(actor, what, lines[0] if lines else type(error).__name__) from error
+        reason = lines[0] if lines else type(error).__name__
+        raise ActorLost(actor, what, f"{SHORT_OF_MEMORY}: {reason}" if isinstance(error, OutOfMemoryError) else reason) from error
     except GetTimeoutError as error:
         raise DeadlineExceeded(f"{what}: the answer of {actor} could not be fetched within {FETCH_TIMEOUT_S:g} s") from error
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, Exception) else error
         kind = ValueError if isinstance(cause, ValueError) else Aftermath if isinstance(cause, GivenUp) else RuntimeError
         raise kind(f"{actor} failed in {what}: {cause}{way_out(cause)}") from error
+    except RayError as error:
+        raise RuntimeError(f"the answer of {actor} to {what} is lost: {type(error).__name__}: {' '.join(str(error).split())}") from error

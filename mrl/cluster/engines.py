@@ -64,6 +64,7 @@ class EngineActor:
 
         has_server = config.policy.generation.vllm_cfg.expose_http_server
         start = time.monotonic()
+        spans.begin("build")
         self.engine = Engine(
             config.policy.model_name,
             config.policy.generation,
@@ -94,6 +95,7 @@ class EngineActor:
         start = time.monotonic()
         finished, self._finished_between = self._finished_between, []
         if self.engine.num_unfinished:
+            spans.begin("generate", "generate")
             while self.engine.num_unfinished and time.monotonic() < start + budget_s:
                 finished += self.engine.step()
             if self.engine.num_unfinished:
@@ -136,6 +138,7 @@ class EngineActor:
 
     def call(self, verb: str, *arguments: object) -> object:
         start = time.monotonic()
+        spans.begin(spans.name_of(verb, *arguments), self.engine.phase or "")
         answer = getattr(self.verbs, verb)(*arguments)
         spans.add(spans.name_of(verb, *arguments), start, **self._memory(start))
         self._wake()
@@ -198,6 +201,10 @@ class EngineGroup(Actors[EngineVerbs]):
             polled, payload = cast("tuple[ray.ObjectRef[Polled], ray.ObjectRef]", poll)
             self._polls[polled] = (index, payload)
         return list(self._polls)
+
+    def asked(self) -> list[str]:
+        """Names of the engines that are being polled."""
+        return [str(self.name(index)) for index, _ in list(self._polls.values())]
 
     def take_ready(self) -> list[RolloutInfo]:
         """Rollouts that have finished since the last call. Does not wait, and puts engines that died into `book.lost`."""

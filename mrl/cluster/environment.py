@@ -6,15 +6,20 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import ray
+
 from mrl import env, spans
-from mrl.cluster.lifetime import die_with_parent
+from mrl.cluster.carrier import local_file
+from mrl.cluster.lifetime import die_with_parent, session_folder
 from mrl.config.secrets import start_logging
 from mrl.rollout.environment import engine_environment
+from mrl.signals import shield_process
 
 if TYPE_CHECKING:
     from mrl.config.schema.run import RunConfig
@@ -34,20 +39,41 @@ FULL_FLOAT32 = {
 """With these, a process whose precision is float32 multiplies float32 numbers, and not TF32, which keeps 10 of their 23 bits."""
 
 
+SIGNS = "MRL_SIGNS"
+"""Environment variable of actors: the name of the folder in which those on nodes of a launcher's cluster give signs of life."""
+
+
+def signs_folder(name: str) -> Path:
+    """The folder of that name on this node, made if it is not there; nodes on one host have folders of their own."""
+    folder = Path(tempfile.gettempdir()) / f"{name}-{ray.get_runtime_context().get_node_id()[:16]}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
 def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None) -> None:
     """First call of every actor: ties its life to its parent's, sends its stdout and stderr to `log_file`, and its spans beside that.
 
-    `secrets` become environment variables here, because Ray writes those of an actor's options to its own logs.
+    On the driver's node both go through the local disk, and the actor gives signs of life. `secrets` become environment variables here,
+    because Ray writes those of an actor's options to its own logs.
     """
     die_with_parent()
+    shield_process(passes_on=True)
     os.environ.update(secrets or {})
+    folder, spans_file = session_folder(), log_file.with_suffix(spans.SUFFIX)
+    # Named as messages name the actor.
+    stem = "reward-actor-0" if log_file.stem == "rewards" else log_file.stem.replace("rewards", "reward-actor")
+    if folder is None and (name := os.environ.get(SIGNS)):
+        spans.show_in(signs_folder(name), stem)
+    if folder is not None:
+        spans.show_in(folder, stem)
+        log_file, spans_file = local_file(folder, log_file), local_file(folder, spans_file)
     log_file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
     start_logging("actor", sys.stderr)
-    spans.record_in(log_file.with_suffix(spans.SUFFIX))
+    spans.record_in(spans_file, by_thread=folder is None)
     logger.info("process %d", os.getpid())
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
+from mrl.cluster.calls import put
 from mrl.types import Batch, Rollout, RolloutInfo, RolloutRequest, TeacherTokens, TrainSequence, Transcript
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def put_batch(examples: ExampleBatch) -> Batch:
     infos: dict[int, RolloutInfo] = {}
     for rows in examples.rows:
         mine = sorted(index for row in rows for index in row)
-        reference = ray.put(pack(examples.rollouts[index] for index in mine))
+        reference = put(pack(examples.rollouts[index] for index in mine))
         infos |= {index: describe(examples.rollouts[index], PayloadRef(reference, place)) for place, index in enumerate(mine)}
     learned = [sum(turn.stop - turn.start for turn in rollout.turns) for rollout in examples.rollouts]
     return Batch(

@@ -20,7 +20,7 @@ from conversion.cache import cached_mcore, check_entry, discard, mcore_in_use, r
 from conversion.families.common import MegatronParallel
 from conversion.files.owners import PATIENCE_S, answer_canary, is_answered, release_canary, retire_canary
 from mrl import env, spans, startup
-from mrl.cluster.calls import Actors, ask, start_actor, wait_all
+from mrl.cluster.calls import Actors, ask, put, start_actor, wait_all
 from mrl.cluster.deadlines import start_deadline, train_deadline
 from mrl.cluster.environment import policy_variables, start_actor_process
 from mrl.cluster.errors import ActorName
@@ -95,6 +95,7 @@ class PolicyActor:
     ) -> int:
         """Pulls the payloads of this rank's sequences and packs them; returns the number of rows. See `Policy.set_batch`."""
         start = time.monotonic()
+        spans.begin("set_batch")
         payload = pull([sequence.rollout for sequence in sequences.values()], timeout_s=self.timeout_s)
         teachers = pull_teacher(list(sequences.values()), timeout_s=self.timeout_s)
         pulled = {
@@ -120,6 +121,7 @@ class PolicyActor:
     def teach(self, model: ModelName, k: int) -> tuple[list[int], Packed]:
         """Indices of the sequences that this rank answers for, and what the teacher says of each; see `Policy.teach`."""
         start = time.monotonic()
+        spans.begin("teacher", str(self.models[model].phase))
         found = self.models[model].teach(k)
         spans.add("teacher", start, phase=str(self.models[model].phase), **spans.memory_facts())
         return list(found), pack(found.values())
@@ -129,6 +131,7 @@ class PolicyActor:
 
         start = time.monotonic()
         verbs: PolicyVerbs = self.models[model]
+        spans.begin(spans.name_of(verb, *arguments), str(self.models[model].phase))
         with record_function(verb):
             answer = getattr(verbs, verb)(*arguments)
         facts = spans.memory_facts() if time.monotonic() - start > spans.MIN_MEASURED_S else {}
@@ -210,7 +213,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         """Sets the batches of a step's updates, in order. Every rank pulls the payloads of its own rows; see `Policy.set_batch`."""
         for position, batch in enumerate(batches):
             # Stored once for the ranks that train the same rows: Ray would serialise an argument once for each of them.
-            sequences = [ray.put({index: batch.sequences[index] for row in rows for index in row}) for rows in batch.rows]
+            sequences = [put({index: batch.sequences[index] for row in rows for index in row}) for rows in batch.rows]
             pending = {}
             for rank, dp_rank in enumerate(self.dp_ranks):
                 # Ray hands a rank what the reference stands for.

@@ -20,6 +20,7 @@ import ray
 
 from conversion.boxes import Slot
 from conversion.families.common import EngineDtypes
+from conversion.files.reading import read_file
 from conversion.reshard import ScheduleError
 from conversion.schedule import NUM_BUFFERS, Schedule
 from mrl.cluster.calls import wait_all
@@ -232,7 +233,7 @@ def refit_inputs(config: RunConfig, placement: Placement, policies: PolicyGroup,
     }
     vllm_cfg = config.policy.generation.vllm_cfg
     return RefitInputs(
-        hf_config=json.loads((Path(config.policy.model_name) / "config.json").read_text(encoding="utf-8")),
+        hf_config=json.loads(read_file(Path(config.policy.model_name) / "config.json")),
         ranks=tuple(places.values()),
         parallel=config.policy.generation.parallel,
         precision=vllm_cfg.precision,

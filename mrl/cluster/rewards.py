@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import ray
 
 from mrl import spans
+from mrl.cluster import hangs
 from mrl.cluster.calls import Actors, ask, fetch, start_actor
 from mrl.cluster.deadlines import start_deadline
 from mrl.cluster.environment import start_actor_process
@@ -117,6 +118,7 @@ class RewardActor:
 
         Waits up to `budget_s` for all verdicts that are missing, or for the first if rollouts may have several turns.
         """
+        spans.begin("judge")
         self._submit(rollouts)
         scored = self.scorer.take(budget_s, waits_for_all=self.max_turns == 1)
         verdicts, decisions, transcripts = dict[str, Verdict](), list[tuple[str, Ending | None]](), list[Transcript]()
@@ -131,6 +133,7 @@ class RewardActor:
                     continue
                 decisions.append((request_id, following))
             verdicts[request_id] = amend(verdict, remarks) if remarks is not None else verdict
+        spans.end("judge")
         return Judged(verdicts, decisions, scored.seconds, scored.load), pack(transcripts)
 
     def _submit(self, unjudged: Sequence[Unjudged]) -> None:
@@ -200,6 +203,10 @@ class Rewards(Actors[RewardActor]):
         """Calls that become ready when `take_ready` may have something to give; none if nothing is undecided."""
         return self._poll() if self.decides else []
 
+    def asked(self) -> list[str]:
+        """Names of the actors that have not answered."""
+        return [str(self.name(index)) for index, _ in list(self._calls.values())]
+
     def take_ready(self) -> list[tuple[str, PayloadRef | Ending]]:
         """Decisions since the last call, by request id: a reference to the next turn's `Transcript`, or why the rollout ends."""
         if self.decides:
@@ -223,9 +230,10 @@ class Rewards(Actors[RewardActor]):
         while self._awaited:
             now = time.monotonic()
             if now > self._heard_at + self.silence_s:
+                told = f"; {reason}" if (reason := hangs.explained(self.asked())) else ""
                 raise DeadlineExceeded(
                     f"rewards: {self.book.missing()} have no verdict, and no worker has begun or ended one within {self.silence_s:g} s "
-                    "(deadlines.reward_s, and the longest env.NAME.timeout_s)"
+                    f"(deadlines.reward_s, and the longest env.NAME.timeout_s){told}"
                 )
             if now > warned_at + self.deadline_s:
                 warned_at = now
@@ -237,7 +245,8 @@ class Rewards(Actors[RewardActor]):
             others = [] if self.beside is None else self.beside.references()
             calls = [*self._poll(), *others]
             assert calls, f"nobody was asked for a verdict on {min(self._awaited)}"
-            ray.wait(calls, num_returns=1, timeout=max(0.0, self._heard_at + self.silence_s - time.monotonic()))
+            with hangs.waiting("rewards", self.asked, self._heard_at):
+                ray.wait(calls, num_returns=1, timeout=max(0.0, self._heard_at + self.silence_s - time.monotonic()))
             self._advance()
             if self.beside is not None:
                 self.beside.advance()

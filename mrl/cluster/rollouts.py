@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import ray
 
+from mrl.cluster import hangs
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.errors import DeadlineExceeded
 from mrl.cluster.payload import PayloadRef
@@ -145,7 +146,8 @@ class RolloutCollector:
     def _collect(self) -> None:
         end, num_lost = time.monotonic() + self.deadline_s, len(self.engines.book.lost)
         while references := self.references():
-            ray.wait(references, num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            with hangs.waiting("generation", lambda: [*self.engines.asked(), *self.rewards.asked()], end - self.deadline_s):
+                ray.wait(references, num_returns=1, timeout=max(0.0, end - time.monotonic()))
             if self.advance() or len(self.engines.book.lost) > num_lost:
                 return
             if time.monotonic() > end:
@@ -155,4 +157,5 @@ class RolloutCollector:
                         f"turns: no rollout arrived and no environment answered within {limit}; "
                         f"{undecided} turns wait for their environment"
                     )
-                raise DeadlineExceeded(f"generation: {self.engines.book.missing()} unfinished and none arrived within {limit}")
+                told = f"; {reason}" if (reason := hangs.explained(self.engines.asked())) else ""
+                raise DeadlineExceeded(f"generation: {self.engines.book.missing()} unfinished and none arrived within {limit}{told}")

@@ -10,7 +10,9 @@ import re
 import secrets
 import shutil
 import socket
+import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,13 +26,18 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from conversion.files.owners import Owner, heartbeat, may_live, this_process
 from mrl import env, startup
-from mrl.cluster.calls import wait_all
-from mrl.cluster.deadlines import all_deadlines
+from mrl.cluster import hangs
+from mrl.cluster.calls import ray_thread, wait_all
+from mrl.cluster.deadlines import all_deadlines, start_deadline
+from mrl.cluster.environment import SIGNS
 from mrl.cluster.errors import NoCluster
-from mrl.cluster.lifetime import start_reaper
+from mrl.cluster.lifetime import REAPER_TIMEOUT_S, end_reaper, kill_processes, read_capacity, start_reaper
+from mrl.cluster.lookouts import Lookouts
 from mrl.cluster.scheduling import engine_slots, find_engine_across_nodes, share_of_cores, slot_table
+from mrl.cluster.watchdog import start_watchdog
 from mrl.config.schema.run import RunConfig
 from mrl.envs.workers import usable_cores
+from mrl.signals import LISTENER, MARK, shielded
 
 logger = logging.getLogger(__name__)
 
@@ -43,18 +50,34 @@ SLOT_RESOURCE = "worker_units"
 # Weights never travel through the object store and payloads are a few bytes a token, so a small store is enough on a laptop. What a
 # teacher says of a step's rollouts comes on top.
 OBJECT_STORE_BYTES = 256 * 2**20
-REAPER_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
+# A head that does not answer: Ray's own limits add up to minutes.
+JOIN_TIMEOUT_S = 600.0
+RAY_STARTS = 3
+RAY_LIMITS = {
+    "RAY_gcs_server_port_wait_time_s": 1,
+    "RAY_raylet_start_wait_time_s": 1,
+    "RAY_worker_register_timeout_seconds": 1,
+    "RAY_agent_register_timeout_ms": 1000,
+}
+"""What Ray gives its own processes to start, by the units of a second. Its defaults, of 15 to 60 s, are too short for a busy host."""
+MAX_REASON = 300
 
 
 @contextmanager
-def ray_runtime(config: RunConfig) -> Iterator[None]:
-    """Ray, up inside the `with` block: a private local cluster on one node, the launcher's cluster (RAY_ADDRESS) on several."""
+def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[None]:
+    """Ray, up inside the `with` block: a private local cluster on one node, the launcher's cluster (RAY_ADDRESS) on several.
+
+    With `log_folder`, a watchdog looks at the run's processes, and writes there.
+    """
     reclaim_dead_owners()
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     owner_file = folder / OWNER_FILE
     owner_file.write_text(json.dumps(asdict(this_process())))
-    reaper = start_reaper(folder)
+    with shielded():
+        reaper = start_reaper(folder)
+    LISTENER.reaper_pid = reaper.pid
+    watchdog = start_watchdog(config, folder, log_folder)
     # The driver raises the first failure of a group call with its reason; Ray would print those of all other ranks on top.
     os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
     # Ray gives its workers niceness 15: beside any other work on the host, ranks would miss each other's deadlines.
@@ -62,12 +85,34 @@ def ray_runtime(config: RunConfig) -> Iterator[None]:
     # Ray starts a Python process for each CPU ahead of time. Our actors have environments of their own, so that none takes one of these.
     os.environ["RAY_prestart_worker_first_driver"] = "0"
     try:
-        if config.cluster.num_nodes > 1:
-            join_cluster()
-        else:
-            _keep_others_out(folder)
+        with shielded(), hangs.waiting("start of Ray", lambda: hangs.RAY_PROCESSES, time.monotonic()):
+            if config.cluster.num_nodes > 1:
+                join_cluster()
+            else:
+                _keep_others_out(folder)
+                start_ray(config, folder)
+        if watchdog is not None and config.cluster.num_nodes > 1:
+            watchdog.look_at(Lookouts(folder.name, watchdog.interval_s))
+        with heartbeat(owner_file):
+            yield
+    finally:
+        if watchdog is not None:
+            watchdog.stop()
+        shut_down(reaper, folder)
+
+
+def start_ray(config: RunConfig, folder: Path) -> None:
+    """Starts Ray for this run alone, with its files in `folder`; NoCluster: it does not start, tried `RAY_STARTS` times."""
+    limit_s = start_deadline(config).seconds
+    for name, unit in RAY_LIMITS.items():
+        os.environ.setdefault(name, str(round(limit_s * unit)))
+    for start in range(1, RAY_STARTS + 1):
+        try:
             # Ray joins any local cluster it finds unless told otherwise. Logical CPUs only bound how many actors may be placed.
-            ray.init(
+            ray_thread().within(
+                limit_s,
+                "ray.init",
+                ray.init,
                 address="local",
                 num_cpus=config.num_slots + 2,
                 num_gpus=config.cluster.gpus_per_node,
@@ -77,11 +122,31 @@ def ray_runtime(config: RunConfig) -> Iterator[None]:
                 logging_level=logging.ERROR,
                 _temp_dir=str(folder / RAY_FOLDER),
             )
-        with heartbeat(owner_file):
-            yield
-    finally:
-        ray.shutdown()
-        reaper.communicate(timeout=REAPER_TIMEOUT_S)
+            return
+        except (Exception, SystemExit) as error:  # Ray raises Exception itself where a daemon is late
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_REASON]}"
+            kill_processes(str(folder))
+            if start == RAY_STARTS or isinstance(error, TimeoutError):
+                raise NoCluster(
+                    f"Ray does not start on this host, tried {start} times: {reason}; this host has {read_capacity()}; "
+                    "end what else runs here, or raise deadlines.start_s; python -m mrl.doctor looks at the host"
+                ) from error
+            logger.warning("Ray has not started (%s); trying again", reason)
+            ray.shutdown()
+
+
+def shut_down(reaper: subprocess.Popen[bytes], folder: Path) -> None:
+    """Ends Ray and all processes of the run. What cannot be ended is named, and does not change how the run ends."""
+    # While Ray shuts down. It would wait a second for each of its daemons, which block the signal by which it asks them to end.
+    assert reaper.stdin is not None
+    reaper.stdin.close()
+    try:
+        ray_thread().within(REAPER_TIMEOUT_S, "ray.shutdown", ray.shutdown)
+    except TimeoutError as error:
+        logger.warning("%s; its processes are killed", error)
+    for left in end_reaper(reaper, folder):
+        logger.warning("%s has been killed and does not end; it is left behind", left)
+    LISTENER.reaper_pid = None
 
 
 def join_cluster() -> None:
@@ -100,8 +165,8 @@ def join_cluster() -> None:
                 "set it to the head of this one"
             ) from error
     try:
-        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError) as error:
+        ray_thread().within(JOIN_TIMEOUT_S, "ray.init", ray.init, address="auto", log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise NoCluster(f"RAY_ADDRESS={address}: {reason}; the token (RAY_AUTH_TOKEN_PATH) and Ray's version must be the head's") from error
 
@@ -140,9 +205,9 @@ def reclaim_dead_owners() -> None:
 
 
 @contextmanager
-def placed_slots(config: RunConfig) -> Iterator[Placement]:
-    """Ray, and a place for every slot, inside the `with` block."""
-    with ray_runtime(config):
+def placed_slots(config: RunConfig, log_folder: Path | None = None) -> Iterator[Placement]:
+    """Ray, and a place for every slot, inside the `with` block; see `ray_runtime`."""
+    with ray_runtime(config, log_folder):
         deadlines = all_deadlines(config)
         for deadline in deadlines:
             logger.info("%s", deadline)
@@ -204,12 +269,13 @@ class Placement:
 
     def options(self, slot: int, environment: dict[str, str]) -> dict[str, object]:
         """Options of an actor on `slot`. Actors take no Ray resources of their own and see all devices: mrl sets the device index."""
+        given = {"OMP_NUM_THREADS": "1", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", SIGNS: Path(os.environ[MARK]).name}
         return {
             "num_cpus": 0,
             "num_gpus": 0,
             "scheduling_strategy": self._on(slot),
             "max_restarts": 0,
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", **environment}},
+            "runtime_env": {"env_vars": given | environment},
         }
 
     def table(self) -> list[str]:

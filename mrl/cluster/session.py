@@ -156,7 +156,7 @@ Session = PolicySession | RolloutSession
 @contextmanager
 def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> Iterator[RolloutSession]:
     """All actors of a run, inside the `with` block; policy and engines have each loaded the model folder by their own loader."""
-    with placed_slots(config) as placement, endpoints_removed(log_folder):
+    with placed_slots(config, log_folder) as placement, endpoints_removed(log_folder):
         rewards = Rewards(config, placement, log_folder=log_folder)
         models, engines, refit = start_models(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
         policies = models.pop("policy")
@@ -173,7 +173,7 @@ def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> 
 @contextmanager
 def start_policies(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> Iterator[PolicySession]:
     """The policy ranks of a run without engines, inside the `with` block, with the model folder's weights."""
-    with placed_slots(config) as placement:
+    with placed_slots(config, log_folder) as placement:
         policies = PolicyGroup(config, Ranks(config, placement, log_folder=log_folder), pad_token_id=pad_token_id)
         logger.info("Number of actors online: %d/%d", policies.world_size, placement.num_slots)
         yield PolicySession(policies)
@@ -182,7 +182,7 @@ def start_policies(config: RunConfig, *, pad_token_id: int, log_folder: Path) ->
 @contextmanager
 def start_engines(config: RunConfig, *, weight_version: int, log_folder: Path) -> Iterator[RolloutCollector]:
     """Engines and rewards alone, inside the `with` block; the engines sample from the model folder's weights as `weight_version`."""
-    with placed_slots(config) as placement, endpoints_removed(log_folder):
+    with placed_slots(config, log_folder) as placement, endpoints_removed(log_folder):
         rewards = Rewards(config, placement, log_folder=log_folder)
         engines = EngineGroup(config, placement, log_folder=log_folder)
         engines.wait_until_built()

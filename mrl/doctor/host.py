@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+from mrl.cluster.lifetime import Capacity
 from mrl.doctor.findings import Finding
 from mrl.doctor.gpus import Gpus
 from mrl.doctor.probe import GIB, TEMPORARY, UNLIMITED, Disk, HostFacts, Network, Ports
 from mrl.doctor.software import release
 
+# Those of README.md, of the quickstart.
+MIN_CORES, MIN_MEMORY_BYTES = 2, 8e9
+# Processes that want a core, for each core.
+MAX_LOAD = 2.0
 # Docker gives 64 MiB. Ray's object store of a run on one node takes 256 MiB of it, processes on GPUs exchange through it.
 MIN_SHARED_BYTES, MIN_SHARED_GPU_BYTES = GIB, 16 * GIB
 # Ray warns below the first; its guide for large clusters asks for the second.
@@ -28,6 +33,7 @@ IDLE_GPU_BYTES = GIB
 def judge_machine(facts: HostFacts, *, is_in_cluster: bool) -> list[Finding]:
     """Findings about the machine itself, on a node of a cluster or a host that runs alone."""
     findings = [] if facts.gpus is None else _gpus(facts.gpus, facts.torch_cuda)
+    findings.append(_capacity(facts.capacity))
     shared = facts.shared_memory
     least = MIN_SHARED_BYTES if facts.gpus is None else MIN_SHARED_GPU_BYTES
     found, remedy = f"/dev/shm: {shared.free_bytes / GIB:.2f} of {shared.total_bytes / GIB:.2f} GiB free", ""
@@ -79,6 +85,19 @@ def _gpus(gpus: Gpus, torch_cuda: str | None) -> list[Finding]:
         remedy = "nvidia-smi shows the processes; end those of an earlier run, or wait for others"
         return [*findings, Finding("GPU memory", "problem", f"in use before the run: {', '.join(used)}", remedy)]
     return [*findings, Finding("GPU memory", "ok", "free on all GPUs")]
+
+
+def _capacity(capacity: Capacity) -> Finding:
+    if capacity.num_cores < MIN_CORES:
+        remedy = "give the job or container more of them; Ray's processes and the ranks wait for each other until they miss their deadlines"
+        return Finding("capacity", "problem", f"{capacity}; {MIN_CORES} cores are needed", remedy)
+    if capacity.free_bytes < MIN_MEMORY_BYTES:
+        found = f"{capacity}; the smallest run needs {MIN_MEMORY_BYTES / 1e9:g} GB of memory"
+        return Finding("capacity", "problem", found, "end what else runs here, or raise the memory of the job or container")
+    if capacity.load > MAX_LOAD * capacity.num_cores:
+        remedy = "end what else runs here, or wait for it; a run is slow beside it, and Ray may need several tries to start"
+        return Finding("capacity", "note", f"{capacity}: the cores are busy", remedy)
+    return Finding("capacity", "ok", str(capacity))
 
 
 def _limits(facts: HostFacts, *, is_large: bool) -> list[Finding]:

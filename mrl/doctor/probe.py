@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mrl import env
+from mrl.cluster.lifetime import Capacity, read_capacity
 from mrl.doctor.gpus import PACKAGE, PROBE_TIMEOUT_S, Gpus, read_gpus, run_python
 from mrl.doctor.software import normalise
 from mrl.envs import code, confine
@@ -140,6 +141,7 @@ class HostFacts:
     """Short git commit of mrl, with `+` if files differ from it; "" outside of a checkout."""
     source_digest: str
     gpus: Gpus | None
+    capacity: Capacity
     shared_memory: Disk
     disks: Mapping[str, Disk]
     """By what the folder is for."""
@@ -169,6 +171,7 @@ def probe_host(folders: Mapping[str, Path], *, is_in_cluster: bool, tries_import
             commit=_output("git", "-C", str(PACKAGE.parent), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*").strip(),
             source_digest=source_digest(PACKAGE.parent),
             gpus=read_gpus(),
+            capacity=read_capacity(),
             shared_memory=read_disk(Path("/dev/shm")),
             disks={use: read_disk(folder) for use, folder in {**folders, TEMPORARY: Path(tempfile.gettempdir())}.items()},
             limits=read_limits(),

@@ -25,6 +25,7 @@ from typing import cast
 
 from mrl.envs.confine import Allowance, Unconfined, confine_worker
 from mrl.envs.task import LENGTH_BYTES, RowFault, Score, Task, encode
+from mrl.signals import shield_process
 
 PR_SET_PDEATHSIG = 1
 
@@ -33,6 +34,7 @@ def main() -> None:
     """Limits this process, loads the reward function, and answers tasks until the parent hangs up."""
     entry_point, options, socket_fd, parent_pid, memory_bytes, allowances = sys.argv[1:]
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    shield_process(passes_on=False)
     if os.getppid() != int(parent_pid):  # it died before the line above
         sys.exit("the parent is gone")
     resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))

@@ -16,6 +16,7 @@ from mrl.data.reading import write_quarantine
 from mrl.loop import rollouts, supervised
 from mrl.loop.rollout_queue import NoSignal
 from mrl.loop.run import Budget, Supplier, Training
+from mrl.signals import ENDED_EARLY, LISTENER
 from mrl.store.checkpoints import find_damage
 from mrl.store.console import outlook
 from mrl.store.ownership import FolderLost
@@ -24,9 +25,6 @@ from mrl.store.summary import is_good_enough
 from mrl.train import train
 
 logger = logging.getLogger(__name__)
-
-# EX_TEMPFAIL of sysexits.h, by which launchers know that the job is to be queued again.
-ENDED_EARLY = 75
 
 
 def run_attempt(training: Training[Supplier], folder: RunFolder, budget: Budget) -> bool:
@@ -49,7 +47,6 @@ def run_attempt(training: Training[Supplier], folder: RunFolder, budget: Budget)
         folder.open_loggers() as loggers,
         watch_hosts(config, None if loggers.is_empty else loggers.log_host),
     ):
-        budget.begin()
         folder.next_metrics["time/start"] = time.monotonic() - started
         state = train(run, checkpoint)
     logger.info("Step %d of %d is done; report: %s", state.step, last_step, folder.path / "report.html")
@@ -60,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code.
 
     0: done. 1: the attempt failed; the same command resumes. 2: the input is at fault, with one clear message.
-    75: a signal or the time limit ended the run before its last step; the same command resumes.
+    75: a signal or the time limit ended the run before its last step; the same command resumes. 130: so did a second Ctrl-C, at once.
     """
     startup.lap("import")
     started = time.monotonic() - env.job_age_s()
@@ -72,9 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config, migration = load_run(options.name, options.words, secrets=options.secrets)
         migration.log()
         budget = Budget(config.checkpointing.must_save_by_s, started=started)
-        budget.listen()
         training = rollouts.prepare(config) if config.has_engines else supervised.prepare(config)
         folder = RunFolder(training.config, training.identity)
+        LISTENER.cleanups.append(folder.give_back)
         folder.open()
         startup.lap("input")
     except ValueError as error:
@@ -86,9 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NoSignal as error:
         logger.error("%s", error)
         return 2
-    except (ActorLost, DeadlineExceeded, FolderLost, NoCluster) as error:
+    except (ActorLost, DeadlineExceeded, FolderLost, NoCluster, TimeoutError) as error:
         logger.error("The attempt ended: %s. Logs of the actors: %s. The same command resumes.", error, folder.log_folder / "actors")
         return 1
     if not is_done:
-        logger.info("Ended before the last step; the same command resumes")
+        logger.info("Ended before the last step; the same command goes on")
     return 0 if is_done else ENDED_EARLY

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from mrl import startup
 from mrl.cluster.verbs import PolicyVerbs
+from mrl.signals import LISTENER, Listener
 from mrl.store.samples import NUM_SAMPLES
 from mrl.store.summary import is_good_enough
 from mrl.types import PromptKey
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
     from mrl.types import Batch, RolloutGroup, RunState, TokenSample, TrainSequence
 
 logger = logging.getLogger(__name__)
-
-STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
-"""What schedulers send before a time limit or a preemption."""
 
 
 class Stopped(Exception):
@@ -163,27 +159,18 @@ def is_due(step: int, period: int) -> bool:
 class Budget:
     """Decides whether the run may make another step: until its time is over, or a signal asks it to save a checkpoint and end."""
 
-    def __init__(self, limit_s: float | None, *, started: float) -> None:
+    def __init__(self, limit_s: float | None, *, started: float, listener: Listener = LISTENER) -> None:
         """`limit_s` counts from `started`, a time of `time.monotonic`; None: there is no limit."""
         self._limit_s = limit_s
         self._started = started
         self._first_step_began = time.monotonic()
         self._num_steps = 0
-        self._signal: signal.Signals | None = None
-        self._listens = False
+        self._listener = listener
 
-    def listen(self) -> None:
-        """Takes signals from now on; only a process's main thread can."""
-        self._listens = True
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._note)
-
-    def begin(self) -> None:
-        """Marks the moment when everything is up and the first step begins."""
+    def begin(self, *, saves: bool) -> None:
+        """Marks the moment when everything is up and the first step begins. From then on a signal may end the run only where `check` is."""
         self._first_step_began = time.monotonic()
-        if self._listens:
-            # Ray takes SIGTERM for itself when it starts.
-            self.listen()
+        self._listener.hold("the run saves a checkpoint and ends" if saves else "the run ends, and saves nothing (checkpointing.enabled)")
 
     def count_step(self) -> None:
         """Counts a step, after its validation."""
@@ -191,20 +178,16 @@ class Budget:
 
     def check(self) -> None:
         """Raises Stopped if a signal came. Call it where the run may stop at once, because its weights are those of its last step."""
-        if self._signal is not None:
+        if self._listener.first is not None:
             raise Stopped
 
     @property
     def is_over(self) -> bool:
         """Whether a signal came, or the next step, if it took as long as the mean of those counted, would end after the limit."""
-        if self._signal is not None:
+        if self._listener.first is not None:
             return True
         if self._limit_s is None:
             return False
         now = time.monotonic()
         mean_step_s = (now - self._first_step_began) / self._num_steps if self._num_steps else 0.0
         return now - self._started + mean_step_s >= self._limit_s
-
-    def _note(self, number: int, _: FrameType | None) -> None:
-        self._signal = signal.Signals(number)
-        logger.info("%s: the run saves a checkpoint and ends", self._signal.name)

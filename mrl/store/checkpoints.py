@@ -63,7 +63,7 @@ class Checkpoint:
         return shares
 
     def state(self) -> RunState:
-        return RunState(**json.loads((self.folder / STATE).read_text(encoding="utf-8")))
+        return RunState(**json.loads(read_file(self.folder / STATE)))
 
 
 class CheckpointStore:

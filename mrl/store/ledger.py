@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from conversion.files.durable import read_whole, sync_descriptor
 from mrl.store.ownership import unowned
 from mrl.types import PromptKey
 
@@ -82,7 +83,7 @@ class Ledger:
         try:
             if os.write(descriptor, self._unwritten) < len(self._unwritten):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(descriptor)
+            sync_descriptor(descriptor, self.path)
         except OSError:
             os.truncate(descriptor, size)
             raise
@@ -99,7 +100,7 @@ def replay(path: Path) -> LedgerState:
     state = LedgerState()
     if not path.exists():
         return state
-    content = path.read_bytes()
+    content = read_whole(path)
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
         logger.warning("%s: cutting off a half-written last line", path)

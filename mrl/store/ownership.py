@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from conversion.files.durable import write_atomic
+from conversion.files.durable import read_whole, write_atomic
 from conversion.files.owners import HEARTBEAT_S, Owner, heartbeat, this_process
 from mrl import env
 
@@ -83,7 +83,7 @@ class Ownership:
 
     def _read(self) -> Attempt | None:
         try:
-            found = json.loads(self._file.read_text(encoding="utf-8"))
+            found = json.loads(read_whole(self._file))
             return Attempt(Owner(**found["process"]), found["job"], found["restart"])
         except FileNotFoundError:
             return None

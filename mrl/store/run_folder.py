@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conversion.files.durable import write_atomic
+from conversion.files.durable import read_whole, write_atomic
 from mrl import spans
 from mrl.config.load import changes_since, resolved_yaml
 from mrl.config.schema.run import RunConfig
@@ -116,6 +116,10 @@ class RunFolder:
             with self._may_fail(METRICS):
                 self._metrics.close()
         spans.stop()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Ends the hold on the folder. For a process that ends at once, too."""
         self._ownership.give_back()
 
     def _check_identity(self) -> None:
@@ -336,7 +340,7 @@ def last_step_in(path: Path) -> int:
 def _lines(path: Path) -> list[tuple[float, str]]:
     found: list[tuple[float, str]] = []
     # A power cut may leave anything; our lines are ASCII.
-    for line in path.read_text(encoding="ascii", errors="replace").splitlines() if path.exists() else []:
+    for line in read_whole(path).decode("ascii", errors="replace").splitlines() if path.exists() else []:
         try:
             found.append((int(json.loads(line)["step"]), line))
         except (ValueError, KeyError, TypeError, RecursionError):

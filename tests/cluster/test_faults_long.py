@@ -63,7 +63,7 @@ def test_before_its_time_limit_a_run_is_saved_requeued_and_resumed(
         job.wait_for("Resuming from", restart=1)
         assert job.end() == "COMPLETED", job.explain()
         assert "the command ended with code 75: " in job.output and "requeueing job" in job.output
-        assert "the same command resumes" in job.log("ray-driver.log")
+        assert "the same command goes on" in job.log("ray-driver.log")
         assert_same_run(job, unbroken, num_starts=2)
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +36,16 @@ class Attempt:
         # A mark that every process of this attempt inherits, so that leftovers can be told from everything else.
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MRL_TEST_ATTEMPT": self.mark}
         with self.log.open("w") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=self.working_folder)
+            self.process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=self.working_folder,
+                process_group=0,
+                # A shell's background jobs, pytest perhaps among them, ignore Ctrl-C, and their children do.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -58,6 +68,14 @@ class Attempt:
 
         # Tiny checkpoints are written in milliseconds.
         wait_until(is_over, what, ATTEMPT_TIMEOUT_S, explain=lambda: self.text()[-4000:], longest_pause_s=0.002)
+
+    def send(self, number: signal.Signals, target: str) -> None:
+        """Sends a signal to the `driver`, to its process `group`, or to `every process`."""
+        if target == "group":
+            os.killpg(self.process.pid, number)
+        for pid in {"driver": [self.process.pid], "every process": self.processes()}.get(target, []):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def finish(self) -> int:
         return self.process.wait(timeout=ATTEMPT_TIMEOUT_S)
@@ -84,12 +102,15 @@ class Attempt:
         return alive
 
     def assert_nothing_survives(self) -> None:
+        def shared_memory() -> list[Path]:
+            return [path for path in Path("/dev/shm").iterdir() if "mrl" in path.name]
+
         def leftovers() -> str:
             found = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")[:120] for pid in self.processes()}
-            return f"{found}\n{self.text()[-4000:]}"
+            return f"{found} {shared_memory()}\n{self.text()[-4000:]}"
 
-        wait_until(lambda: not self.processes(), f"end of all processes of {self.mark}", explain=leftovers)
-        assert not [path for path in Path("/dev/shm").iterdir() if "mrl" in path.name]
+        # Other runs on this host have such files for moments.
+        wait_until(lambda: not (self.processes() or shared_memory()), f"end of all processes of {self.mark}", explain=leftovers)
 
 
 def ledger(run_folder: Path) -> list[dict]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.loop.main import ENDED_EARLY
 from mrl.recipes.tiny import prepare_tiny
+from mrl.signals import ENDED_EARLY
 from mrl.store.checkpoints import find_damage
 from tests.faults.attempts import ATTEMPT_TIMEOUT_S, Attempt, is_trained
 from tests.sources import ROOT
@@ -45,7 +45,7 @@ def test_gsm8k_runs_until_a_signal_saves_and_ends_it(tmp_path: Path):
         run.wait_until(lambda: is_trained(run.run_folder, STEPS), f"train step {STEPS}")
         run.process.send_signal(signal.SIGUSR1)
         assert run.finish() == ENDED_EARLY == 75, run.text()
-        assert "the same command resumes" in run.text().splitlines()[-1]
+        assert "the same command goes on" in run.text().splitlines()[-1]
         run.assert_nothing_survives()
 
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -32,6 +32,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "driver_memory": ("mrl/train.py", "mrl/loop", "mrl/cluster", "mrl/store"),
     "distillation": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/distillation_tiny.yaml", "configs/sft_tiny.yaml"),
     "environments": ("mrl/envs", "mrl/cluster/rewards.py"),
+    "hangs": ("mrl/spans.py", "mrl/cluster", "mrl/loop"),
     "hostile": ("mrl/envs", "mrl/rollout", "mrl/store", "mrl/config", "mrl/cluster", "conversion"),
     "learning": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/grpo_tiny.yaml", "mrl/recipes/tiny.py"),
     "logprobs": ("mrl/policy/logprobs.py", "mrl/policy/output.py"),
@@ -51,6 +52,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "refit_model": ("mrl/plan/times.py", "mrl/plan/traffic.py", "conversion/schedule.py", "conversion/reshard.py", "conversion/rounds.py"),
     "router_replay": ("mrl/policy/moe.py", "mrl/rollout/worker.py"),
     "schedule": ("conversion/schedule.py", "conversion/reshard.py", "conversion/rounds.py", "conversion/families"),
+    "signals": ("mrl/signals.py", "mrl/train.py", "mrl/loop", "mrl/cluster"),
     "spans": ("mrl/spans.py", "mrl/view", "mrl/store/samples.py", "mrl/store/run_folder.py"),
     "speculation": ("mrl/policy", "mrl/rollout", "mrl/refit", "configs/grpo_tiny.yaml", "mrl/recipes/tiny.py"),
     "startup": ("mrl/cluster", "mrl/loop", "mrl/policy", "mrl/rollout", "mrl/train.py", "configs/grpo_tiny.yaml"),
@@ -61,7 +63,7 @@ PATHS: dict[str, tuple[str, ...]] = {
 }
 """What each part measures: the product files and folders whose changes make its table old."""
 
-OUTCOMES = ("async", "config", "environments", "hostile", "nodes")
+OUTCOMES = ("async", "config", "environments", "hangs", "hostile", "nodes", "signals")
 """Parts that measure nothing but whether their tests pass; `tests/conftest.py` records that."""
 
 

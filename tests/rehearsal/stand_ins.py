@@ -291,7 +291,7 @@ def rehearsal(shape: Shape, folder: Path, processes: list) -> Iterator[Rehearsal
         return Handle(processes[next(started) % len(processes)], kind, numbers[kind] - 1, shape, calls)
 
     @contextmanager
-    def placed_slots(config: RunConfig) -> Iterator[Slots]:
+    def placed_slots(config: RunConfig, log_folder: Path) -> Iterator[Slots]:
         yield Slots(config)
 
     with ExitStack() as stack:

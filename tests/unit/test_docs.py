@@ -37,6 +37,18 @@ def test_the_start_page_lists_every_page():
     assert {page for page in pages if f"]({page})" not in start} == set()
 
 
+def test_every_test_of_the_page_of_faults_exists_and_runs_where_it_says():
+    faults = json.loads((DOCS / "reliability.json").read_text())
+    wrong = []
+    for fault in (fault for fault in faults if fault["test"]):
+        path, name = fault["test"].split("::")
+        source = (ROOT / path).read_text()
+        has_part = f'long("{fault["part"]}")' in source if "part" in fault else True
+        if f"def {name}(" not in source or not has_part:
+            wrong.append(fault["test"])
+    assert wrong == []
+
+
 def test_a_table_is_rendered_from_its_file(tmp_path: Path):
     page = "# Speed\n\n<!-- data: speed -->\nold\n<!-- end of data -->\nafter\n\n<!-- data: absent -->\n<!-- end of data -->\n"
     host = {"cpu": "A CPU", "num_cores": 2, "memory_gib": 24}

@@ -20,6 +20,7 @@ LAYERS = {
     "mrl.config": 0,
     "mrl.env": 0,
     "mrl.phases": 0,
+    "mrl.signals": 0,
     "mrl.spans": 0,
     "mrl.startup": 0,
     "mrl.data": 1,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +21,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def file(clock: Clock, tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / f"actors/engine-0{spans.SUFFIX}"
-    spans.record_in(path)
+    spans.record_in(path, by_thread=False)
     yield path
     spans.stop()
 
@@ -82,7 +84,7 @@ def test_stretches_of_several_lanes_do_not_end_each_other(file: Path, clock: Clo
 
 def test_an_attempt_continues_the_file_of_the_one_before(file: Path, clock: Clock):
     spans.add("first", clock.monotonic())
-    spans.record_in(file)
+    spans.record_in(file, by_thread=False)
     spans.add("second", clock.monotonic())
     assert [event["name"] for event in drawn(file)] == ["first", "second"]
 
@@ -108,3 +110,25 @@ def test_without_a_file_nothing_is_recorded_and_a_full_disk_ends_the_recording(c
     spans.add("lost too", clock.monotonic())
     spans.stop()
     assert sum("records no more spans" in record.message for record in caplog.records) == 1
+
+
+def test_a_thread_writes_all_spans_before_the_recording_ends(tmp_path: Path):
+    path = tmp_path / f"driver{spans.SUFFIX}"
+    spans.record_in(path)
+    for index in range(100):
+        spans.add(f"x{index}", time.monotonic())
+    spans.stop()
+    assert [event["name"] for event in drawn(path)] == [f"x{index}" for index in range(100)]
+
+
+def test_no_caller_waits_for_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A pipe that is full and that nobody reads holds up whoever writes, as a frozen file system does."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    monkeypatch.setattr(spans, "CLOSE_TIMEOUT_S", 0.1)
+    spans.record_in(pipe)
+    for _ in range(3000):
+        spans.add("x" * 100, time.monotonic())
+    spans.stop()
+    os.close(reader)

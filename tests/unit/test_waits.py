@@ -31,6 +31,47 @@ NEED_ARGUMENT = {"get", "join", "result", "wait", "acquire", "communicate", "exc
 # Methods without a timeout of their own: the same function must `poll` with one first.
 NEED_POLL = {"recv", "recv_bytes"}
 
+# Calls that know no timeout: `within` makes them, which gets them uncalled (conversion/files/limits.py).
+NEED_WITHIN = {"ray.init", "ray.put", "ray.shutdown", "os.fsync"}
+# In the driver also these: a file system that hangs must not hang the run without a word.
+READS = {"open", "read_bytes", "read_text"}
+DRIVER = ("mrl/loop/", "mrl/store/", "mrl/cluster/", "mrl/train.py")
+UNLIMITED = {
+    ("mrl/cluster/payload.py", "ray.put(pack(flat))"): "in a rank, whose answer the driver waits for within train_s",
+    ("mrl/policy/checkpoint.py", "os.fsync(probe.fileno())"): "in a rank, whose answer the driver waits for within checkpoint_s",
+    (
+        "mrl/cluster/nodes.py",
+        "ray.init(address='auto'",
+    ): "in a launcher's look at the cluster, which the launcher ends",
+    (
+        "mrl/cluster/nodes.py",
+        "ray.shutdown()",
+    ): "of a process that has only joined, and has no daemons to end",
+    ("mrl/cluster/runtime.py", "ray.shutdown()"): "after a start that failed: its daemons have been killed, and nothing is waited for",
+    ("mrl/cluster/runtime.py", "(folder / OWNER_FILE).read_text()"): "in the folder of temporary files: Ray's own, on a disk of the host",
+    ("mrl/cluster/lifetime.py", "(entry / 'environ').read_bytes()"): "of /proc, in the reaper, which the driver waits for within a limit",
+    ("mrl/cluster/lifetime.py", "(entry / 'stat').read_bytes()"): "of /proc, in the reaper, which the driver waits for within a limit",
+    ("mrl/cluster/lifetime.py", "Path('/proc/meminfo').read_text("): "of the kernel, which has it in memory",
+    ("mrl/cluster/lifetime.py", "(cgroup / 'memory.max').read_text()"): "of the kernel, which has it in memory",
+    ("mrl/cluster/lifetime.py", "(cgroup / 'memory.current').read_text()"): "of the kernel, which has it in memory",
+    ("mrl/cluster/lifetime.py", "Path(f'/proc/{pid}/"): "of /proc, in a call of `within`",
+    ("mrl/cluster/carrier.py", "local.open("): "in a process that nobody waits for longer than CARRY_TIMEOUT_S",
+    ("mrl/cluster/carrier.py", "target.open("): "in a process that nobody waits for longer than CARRY_TIMEOUT_S",
+    ("mrl/cluster/watchdog.py", "Path(f'/proc/{pid}/"): "of /proc, in a thread that nobody waits for; what is read takes no lock of memory",
+    ("mrl/cluster/watchdog.py", "local_file(self._folder"): "on a disk of the host, in a thread that nobody waits for",
+    ("mrl/cluster/watchdog.py", "path.open('rb')"): "on a disk of the host, in a thread that nobody waits for",
+    ("mrl/cluster/environment.py", "os.open(log_file"): "in an actor, whose start the driver waits for within start_s",
+    ("mrl/store/samples.py", "path.open('ab+')"): "in the thread that writes texts, which the driver waits for within WRITE_TIMEOUT_S",
+    (
+        "mrl/store/ledger.py",
+        "os.open(self.path",
+    ): "opens for a write without which nothing goes on",
+    ("mrl/store/run_folder.py", "path.open('a'"): "opens for writes; the watch over the run names it",
+    ("mrl/loop/main.py", "folder.open()"): "no file: see `RunFolder.open`",
+    ("mrl/loop/main.py", "training.open("): "no file: starts the processes of the run",
+}
+"""Beginnings of the calls that may have no limit, by file, and why."""
+
 # What makes code of bytes and names is listed in test_code_loaders.py.
 FORBIDDEN = {"os.system", "os.popen"}
 FORBIDDEN_BUILTINS = {"eval", "exec"}
@@ -48,6 +89,13 @@ def unbounded_waits(source: str) -> list[str]:
             loops = [node for node in ast.walk(function) if isinstance(node, ast.While)]
             found += [_text(loop.test) for loop in loops if any(_ends_with(call, {"sleep"}) for call in _calls(loop))]
     return found
+
+
+def without_limit(source: str, *, in_driver: bool) -> list[str]:
+    """Text of every call in `source` that knows no timeout and is not made by `within`."""
+    calls = _calls(ast.parse(source))
+    found = [call for call in calls if _ends_with(call, NEED_WITHIN) or (in_driver and _ends_with(call, READS))]
+    return [ast.unparse(call) for call in found]
 
 
 def forbidden(source: str) -> list[str]:
@@ -114,6 +162,19 @@ def test_every_wait_has_a_deadline():
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
+def test_what_knows_no_timeout_is_made_within_a_limit_or_the_list_says_why_not():
+    used, unexplained = set[tuple[str, str]](), dict[str, list[str]]()
+    for path in python_files(PRODUCT_FOLDERS):
+        name = str(path.relative_to(ROOT))
+        for text in without_limit(path.read_text(), in_driver=name.startswith(DRIVER)):
+            reasons = {key for key in UNLIMITED if key[0] == name and text.startswith(key[1])}
+            used |= reasons
+            if not reasons:
+                unexplained.setdefault(name, []).append(text)
+    assert unexplained == {}
+    assert UNLIMITED.keys() - used == set(), "exceptions that nothing needs"
+
+
 def test_nothing_forbidden():
     found = {str(path.relative_to(ROOT)): forbidden(path.read_text()) for path in python_files(PRODUCT_FOLDERS)}
     assert {path: lines for path, lines in found.items() if lines} == {}
@@ -170,6 +231,22 @@ def test_an_unbounded_wait_is_found(line: str):
 )
 def test_a_bounded_wait_passes(line: str):
     assert unbounded_waits(line) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("ray.put(value)", 1),
+        ("within(5, 'ray.put', ray.put, value)", 0),
+        ("os.fsync(file.fileno())", 1),
+        ("thread.within(5, 'fsync', os.fsync, descriptor)", 0),
+        ("path.read_text(encoding='utf-8')", 1),
+        ("open(path)", 1),
+        ("within(5, 'read', path.read_bytes)", 0),
+    ],
+)
+def test_a_call_without_a_limit_is_found(line: str, found: int):
+    assert len(without_limit(line, in_driver=True)) == found
 
 
 @pytest.mark.parametrize(

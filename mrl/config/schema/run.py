@@ -115,6 +115,8 @@ class DeadlinesConfig:
     """Seconds for one refit."""
     checkpoint_s: AboveZero | None = None
     """Seconds to save, to check or to load a checkpoint; null = by its size and the nodes: `--check` prints it."""
+    notice_s: AboveZero = 50.0
+    """Seconds without progress after which the driver names the process that hangs, within a minute, and keeps everybody's stacks."""
 
 
 @dataclass

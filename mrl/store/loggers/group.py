@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from conversion.files.durable import write_atomic
+from conversion.files.durable import read_whole, write_atomic
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import redact
@@ -88,7 +88,7 @@ class Loggers:
         self._file = run_folder / MEMORY
         self._lock = threading.Lock()
         is_resumed = self._file.exists()
-        self._memory = Memory(**json.loads(self._file.read_text(encoding="utf-8"))) if is_resumed else Memory(time.time())
+        self._memory = Memory(**json.loads(read_whole(self._file))) if is_resumed else Memory(time.time())
         self._memory.last_step = max(self._memory.last_step, last_step)
         plain = redact(asdict(config), config.secrets)
         assert isinstance(plain, dict)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward actors on two nodes of a real Ray cluster: they share a batch, and one that dies is started again and asked again."""
+"""Reward actors on two nodes of a real Ray cluster: they share a batch; one that dies is asked again, one that is stopped is named."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mrl.types import Prompt, Rollout, RolloutInfo
 from tests.rollouts import request
 from tests.sources import ROOT
 from tests.stack.loop.conftest import SMALL, write_inputs
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 
 NUM_ROLLOUTS = 24
 # Slow, and far within the deadline of one. Of an actor the only child has 12 of them.
@@ -41,6 +41,7 @@ OVERRIDES = [
     "++env.own.functions.slow=slow_rewards:slow",
     # Less than the batch takes: what waits for a child is no failure.
     "deadlines.reward_s=2",
+    "deadlines.notice_s=2",
 ]
 
 
@@ -79,7 +80,7 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
     two_nodes: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *OVERRIDES])
-    with placed_slots(config) as placement, caplog.at_level(logging.INFO):
+    with placed_slots(config, tmp_path / "logs") as placement, caplog.at_level(logging.INFO):
         rewards = Rewards(config, placement, log_folder=tmp_path / "logs")
         rewards.wait_until_built()
         assert "Rewards, on 2 nodes: an actor a node; workers on a node of" in caplog.text and "slow 1" in caplog.text
@@ -109,3 +110,11 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
         verdicts, _ = rewards.collect(list(expected))
         assert {name: verdict.reward for name, verdict in verdicts.items()} == expected
         assert rewards.take_metrics()["rollout/reward_restarts"] == 1
+
+        # Its node's lookout reads what the kernel says of it there.
+        os.kill(after[1][1], signal.SIGSTOP)
+        wait_until(lambda: "The run hangs: " in caplog.text, "name of the actor that hangs")
+        os.kill(after[1][1], signal.SIGCONT)
+        assert f"The run hangs: reward actor 1 (process {after[1][1]} on " in caplog.text and "state T" in caplog.text
+    folder = tmp_path / "logs"
+    assert "=== reward actor 0" in (folder / "stacks-1.txt").read_text() and "The run hangs" in (folder / "watchdog.log").read_text()

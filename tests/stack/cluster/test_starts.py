@@ -5,17 +5,26 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 import ray
 
-from mrl.cluster import session
+from mrl.cluster import calls, session
+from mrl.cluster.calls import ask, start_actor, wait_all
+from mrl.cluster.deadlines import start_deadline
 from mrl.cluster.engines import EngineGroup
+from mrl.cluster.errors import ActorLost, ActorName, DeadlineExceeded, NoCluster
 from mrl.cluster.policies import PolicyGroup, Ranks, hold_port
 from mrl.cluster.runtime import Placement, placed_slots
+from mrl.cluster.scheduling import ENGINE, until_no_engine_dies
 from mrl.cluster.session import start_models
 from mrl.config.load import load_config
 from mrl.phases import Phase
@@ -112,6 +121,71 @@ def enter_together(engine, meeting: Path) -> int:
 def entered(engines: EngineGroup, index: int) -> Phase:
     """The last phase that the engine has entered."""
     return ray.get(engines.handles[index].apply.remote(lambda engine: engine.entered), timeout=HANG_S)
+
+
+def test_a_ray_that_does_not_start_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "0")
+    config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL])
+    line = r"Ray does not start on this host, tried 3 times: \w+: .+; this host has \d+ cores, load .+; .+ raise deadlines\.start_s; [^\n]+"
+    with pytest.raises(NoCluster) as failed, placed_slots(config):
+        pytest.fail("it starts")
+    assert re.fullmatch(line, str(failed.value)), failed.value
+    assert not ray.is_initialized()
+
+
+class Idle:
+    def wait(self) -> None:
+        time.sleep(HANG_S)
+
+
+@pytest.fixture(scope="module")
+def placement(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Placement]:
+    """Ray on a bad day: its first start is too slow, and its memory monitor kills every actor."""
+    config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path_factory.mktemp("bad"), num_rows=8), *SMALL])
+    start_ray, starts = ray.init, list[str]()
+
+    def start_late(**options):
+        starts.append(os.environ["RAY_raylet_start_wait_time_s"])
+        if len(starts) == 1:
+            # As ray/_private/node.py in 2.60, when a raylet is not there after 30 s.
+            raise Exception("The current node timed out during startup.")
+        return start_ray(**options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Every host uses more than a hundredth of its memory.
+        patch.setenv("RAY_memory_usage_threshold", "0.01")
+        patch.setenv("RAY_memory_monitor_refresh_ms", "50")
+        patch.setattr(ray, "init", start_late)
+        with placed_slots(config) as placement:
+            assert starts == [str(round(start_deadline(config).seconds))] * 2
+            yield placement
+
+
+def test_an_actor_that_rays_memory_monitor_kills_is_started_again_like_any_other(placement: Placement):
+    idle = start_actor(Idle, placement.options(0, {}))
+
+    def attempt(restarted: set[int]) -> str:
+        if not restarted:
+            wait_all({ActorName(ENGINE, 0): ask(idle, Idle.wait)}, deadline_s=HANG_S, what="waiting")
+        return "done"
+
+    with pytest.raises(ActorLost, match=r"engine 0 died during waiting: Ray's memory monitor killed it, .* Memory on the node"):
+        attempt(set())
+    assert until_no_engine_dies(attempt, lambda _: None) == ("done", {0})
+
+
+def test_a_store_that_takes_nothing_is_not_waited_for_for_ever(placement: Placement, monkeypatch: pytest.MonkeyPatch):
+    raylet = next(child for child in psutil.Process().children() if child.name() == "raylet")
+    array = np.zeros(10**7, np.uint8)
+    raylet.suspend()
+    try:
+        monkeypatch.setattr(calls, "FETCH_TIMEOUT_S", 0.5)
+        with pytest.raises(DeadlineExceeded, match=r"ray\.put: no answer within 0\.5 s: Ray's daemon .* \(raylet\) hangs"):
+            calls.put(array)
+    finally:
+        raylet.resume()
+    monkeypatch.undo()
+    assert ray.get(calls.put(array), timeout=HANG_S).nbytes == array.nbytes
 
 
 def test_the_port_where_ranks_meet_is_theirs_until_they_do():

@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mrl.cluster.lifetime import processes_of
+import pytest
+
+from mrl.cluster import lifetime
+from mrl.cluster.lifetime import end_reaper, processes_of, read_capacity
+from mrl.signals import MARK
 from tests.waiting import HANG_S, wait_until
 
 DRIVER = """
@@ -70,6 +74,29 @@ def test_a_process_that_renames_itself_is_still_found(tmp_path: Path):
     folder.mkdir()
     output = subprocess.run([sys.executable, "-c", RENAMED, str(folder)], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert output.stdout.split() == ["renamed", "True"]
+
+
+def test_a_process_that_does_not_end_is_named_and_nothing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    left = subprocess.Popen(["sleep", "60"], env=os.environ | {MARK: str(tmp_path)})
+    try:
+        done = subprocess.Popen(["true"])
+        assert end_reaper(done, tmp_path) == [f"process {left.pid} (sleep 60; state S)"]
+        monkeypatch.setattr(lifetime, "REAPER_TIMEOUT_S", 0.01)
+        (said,) = end_reaper(left, tmp_path)
+        assert said.startswith(f"process {left.pid}, which ends those of the run (")
+    finally:
+        left.kill()
+        left.wait(timeout=HANG_S)
+
+
+def test_a_containers_limit_counts_if_it_is_lower(tmp_path: Path):
+    of_host = read_capacity(tmp_path)
+    assert of_host.num_cores == len(os.sched_getaffinity(0)) and of_host.free_bytes > 10**6
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("400\n")
+    assert read_capacity(tmp_path).free_bytes == 600
+    (tmp_path / "memory.max").write_text("max\n")
+    assert read_capacity(tmp_path).free_bytes > 10**6
 
 
 def test_processes_of_another_run_are_left_alone(tmp_path: Path):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from mrl.cluster.lifetime import Capacity
 from mrl.doctor.gpus import CudaProbe, Driver, Gpu, Gpus
 from mrl.doctor.probe import GIB, TEMPORARY, Confinement, Disk, HostFacts, Limit, Network, Ports
 from mrl.doctor.software import Wanted
@@ -34,6 +35,7 @@ def gpu_host() -> HostFacts:
         commit="0123456789",
         source_digest="abcdef012345",
         gpus=Gpus(Driver("580.65.06", (13, 0), gpus), "", CudaProbe("", 8, "2.28.9", ())),
+        capacity=Capacity(96, 3.0, 10**12),
         shared_memory=Disk("/dev/shm", 128 * GIB, 127 * GIB, True),
         disks={"the cache": Disk("/shared/mrl", 10**14, 10**13, True), TEMPORARY: Disk("/tmp", 10**12, 9 * 10**11, True)},
         limits={"nofile": Limit(1024, 1048576), "memlock": Limit(-1, -1), "nproc": Limit(1000000, 1000000)},

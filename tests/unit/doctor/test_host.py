@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import replace
 
 import pytest
 
 from mrl.doctor.findings import Finding, has_problem
 from mrl.doctor.gpus import CudaProbe, Gpu
-from mrl.doctor.host import judge_machine
+from mrl.doctor.host import MIN_CORES, MIN_MEMORY_BYTES, judge_machine
 from mrl.doctor.probe import GIB, TEMPORARY, UNLIMITED, Apex, Disk, HostFacts, Limit
 from mrl.doctor.software import Wanted, judge_software
+from tests.sources import ROOT
 from tests.unit.doctor.conftest import change
 
 
@@ -37,6 +39,18 @@ def test_a_host_that_confines_no_programs_is_told(gpu_host: HostFacts, wanted: W
     assert "Landlock" in note.found and "env.code.allow_unconfined=true" in note.remedy
 
 
+def test_a_busy_host_is_told(gpu_host: HostFacts, wanted: Wanted):
+    (note,) = [finding for finding in judge(change(gpu_host, "capacity", load=200.0), wanted) if finding.status != "ok"]
+    assert (note.check, note.status) == ("capacity", "note")
+    assert note.found.startswith("96 cores, load 200.0, ") and "several tries" in note.remedy
+
+
+def test_the_readme_asks_for_what_is_looked_at():
+    asked = re.search(r"(\d+) cores, (\d+) GB of free memory", (ROOT / "README.md").read_text())
+    assert asked is not None
+    assert (int(asked[1]), int(asked[2]) * 1e9) == (MIN_CORES, MIN_MEMORY_BYTES)
+
+
 def used(num_bytes: int) -> tuple[Gpu, ...]:
     return (Gpu("H100", 80 * GIB, GIB), *(Gpu("H100", 80 * GIB, num_bytes) for _ in range(7)))
 
@@ -50,6 +64,8 @@ CASES: dict[str, tuple[str, dict[str, object], str, str, str]] = {
     "old GPUs": ("gpus", {"probe": CudaProbe("", 8, "2.28", ("sm_70",))}, "torch on GPUs", "no code for GPUs of sm_70", "torch"),
     "hidden GPUs": ("gpus", {"probe": CudaProbe("", 4, "2.28", ())}, "torch on GPUs", "4 of the 8 GPUs", "CUDA_VISIBLE_DEVICES"),
     "others' memory": ("gpus.driver", {"gpus": used(60 * GIB)}, "GPU memory", "GPU 1: 60.0 of 80.0 GiB", "end those of an earlier run"),
+    "one core": ("capacity", {"num_cores": 1}, "capacity", "1 cores, load 3.0, 1000.0 GB of memory free; 2 cores are needed", "container"),
+    "full memory": ("capacity", {"free_bytes": 7 * 10**9}, "capacity", "7.0 GB of memory free; the smallest run needs 8 GB", "end what"),
     "docker's shm": ("shared_memory", dataclasses.asdict(SMALL_SHM), "shared memory", "0.06 of 0.06 GiB free", "--shm-size"),
     "full shm": ("shared_memory", {"free_bytes": GIB}, "shared memory", "1.00 of 128.00 GiB free", "left in /dev/shm"),
     "no address": ("network", {"address": ""}, "host name", "stands for no address", "/etc/hosts"),

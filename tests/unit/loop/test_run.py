@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import os
-import signal
 import time
 
 import pytest
 
-from mrl.loop.run import STOP_SIGNALS, Budget, Stopped
+from mrl.loop.run import Budget, Stopped
+from mrl.signals import STOP_SIGNALS, Listener
 
 
 def test_a_run_ends_before_the_step_that_would_end_too_late():
@@ -26,20 +25,13 @@ def test_a_run_ends_before_the_step_that_would_end_too_late():
 
 
 def test_a_signal_ends_a_budget_at_the_next_step_and_at_once_where_it_may():
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    try:
-        for number in STOP_SIGNALS:
-            budget = Budget(None, started=time.monotonic())
-            budget.listen()
+    for number in STOP_SIGNALS:
+        listener = Listener()
+        budget = Budget(None, started=time.monotonic(), listener=listener)
+        budget.begin(saves=True)
+        budget.check()
+        assert not budget.is_over
+        listener.take(number, 0)
+        assert budget.is_over
+        with pytest.raises(Stopped):
             budget.check()
-            assert not budget.is_over
-            # A library takes the signal for itself; the run begins, and takes it back.
-            signal.signal(number, signal.SIG_IGN)
-            budget.begin()
-            os.kill(os.getpid(), number)
-            assert budget.is_over
-            with pytest.raises(Stopped):
-                budget.check()
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

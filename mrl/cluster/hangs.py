@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges from readings of a run's processes which of them hangs.
+
+Pure: clock and readings come from `mrl.cluster.watchdog`, or from a test.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+# A process that uses less of a core, and reads and writes less, waits. Garbage collection, heartbeats and polling stay below.
+MIN_CORE_SHARE, MIN_IO_BYTES_PER_S = 0.05, 20_000
+# Work of a kind that has taken long before may take so many times as long before it is told.
+PATIENCE = 2.0
+DRIVER = "driver"
+# Processes of Ray that have no sign of life and without which nobody answers.
+RAY_PROCESSES = ("raylet", "gcs_server")
+STOPPED, UNINTERRUPTIBLE, SILENT = "Tt", "D", "?"
+# What torch says for Gloo, and what it says for NCCL.
+COLLECTIVE_TIMEOUT = re.compile(r"timed?[ -]?out|timeout", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the kernel and its sign of life say of a process."""
+
+    name: str
+    pid: int
+    node: str
+    state: str
+    """One letter; see proc(5)."""
+    cpu_s: float
+    """Of the process and of its children that give no signs."""
+    io_bytes: int
+    num_done: int = 0
+    """Spans that it has finished."""
+    doing: str = ""
+    since: float = 0.0
+    phase: str = ""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What no other process has."""
+        return self.node, self.pid
+
+    def __str__(self) -> str:
+        return f"{self.name} (process {self.pid} on {self.node})" if self.pid else self.name
+
+
+@dataclass
+class Wait:
+    """A wait of the driver for other processes."""
+
+    what: str
+    who: Callable[[], Collection[str]]
+    """Names of those that have not answered."""
+    since: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Who hangs, or who works for long."""
+
+    suspects: tuple[tuple[Reading, str], ...]
+    """Each with the reason; none if nobody does anything, and nobody is known to be waited for."""
+    wait: str
+    """What the driver waits for, in words; "" if it is not known to wait."""
+    silent_s: float
+    is_hang: bool
+    """False: all of them use their processors or the disk."""
+
+    @property
+    def key(self) -> tuple[bool, frozenset[tuple[str, int]]]:
+        """Equal for findings that say the same."""
+        return self.is_hang, frozenset(reading.key for reading, _ in self.suspects)
+
+
+@dataclass
+class _Track:
+    """What earlier readings of a process say."""
+
+    moved_at: float
+    sign: tuple[int, float]
+    stuck_at: float | None = None
+    """Since when it is in a state in which no process goes on by itself."""
+    samples: deque[tuple[float, float, int]] = field(default_factory=deque)
+    """Moment, seconds of CPU, bytes of input and output."""
+
+
+class Judge:
+    """Says who hangs, reading by reading."""
+
+    def __init__(self, notice_s: float) -> None:
+        self._notice_s = notice_s
+        self._tracks: dict[tuple[str, int], _Track] = {}
+        self._longest: dict[str, float] = {}
+        self._waited: dict[int, Wait] = {}
+        self._last: list[Reading] = []
+        self.moved_at: float | None = None
+        """When any process last began or finished a span."""
+
+    def see(self, now: float, readings: Sequence[Reading], waits: Sequence[Wait]) -> Finding | None:
+        """Takes the readings of a moment; who has hung for `notice_s`, if anybody has."""
+        for reading in readings:
+            self._note(now, reading)
+        self._tracks = {reading.key: self._tracks[reading.key] for reading in readings}
+        self._last = list(readings)
+        self.moved_at = max([now if self.moved_at is None else self.moved_at, *(track.moved_at for track in self._tracks.values())])
+        self._learn(now, waits)
+        text = "; ".join(f"{wait.what}, since {now - wait.since:.0f} s, for {_listed(wait.who())}" for wait in waits)
+        if stuck := tuple((reading, reason) for reading in readings if (reason := self._stuck(now, reading))):
+            return Finding(stuck, text, now - self.moved_at, is_hang=True)
+        silent = [reading for wait in waits if now - wait.since >= self._patience(wait) for reading in self._silent(now, wait.who())]
+        if not waits and now - self.moved_at >= self._notice_s:
+            silent = self._silent(now, [DRIVER])
+        if not silent:
+            return None
+        silent_s = min(now - self._tracks[reading.key].moved_at for reading in silent)
+        # A rank that is stopped keeps the others waiting.
+        if stuck := tuple(self.blame([reading.name for reading in silent])):
+            return Finding(stuck, text, silent_s, is_hang=True)
+        idle = [reading for reading in silent if not self._is_busy(reading)]
+        told = tuple((reading, "waits and uses no processor" if idle else "is at work") for reading in idle or silent)
+        return Finding(told, text, silent_s, is_hang=bool(idle))
+
+    def blame(self, names: Collection[str]) -> list[tuple[Reading, str]]:
+        """Those of `names`, and of Ray's own, that could not answer at the last reading: stopped, or stuck in the kernel."""
+        found = [reading for reading in self._last if reading.name in (*names, *RAY_PROCESSES) or reading.state == SILENT]
+        return [(reading, reason) for reading in found if (reason := self._stuck(None, reading))]
+
+    def _note(self, now: float, reading: Reading) -> None:
+        sign = reading.num_done, reading.since
+        track = self._tracks.setdefault(reading.key, _Track(now, sign))
+        if sign != track.sign:
+            track.sign, track.moved_at = sign, now
+        has_run = bool(track.samples) and (reading.cpu_s, reading.io_bytes) != track.samples[-1][1:]
+        is_stuck = reading.state in (*STOPPED, SILENT) or (reading.state == UNINTERRUPTIBLE and not has_run)
+        track.stuck_at = (track.stuck_at if track.stuck_at is not None else now) if is_stuck else None
+        track.samples.append((now, reading.cpu_s, reading.io_bytes))
+        while track.samples[0][0] < now - self._notice_s:
+            track.samples.popleft()
+
+    def _learn(self, now: float, waits: Sequence[Wait]) -> None:
+        current = {id(wait): wait for wait in waits}
+        for key, wait in self._waited.items():
+            if key not in current:
+                self._longest[wait.what] = max(self._longest.get(wait.what, 0.0), now - wait.since)
+        self._waited = current
+
+    def _patience(self, wait: Wait) -> float:
+        return max(self._notice_s, PATIENCE * self._longest.get(wait.what, 0.0))
+
+    def _silent(self, now: float, names: Collection[str]) -> list[Reading]:
+        asked = set(names)
+        found = [reading for reading in self._last if reading.name in asked]
+        return [reading for reading in found if now - self._tracks[reading.key].moved_at >= self._notice_s]
+
+    def _stuck(self, now: float | None, reading: Reading) -> str:
+        """Why a process cannot go on; "" if it can, or has not been so for `notice_s` at the moment `now`, or for two readings."""
+        track = self._tracks[reading.key]
+        if track.stuck_at is None or (track.samples[-1][0] == track.stuck_at if now is None else now - track.stuck_at < self._notice_s):
+            return ""
+        if reading.state in STOPPED:
+            return f"is stopped (state {reading.state}: SIGSTOP, or a debugger)"
+        if reading.state == SILENT:
+            return "gives no sign of life (the host or its network is down, or its raylet hangs)"
+        return "is stuck in the kernel (state D: a file system or device does not answer)"
+
+    def _is_busy(self, reading: Reading) -> bool:
+        (first, cpu_s, io_bytes), (last, last_cpu_s, last_io_bytes) = (self._tracks[reading.key].samples[place] for place in (0, -1))
+        enough = MIN_CORE_SHARE * (last - first), MIN_IO_BYTES_PER_S * (last - first)
+        return reading.state == "R" or last_cpu_s - cpu_s > enough[0] or last_io_bytes - io_bytes > enough[1]
+
+
+waits: list[Wait] = []
+"""The waits under way in this process. Only the driver's main thread changes it."""
+_judge: Judge | None = None
+
+
+@contextmanager
+def waiting(what: str, who: Callable[[], Collection[str]], since: float) -> Iterator[None]:
+    """Inside the `with` block the driver waits for those whom `who` names, which the watchdog's thread calls."""
+    wait = Wait(what, who, since)
+    waits.append(wait)
+    try:
+        yield
+    finally:
+        waits.remove(wait)
+
+
+def ask(judge: Judge | None) -> None:
+    """Lets `explained` ask this judge from now on."""
+    global _judge
+    _judge = judge
+
+
+def explained(names: Collection[str]) -> str:
+    """Who of `names` cannot answer, and why, for a message; "" if nothing speaks against any of them, or nobody watches."""
+    return ", ".join(f"{reading} {reason}" for reading, reason in (_judge.blame(names) if _judge is not None else []))
+
+
+def who_is_to_blame(error: Exception, silent: Collection[str], *, what: str) -> str | None:
+    """The message to report in place of `error` if it is only another one's complaint of those that gave no answer at all."""
+    reason = explained(silent)
+    if silent and (reason or COLLECTIVE_TIMEOUT.search(str(error))):
+        told = f" ({reason})" if reason else ""
+        return f"{what}: no answer at all from {_listed(silent)}{told}; {error}"
+    return None
+
+
+def _listed(names: Collection[str], most: int = 8) -> str:
+    listed = list(names)
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The watchdog's eyes on a cluster that a launcher has started: an actor on each node reads its processes, and keeps their stacks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mrl.cluster.calls import ask, start_actor
+from mrl.cluster.environment import signs_folder
+from mrl.cluster.hangs import SILENT, Reading
+from mrl.cluster.lifetime import die_with_parent
+from mrl.cluster.watchdog import Stacks, read_all, read_signs, read_stacks
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+# A node that answers later has not answered.
+ANSWER_TIMEOUT_S = 5.0
+
+
+class Lookout:
+    """Looks at the node on which it runs, whose raylet is its parent."""
+
+    def __init__(self, name: str) -> None:
+        die_with_parent()
+        self._folder = signs_folder(name)
+        # Removes the folder when this process ends, in whatever way.
+        self._cleaner = subprocess.Popen(
+            ["sh", "-c", 'cat >/dev/null; rm -rf "$0"', str(self._folder)], stdin=subprocess.PIPE, start_new_session=True
+        )
+
+    def look(self) -> list[Reading]:
+        """Readings of the node's processes."""
+        return read_all(os.getppid(), read_signs(self._folder))
+
+    def stacks(self) -> Stacks:
+        """The stacks of the node's processes of the run."""
+        return read_stacks(self._folder)
+
+
+class Lookouts:
+    """A lookout on every node, asked by a thread of its own: a call of Ray's may hang."""
+
+    def __init__(self, name: str, interval_s: float) -> None:
+        self._interval_s = interval_s
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        self._actors: dict[str, ActorHandle[Lookout]] = {}
+        for number, node in enumerate(nodes):
+            options = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(str(node["NodeID"]), soft=False)}
+            self._actors[f"node {number} ({node['NodeManagerHostname']})"] = start_actor(Lookout, options, name)
+        self._readings: dict[str, list[Reading]] = dict.fromkeys(self._actors, [])
+        self._is_over = threading.Event()
+        threading.Thread(target=self._ask, name="lookouts", daemon=True).start()
+
+    def readings(self) -> list[Reading]:
+        """The last readings of all nodes; of a node that does not answer, one that says so."""
+        return [reading for readings in list(self._readings.values()) for reading in readings]
+
+    def stacks(self) -> Stacks:
+        """The stacks of all processes on nodes that answer."""
+        references = [ask(actor, Lookout.stacks) for actor in self._actors.values()]
+        ready, _ = ray.wait(references, num_returns=len(references), timeout=ANSWER_TIMEOUT_S)
+        return [stack for reference in ready for stack in _answer(lambda: ray.get(reference, timeout=ANSWER_TIMEOUT_S))]  # noqa: B023
+
+    def stop(self) -> None:
+        self._is_over.set()
+
+    def _ask(self) -> None:
+        pending: dict[ray.ObjectRef, str] = {}
+        heard = dict.fromkeys(self._actors, time.monotonic())
+        while not self._is_over.wait(self._interval_s):
+            for name in self._actors.keys() - set(pending.values()):
+                pending[ask(self._actors[name], Lookout.look)] = name
+            ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=self._interval_s)
+            now = time.monotonic()
+            for reference in ready:
+                name = pending.pop(reference)
+                if readings := _answer(lambda: ray.get(reference, timeout=ANSWER_TIMEOUT_S)):  # noqa: B023
+                    self._readings[name], heard[name] = readings, now
+            for name, since in heard.items():
+                # A first answer takes the start of a process.
+                if self._readings[name] and now - since > ANSWER_TIMEOUT_S + 2 * self._interval_s:
+                    self._readings[name] = [Reading(name, 0, name, SILENT, 0.0, 0)]
+
+
+def _answer(get: Callable[[], list]) -> list:
+    """What `get` returns; nothing if the actor has died, which Ray reports to those who wait for it."""
+    try:
+        return get()
+    except RayError:
+        return []

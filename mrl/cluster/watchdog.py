@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver's watchdog: a thread that names who hangs, keeps the stacks of all Python processes, and ends a run that cannot end itself.
+
+It reads what the kernel says of the processes of the driver's node, and their signs of life (`mrl.spans`); it waits for no process, for no
+call of Ray's, and for no file system but the local one.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from conversion.files.limits import within
+from mrl import spans
+from mrl.cluster import hangs
+from mrl.cluster.carrier import local_file
+from mrl.cluster.deadlines import all_deadlines
+from mrl.cluster.hangs import DRIVER, RAY_PROCESSES, STOPPED, UNINTERRUPTIBLE, Finding, Judge, Reading
+from mrl.cluster.lifetime import kill_processes
+from mrl.config.schema.run import RunConfig
+from mrl.signals import LISTENER
+
+logger = logging.getLogger(__name__)
+
+LOG = "watchdog.log"
+# At most: short limits of tests look more often. A look takes milliseconds.
+INTERVAL_S, LOOKS_A_NOTICE = 5.0, 10
+# Handlers answer at once, unless their process is stuck.
+STACKS_S, PY_SPY_TIMEOUT_S, STACKS_TIMEOUT_S = 1.0, 10.0, 15.0
+# For a terminal, or a table of the kernel, that does not answer.
+CONSOLE_TIMEOUT_S = 5.0
+# Of hundreds of ranks that all wait, the first ones; the file with their stacks has all.
+MAX_NAMED = 4
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+Stacks = list[tuple[Reading, str]]
+"""The text of each process's stacks."""
+FRAME = re.compile(r'File "(?:.*/)?([^"/]+)", line (\d+) in (\S+)')
+
+
+@dataclass(frozen=True)
+class Process:
+    """A line of the kernel's table."""
+
+    pid: int
+    parent: int
+    command: str
+    state: str
+    cpu_s: float
+    fault_bytes: int
+    """Read from files that are mapped into memory."""
+
+
+def read_process(pid: int, task: str = "") -> Process | None:
+    """What /proc/PID/stat says, or that of a task of the process, see proc(5); None if it has ended."""
+    try:
+        head, _, rest = Path(f"/proc/{pid}/{task}stat").read_text(errors="replace").rpartition(")")
+    except OSError:
+        return None
+    fields = rest.split()
+    cpu_s, fault_bytes = (int(fields[11]) + int(fields[12])) / TICKS_PER_S, int(fields[9]) * mmap.PAGESIZE
+    return Process(pid, int(fields[1]), head.partition("(")[2], fields[0], cpu_s, fault_bytes)
+
+
+def read_io(pid: int, task: str = "") -> int:
+    """Bytes that a process or a task of it has read and written, sockets apart; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/{task}io").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar", "read_bytes", "write_bytes")))
+
+
+def read_signs(folder: Path) -> dict[int, spans.Sign]:
+    """Signs of life of the processes of a run, by process id."""
+    signs: dict[int, spans.Sign] = {}
+    for path in (folder / spans.SIGNS).glob("*"):
+        try:
+            sign = spans.read_sign(path)
+        except (OSError, struct.error):  # it is being made
+            continue
+        signs[sign.pid] = sign
+    return signs
+
+
+def read_all(root: int, signs: dict[int, spans.Sign]) -> list[Reading]:
+    """Readings of process `root` and of its descendants that give signs, of Ray's own, and of any other that is stopped."""
+    table = {found.pid: found for entry in os.scandir("/proc") if entry.name.isdigit() and (found := read_process(int(entry.name)))}
+    children: dict[int, list[int]] = {}
+    for found in table.values():
+        children.setdefault(found.parent, []).append(found.pid)
+    node = socket.gethostname()
+    readings: list[Reading] = []
+
+    def name_of(found: Process) -> str:
+        return signs[found.pid].name if found.pid in signs else found.command if found.command in RAY_PROCESSES else ""
+
+    def visit(pid: int, owner: str) -> tuple[float, int]:
+        """Seconds and bytes of a process and its children without names."""
+        found = table[pid]
+        name = name_of(found)
+        spent = [visit(child, name or owner) for child in children.get(pid, [])]
+        if pid == os.getpid():
+            # To look costs more than to hang.
+            task = f"task/{threading.get_native_id()}/"
+            mine = read_process(pid, task)
+            spent.append((-(mine.cpu_s if mine is not None else 0.0), -read_io(pid, task)))
+        # What Ray starts and nobody has named yet works for itself.
+        own = spent if found.command not in RAY_PROCESSES else []
+        cpu_s, io_bytes = found.cpu_s + sum(cpu for cpu, _ in own), read_io(pid) + found.fault_bytes + sum(io for _, io in own)
+        if name or found.state in STOPPED:
+            reading = Reading(name or f"{found.command} of {owner}", pid, node, found.state, cpu_s, io_bytes)
+            if (sign := signs.get(pid)) is not None:
+                doing = f"{'call' if sign.is_open else 'after'} {sign.doing}"
+                reading = replace(reading, num_done=sign.num_done, doing=doing, since=sign.since, phase=sign.phase)
+            readings.append(reading)
+        return (0.0, 0) if name else (cpu_s, io_bytes)
+
+    if root in table:
+        visit(root, DRIVER)
+    return readings
+
+
+def read_stacks(folder: Path) -> Stacks:
+    """The stacks of all processes that keep a sign of life in `folder`."""
+    found = [(reading, folder / spans.STACKS / reading.name.replace(" ", "-")) for reading in read_signed(read_signs(folder))]
+    before = {reading.key: path.stat().st_size for reading, path in found}
+    for reading, _ in found:
+        # Those that are stopped would take the signal when they go on.
+        if reading.state not in STOPPED and writes_stacks(reading.pid):
+            with suppress(ProcessLookupError):
+                os.kill(reading.pid, spans.STACK_SIGNAL)
+    time.sleep(STACKS_S)
+    stacks: Stacks = []
+    for reading, path in found:
+        with path.open("rb") as file:
+            file.seek(before[reading.key])
+            stacks.append((reading, file.read().decode(errors="replace") or by_py_spy(reading.pid) or "no answer\n"))
+    return stacks
+
+
+def writes_stacks(pid: int) -> bool:
+    """Whether a process handles `STACK_SIGNAL`, which would end any other: one that has got the id of a process that has ended."""
+    try:
+        handled = re.search(r"^SigCgt:\s+(\w+)$", Path(f"/proc/{pid}/status").read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        return False
+    return handled is not None and bool(int(handled[1], 16) >> (spans.STACK_SIGNAL - 1) & 1)
+
+
+def read_signed(signs: dict[int, spans.Sign]) -> list[Reading]:
+    """The state of every living process that gives signs."""
+    node = socket.gethostname()
+    living = {pid: found for pid in signs if (found := read_process(pid)) is not None}
+    return [Reading(signs[pid].name, pid, node, found.state, found.cpu_s, 0) for pid, found in living.items()]
+
+
+class Nodes(Protocol):
+    """Looks at nodes whose processes are no children of the driver."""
+
+    def readings(self) -> list[Reading]: ...
+    def stacks(self) -> Stacks: ...
+    def stop(self) -> None: ...
+
+
+class Watchdog:
+    """Looks at the run's processes from a thread of its own until `stop`."""
+
+    def __init__(self, folder: Path, log_folder: Path, *, notice_s: float, end_s: float) -> None:
+        """`folder` is the run's private one on the local disk, `log_folder` a part of the run folder.
+
+        A process that hangs is named after `notice_s`; a run in which nothing has finished for `end_s` is ended.
+        """
+        self._folder, self._log_folder = folder, log_folder
+        self._notice_s, self._end_s = notice_s, end_s
+        self.interval_s = min(INTERVAL_S, notice_s / LOOKS_A_NOTICE)
+        self._lookouts: Nodes | None = None
+        self._judge = Judge(notice_s)
+        self._answered_at = time.monotonic()
+        self._told: set[tuple] = set()
+        self._num_stacks = 0
+        self._asked: tuple[float, str] | None = None
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=target, name="watchdog", daemon=True) for target in (self._probe, self._watch)]
+
+    def start(self) -> Watchdog:
+        spans.show_in(self._folder, DRIVER)
+        hangs.ask(self._judge)
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def look_at(self, lookouts: Nodes) -> None:
+        """Looks at these nodes, too, from now on."""
+        self._lookouts = lookouts
+
+    def stop(self) -> None:
+        """Ends the watch; a thread that a file system holds is left behind."""
+        hangs.ask(None)
+        if self._lookouts is not None:
+            self._lookouts.stop()
+        self._is_over.set()
+        if self._threads[1].is_alive():
+            self._threads[1].join(CONSOLE_TIMEOUT_S)
+
+    def _probe(self) -> None:
+        """Asks the run folder's file system for a write, and again when it has answered."""
+        while not self._is_over.wait(self.interval_s):
+            try:
+                os.utime(self._log_folder)
+            except OSError as error:  # an answer too: who writes there says what it means
+                logger.debug("%s: %s", self._log_folder, error)
+            self._answered_at = time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(self.interval_s):
+            others = self._lookouts.readings() if self._lookouts is not None else []
+            readings = [*read_all(os.getpid(), read_signs(self._folder)), *others]
+            # A launcher may have started Ray below the driver: lookouts know names.
+            self.look(time.monotonic(), list({reading.key: reading for reading in readings}.values()))
+
+    def look(self, now: float, readings: Collection[Reading]) -> None:
+        """Takes the readings of a moment, and acts on what they say."""
+        finding = self._judge.see(now, list(readings), list(hangs.waits))
+        folder_silent_s = now - self._answered_at
+        is_frozen = folder_silent_s >= self._notice_s
+        if LISTENER.first is not None and self._asked is None:
+            self._asked = now, LISTENER.first.name
+        if finding is None and not is_frozen:
+            if self._told:
+                self._say(logging.INFO, "The run goes on")
+            self._told.clear()
+            return
+        key = (finding.key if finding is not None else None, is_frozen)
+        frozen = f"{self._log_folder} has not answered a write for {folder_silent_s:.0f} s: its file system hangs"
+        if key not in self._told:
+            self._told.add(key)
+            self._tell(finding, frozen if is_frozen else "")
+        silent_s = now - (self._judge.moved_at or now)
+        if silent_s < self._notice_s or not (is_frozen or (finding is not None and finding.is_hang)):
+            return
+        reason = frozen if finding is None else described(finding, {})
+        if silent_s >= self._end_s:
+            self._end(f"nothing has finished for {silent_s:.0f} s, longer than any deadline: {reason}")
+        elif self._asked is not None and now - self._asked[0] >= self._notice_s and self._never_ends(finding):
+            self._end(f"{self._asked[1]} asked the run to end {now - self._asked[0]:.0f} s ago, and it hangs: {reason}")
+
+    def _never_ends(self, finding: Finding | None) -> bool:
+        """Whether the driver is in a wait without a limit. A file system may answer yet, and let it save."""
+        is_known = finding is not None and all(reading.state != UNINTERRUPTIBLE for reading, _ in finding.suspects)
+        return is_known and not hangs.waits
+
+    def _tell(self, finding: Finding | None, frozen: str) -> None:
+        places, path = self._keep_stacks()
+        said = [frozen] if frozen else []
+        if finding is not None:
+            said.append(described(finding, places))
+        text = f"{'; '.join(said)}; stacks of the run's processes: {path}"
+        if not frozen and finding is not None and not finding.is_hang:
+            # Ranks that spin in a collective look like ranks at work: their stacks tell.
+            self._say(logging.INFO, f"Nothing has finished for {finding.silent_s:.0f} s: {text}")
+        else:
+            self._say(logging.WARNING, f"The run hangs: {text}")
+
+    def _keep_stacks(self) -> tuple[dict[tuple[str, int], str], Path]:
+        """Where each process is, by the key of its reading, and the file with the stacks of all of them."""
+        stacks = read_stacks(self._folder)
+        if self._lookouts is not None:
+            with suppress(TimeoutError):  # without the raylet of this node, whose stop is told without them
+                stacks += within(STACKS_TIMEOUT_S, "stacks of other nodes", self._lookouts.stacks)
+        self._num_stacks += 1
+        target = self._log_folder / f"stacks-{self._num_stacks}.txt"
+        with local_file(self._folder, target).open("a", encoding="utf-8") as file:
+            for reading, text in stacks:
+                file.write(f"=== {reading}, state {reading.state}\n{text}\n")
+        return {reading.key: innermost(text) for reading, text in stacks}, target
+
+    def _say(self, level: int, text: str) -> None:
+        """Writes to the local disk first: whoever else logs may hold the terminal."""
+        with local_file(self._folder, self._log_folder / LOG).open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        console = threading.Thread(target=logger.log, args=(level, "%s", text), daemon=True)
+        console.start()
+        console.join(CONSOLE_TIMEOUT_S)
+
+    def _end(self, reason: str) -> None:
+        """Kills the run's processes and ends this one, as a failed attempt."""
+        with suppress(TimeoutError):  # to read about a process that hangs may hang; the reaper comes after this process
+            within(CONSOLE_TIMEOUT_S, "/proc", kill_processes, str(self._folder))
+        self._say(logging.ERROR, f"The attempt ended: {reason}. Logs of the actors: {self._log_folder}. The same command resumes.")
+        os._exit(1)
+
+
+def described(finding: Finding, places: Mapping[tuple[str, int], str]) -> str:
+    """A finding in words, with the place in its code where each suspect is, if that is known."""
+    parts = []
+    for reading, reason in finding.suspects[:MAX_NAMED]:
+        more = [f"phase {reading.phase}"] if reading.phase else []
+        more += [reading.doing] if reading.doing else []
+        more += [f"in {place}"] if (place := places.get(reading.key)) else []
+        parts.append(f"{reading} {reason}" + (f", {', '.join(more)}" if more else ""))
+    if (num_more := len(finding.suspects) - MAX_NAMED) > 0:
+        parts.append(f"and {num_more} more")
+    return "; ".join([*parts, *([f"the driver waits: {finding.wait}"] if finding.wait else [])])
+
+
+def innermost(stacks: str) -> str:
+    """The collective, or else the function, in which the main thread of a process is; "" if the text of its stacks does not say."""
+    # The handler runs in the main thread, wherever that is.
+    threads = stacks.split("\n\n")
+    main = next((text for text in threads if text.startswith(("Current thread", "Thread")) and "most recent call first" in text), "")
+    current = next((text for text in threads if text.startswith("Current thread")), main)
+    frames = [f"{name} ({file}:{line})" for file, line, name in FRAME.findall(current)]
+    # Wrappers of torch stand around a collective.
+    collectives = [frame for frame in frames if "distributed_c10d" in frame and not frame.startswith("wrapper")]
+    return next(iter(collectives or frames), "")
+
+
+def by_py_spy(pid: int) -> str:
+    """The stacks of a process that cannot write them itself; "" without py-spy."""
+    if (program := shutil.which("py-spy")) is None:
+        return ""
+    try:
+        command = [program, "dump", "--nonblocking", "--pid", str(pid)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_TIMEOUT_S, check=False).stdout
+    except subprocess.TimeoutExpired:
+        return ""
+
+
+def start_watchdog(config: RunConfig, folder: Path, log_folder: Path | None) -> Watchdog | None:
+    """The watchdog of a run; None without a log folder."""
+    if log_folder is None:
+        return None
+    limits = config.deadlines
+    longest_s = max(limits.generate_s, limits.reward_s, limits.refit_s, *(deadline.seconds for deadline in all_deadlines(config)))
+    return Watchdog(folder, log_folder, notice_s=limits.notice_s, end_s=longest_s + limits.notice_s).start()
