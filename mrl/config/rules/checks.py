@@ -96,7 +96,7 @@ def checkpoint_demand(config: RunConfig, num_parameters: int) -> CheckpointDeman
         with suppress(ValueError):  # its rules say that it cannot be read
             sizes["critic"] = read_model(Path(config.value.model_name)).num_parameters
     each = sum(checkpoint_bytes(config, sizes).values())
-    num_present = sum(1 for _ in Path(section.checkpoint_dir).glob("step_*/COMPLETE"))
+    num_present = sum(1 for path in Path(section.checkpoint_dir).glob("step_*") if path.is_dir())
     num_kept = num_kept_at_most(config) or 1
     needed = each * (max(0, num_kept - num_present) + 1)
     return CheckpointDemand(num_kept, each, needed, shutil.disk_usage(existing_parent(section.checkpoint_dir)).free)
