@@ -230,10 +230,12 @@ def check_models(checkpoint: Checkpoint, config: RunConfig) -> None:
 def find_damage(folder: Path, *, with_shards: bool = True) -> str | None:
     """The damage of a checkpoint folder: no marker, or the first file that differs from the manifest; None if it is whole.
 
-    Of shards compares sizes, and the content only `with_shards`. What cannot be read is damaged.
+    Of shards compares sizes, and the content only `with_shards`. What cannot be read is damaged, unless the file system gives no answer.
     """
     try:
         return _find_damage(folder, with_shards=with_shards)
+    except TimeoutError:
+        raise
     except (OSError, ValueError) as error:
         return f"it cannot be read: {error}"
 

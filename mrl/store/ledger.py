@@ -52,6 +52,8 @@ class Ledger:
         self._unwritten = b""
         try:
             self.state = replay(path)
+        except TimeoutError:  # a file system without an answer is no damage
+            raise
         except (OSError, ValueError) as error:
             self.damage = str(error)
 

@@ -100,6 +100,7 @@ def settings_after_load(
     with open_policy(rank, config) as policy:
         policy._state.scheduler.step(num_steps)
         fresh = settings_of(policy)
+        policy._state.scheduler.step(-num_steps)
         policy.load_checkpoint(weights_dir)
         return fresh, settings_of(policy), [metrics["train/lr"] for metrics in train(policy, 2)]
 
