@@ -175,7 +175,7 @@ class CheckpointStore:
         value = None if self.metric_name is None else state.metrics.get(self.metric_name)
         return value if value is not None and math.isfinite(value) else None
 
-    def _prune(self, newest_step: int) -> None:
+    def _prune(self, newest_step: float = math.inf) -> None:
         """Removes what the settings do not keep of the whole checkpoints up to the one that has just been published."""
 
         def rank(checkpoint: Checkpoint) -> tuple[float, int]:
