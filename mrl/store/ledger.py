@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from conversion.files.durable import put_aside, write_atomic
+from conversion.files.reading import read_file
 from mrl.env import kill_point
 from mrl.store.ownership import unowned
 from mrl.types import PromptKey
@@ -67,10 +68,10 @@ class Ledger:
 
     def copy_to(self, path: Path) -> None:
         """Writes the ledger of a run that only made the steps trained so far: the part that a checkpoint of now holds."""
-        with path.open("w", encoding="utf-8") as file:
-            for step, (trained, dropped) in self.state.steps(len(self.state.trained)).items():
-                events = {"event": "taken", "step": step, "prompts": (*trained, *dropped)}, _trained(step, trained, dropped)
-                file.writelines(json.dumps(event) + "\n" for event in events)
+        events: list[dict[str, object]] = []
+        for step, (trained, dropped) in self.state.steps(len(self.state.trained)).items():
+            events += [{"event": "taken", "step": step, "prompts": (*trained, *dropped)}, _trained(step, trained, dropped)]
+        path.write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
 
     def find_obstacle(self, to_step: int, copy: Path | None) -> str:
         """Why the run cannot go on from the checkpoint of `to_step`, whose copy of the ledger is at `copy` (None: it has none); else ""."""
@@ -89,7 +90,7 @@ class Ledger:
             raise RuntimeError(obstacle)
         if problem := self._find_problem(to_step, copy):
             self._check_owner()
-            text = "" if copy is None else copy.read_text(encoding="utf-8")
+            text = "" if copy is None else read_file(copy).decode()
             kill_point("fallback")
             aside = put_aside(self.path, "damaged_").name if os.path.lexists(self.path) else "not there"
             kill_point("fallback")

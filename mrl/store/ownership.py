@@ -107,10 +107,10 @@ class Ownership:
             if error.errno not in NO_LINKS:
                 raise
             try:
-                with file.open("x", encoding="utf-8") as made:
-                    made.write(self._text())
+                file.touch(exist_ok=False)
             except FileExistsError:
                 return False
+            file.write_text(self._text(), encoding="utf-8")
         finally:
             aside.unlink()
         return True
