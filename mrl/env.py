@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import signal
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,11 @@ MRL_ENDPOINTS = Variable(
     "MRL_ENDPOINTS",
     "File with the addresses and the key of the engines' HTTP servers, set by mrl for reward functions: see docs/http.md.",
 )
+MRL_KILL_AT = Variable(
+    "MRL_KILL_AT",
+    "For tests of mrl: `NAME:N` ends a process as by kill -9 the N-th time that it passes a point of that name: `commit`, `prune`, "
+    "`fallback`.",
+)
 SLURM_JOB_START_TIME = Variable(
     "SLURM_JOB_START_TIME",
     "When the Slurm job started, in seconds since 1970, set by Slurm: checkpointing.checkpoint_must_save_by counts from it.",
@@ -54,6 +64,9 @@ PYTORCH_ALLOC_CONF = Variable(
     "Options of torch's allocator. Policy ranks and engines on GPUs get those of the driver, with `expandable_segments` on and off.",
 )
 PYTORCH_CUDA_ALLOC_CONF = Variable("PYTORCH_CUDA_ALLOC_CONF", "The older name of PYTORCH_ALLOC_CONF, which counts if that is not set.")
+
+PASSED: Counter[str] = Counter()
+"""How often this process has passed the points of each name; see `kill_point`."""
 
 VARIABLES = tuple(value for value in list(globals().values()) if isinstance(value, Variable))
 
@@ -83,6 +96,14 @@ def job_age_s() -> float:
     started = SLURM_JOB_START_TIME.read()
     # A clock that is behind that of Slurm's controller must not add to the job's time.
     return max(0.0, time.time() - float(started)) if started and started.isdigit() else 0.0
+
+
+def kill_point(name: str) -> None:
+    """Ends the process as by kill -9 if this is the N-th time that it passes a point of that name, and MRL_KILL_AT is `name:N`."""
+    PASSED[name] += 1
+    if MRL_KILL_AT.read() == f"{name}:{PASSED[name]}":
+        logger.warning("killed at %s:%d, as %s says", name, PASSED[name], MRL_KILL_AT.name)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def variable(name: str) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import secrets
@@ -61,6 +62,15 @@ def write_atomic(path: Path, text: str) -> None:
         aside.unlink(missing_ok=True)
         raise
     sync_file(path.parent)
+
+
+def put_aside(path: Path, prefix: str) -> Path:
+    """Renames a file or folder in its folder to `prefix` and its name, and a number where that is taken; returns the new path."""
+    names = (f"{prefix}{path.name}" + (f".{number}" if number > 1 else "") for number in itertools.count(1))
+    aside = path.with_name(next(name for name in names if not os.path.lexists(path.with_name(name))))
+    path.rename(aside)
+    sync_file(path.parent)
+    return aside
 
 
 def publish(aside: Path, final: Path) -> bool:

@@ -36,6 +36,7 @@ def run_attempt(training: Training[Supplier], folder: RunFolder, budget: Budget)
         # No rank will load it, and look at its shards.
         damage = find_damage(checkpoint.folder)
         if damage is None:
+            folder.resume_from(checkpoint)
             logger.info("Already complete at step %d of %d: %s", checkpoint.step, last_step, checkpoint.folder)
             return True
         checkpoint = folder.pass_over(checkpoint, damage)

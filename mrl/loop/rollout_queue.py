@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -280,11 +280,15 @@ def open_queue(
 ) -> RolloutQueue:
     """The queue of a run, without the prompts that its ledger has consumed."""
     train, grpo, shuffle = data.train, config.rollouts, config.data.shuffle
-    left = prompts_left(ledger.state.consumed, len(train), train.id_at, num_epochs=grpo.max_num_epochs, seed=grpo.seed, shuffle=shuffle)
-    prompts = ((epoch, train[index]) for epoch, index in left)
+
+    def prompts() -> Iterator[tuple[int, Prompt]]:
+        # Once a checkpoint has been loaded: before, the ledger may hold steps that are rolled back, or have to be restored.
+        consumed, epochs = ledger.state.consumed, grpo.max_num_epochs
+        for epoch, index in prompts_left(consumed, len(train), train.id_at, num_epochs=epochs, seed=grpo.seed, shuffle=shuffle):
+            yield epoch, train[index]
 
     def counts(group: RolloutGroup) -> bool:
         return not grpo.use_dynamic_sampling or has_signal(group, grpo)
 
     plan = queue_plan(config)
-    return RolloutQueue(plan, source, ledger, prompts, data.sampling, last_step=last_step, has_signal=counts, on_wait=on_wait)
+    return RolloutQueue(plan, source, ledger, prompts(), data.sampling, last_step=last_step, has_signal=counts, on_wait=on_wait)

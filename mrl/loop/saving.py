@@ -45,13 +45,15 @@ class CheckpointSaver:
     def load(self, checkpoint: Checkpoint | None, *, last_step: int) -> RunState:
         """Has the policy load `checkpoint`, or the newest one before it that is whole; the state of the run then, at step 0 if none is.
 
-        The driver has compared sizes. Here every rank compares the content of a share of the shards, before any rank loads one.
+        The driver has compared sizes. Here every rank compares the content of a share of the shards, before any rank loads one, and before
+        ledger and metrics are taken back to the step of the checkpoint.
         """
         policies, deadline_s = self._session.policies, self._deadline_s
         while checkpoint is not None:
             shares = {rank: (share,) for rank, share in enumerate(checkpoint.shards(policies.world_size))}
             damage = next(filter(None, policies.call_each(PolicyVerbs.find_damage, shares, deadline_s=deadline_s).values()), "")
             if not damage:
+                self._folder.resume_from(checkpoint)
                 logger.info("Resuming from %s (step %d of %d)", checkpoint.folder, checkpoint.step, last_step)
                 with self._session.loading():
                     for model, group in self._session.trained_models.items():
@@ -59,6 +61,7 @@ class CheckpointSaver:
                 self._saved_step = checkpoint.step
                 return checkpoint.state()
             checkpoint = self._folder.pass_over(checkpoint, damage)
+        self._folder.resume_from(None)
         return RunState()
 
     def begin(self, state: RunState, *, waits: bool = False) -> None:
@@ -71,6 +74,7 @@ class CheckpointSaver:
         with self._may_fail(state.step, is_needed=waits):
             models = self._session.trained_models
             checkpoint = self._folder.checkpoints.begin(state, models)
+            self._folder.ledger.copy_to(checkpoint.ledger)
             for model in models:
                 self._folder.copy_tokenizer(checkpoint, model)
             begun: list[ModelName] = []

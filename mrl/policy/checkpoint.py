@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 import tempfile
@@ -43,9 +44,11 @@ from mrl import spans
 from mrl.policy import checkpoint_entries
 from mrl.policy.checkpoint_entries import WeightEntries
 from mrl.policy.lora import ADAPTERS
-from mrl.policy.optimizer import TrainState, hybrids, parts
+from mrl.policy.optimizer import TrainState, hybrids, own_settings, parts
 from mrl.policy.output import REWARD_HEAD
 from mrl.policy.reports import WriteReport
+
+logger = logging.getLogger(__name__)
 
 # NeMo RL's layout: a run's step has one Megatron checkpoint, always of iteration 0.
 ITERATION_FOLDER = "iter_0000000"
@@ -122,9 +125,11 @@ def begin_save(
         else:
             state.optimizer._synchronize_steps()
             optimizer = {index: checkpoint_entries.optimizer_state(part, weights) for index, part in enumerate(distributed)}
-        sharded |= {"optimizer": optimizer, "opt_param_scheduler": state.scheduler.state_dict(), "rng": _rng_state()}
+        sharded |= {"optimizer": optimizer, "rng": _rng_state()}
     peft = {} if adapters is None else {"peft": dict(adapters)}
     sharded |= {"checkpoint_version": 3.0, "iteration": 0, "parallel": _parallel_sizes(), **peft}
+    # Without the optimizer's state, too: the schedule goes on where it was.
+    sharded["opt_param_scheduler"] = state.scheduler.state_dict()
     strategy = _InProcessStrategy(takes_snapshot=in_background)
     request = dist_checkpointing.save(sharded, str(folder), sharded_strategy=strategy, async_sharded_save=True, content_metadata=_FORMAT)
     if dist.get_rank() == 0:
@@ -253,9 +258,10 @@ class _InProcessStrategy(AsyncSaveShardedStrategy):
 def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object] | None = None, is_start: bool = False) -> bool:
     """Fills model, optimizer, schedule and, at the layout that saved it, random states; returns whether there is optimizer state.
 
-    Collective over all ranks. A checkpoint without that state leaves schedule and moments as they are, and main parameters follow the
-    weights. `adapters` describes those of the state, None if it has none. With `is_start`, the checkpoint is the model that a run starts
-    from: adapters of the state stay as they are, as does its reward head where that model has none.
+    Collective over all ranks. Settings of optimizer and schedule are those of `state`, whatever they were at the save. A checkpoint without
+    optimizer state leaves moments as they are, and main parameters follow the weights. `adapters` describes those of the state, None if it
+    has none. With `is_start`, the checkpoint is the model that a run starts from: the schedule and adapters of the state stay as they are,
+    as does its reward head where that model has none.
     """
     # Megatron's own loader would unpickle whatever the metadata and the shards name, functions included.
     source = TorchDistFolder(weights_dir / ITERATION_FOLDER, verify=False)
@@ -273,27 +279,19 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
         added = _ADDED[:1] if REWARD_HEAD_KEY in source.keys else _ADDED
         weights = {name: entry for name, entry in weights.items() if not name.partition("/")[2].startswith(added)}
     checkpoint_entries.read_weights(source, weights)
-    if "optimizer" not in common:
-        state.optimizer.reload_model_params()
-        return False
-    if distributed := _distributed(state):
-        # Makes the tensors that are filled next.
-        state.optimizer.load_state_dict(common["optimizer"])
-        checkpoint_entries.read_optimizer_state(source, distributed, weights)
-        for hybrid in hybrids(state.optimizer):
-            hybrid._sync_hdo_state_to_sub_optimizers()
+    has_optimizer = "optimizer" in common
+    if has_optimizer:
+        with own_settings(state.optimizer):
+            _load_optimizer(source, state, weights, common["optimizer"])
     else:
-        # Every replica holds all of it, and gets it in the form that `dist_checkpointing.load` gives.
-        wanted = {"optimizer": state.optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())}
-        wanted, local, factories = load_preprocess(wanted)
-        tensors, _ = extract_sharded_base(wanted)
-        checkpoint_entries.read_tensors(source, nested_values(tensors))
-        found = merge(merge({"optimizer": common["optimizer"]}, local), dict_list_map_outplace(lambda part: part.data, tensors))
-        state.optimizer.load_state_dict(apply_factory_merges(found, factories)["optimizer"])
-    # Megatron adds the steps of the checkpoint to those taken so far.
-    state.scheduler.num_steps = 0
-    state.scheduler.load_state_dict(common["opt_param_scheduler"])
-    if common["parallel"] == _parallel_sizes():
+        state.optimizer.reload_model_params()
+    if not is_start and "opt_param_scheduler" in common:
+        # The rates follow from the number of steps. Megatron's own loader would add it to those taken so far.
+        state.scheduler.num_steps = common["opt_param_scheduler"]["num_steps"]
+        state.scheduler.step(0)
+    elif not is_start:
+        logger.warning("%s does not say where the learning rate's schedule was: it begins anew", source.folder)
+    if has_optimizer and common["parallel"] == _parallel_sizes():
         rng = _rng_state()
         checkpoint_entries.read_tensors(source, rng.values())
         states = {name: part.data for name, part in rng.items() if part.data is not None}
@@ -301,7 +299,32 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
         if "cuda" in states:
             torch.cuda.set_rng_state(states.pop("cuda"))
         tensor_parallel.get_cuda_rng_tracker().set_states(states)
-    return True
+    return has_optimizer
+
+
+def _load_optimizer(source: TorchDistFolder, state: TrainState, weights: WeightEntries, common: dict[str, Any]) -> None:
+    """Fills the optimizer's state, and leaves the checkpoint's settings beside its parameters."""
+    try:
+        if distributed := _distributed(state):
+            # Makes the tensors that are filled next.
+            state.optimizer.load_state_dict(common)
+            checkpoint_entries.read_optimizer_state(source, distributed, weights)
+            for hybrid in hybrids(state.optimizer):
+                hybrid._sync_hdo_state_to_sub_optimizers()
+        else:
+            # Every replica holds all of it, and gets it in the form that `dist_checkpointing.load` gives.
+            wanted = {"optimizer": state.optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())}
+            wanted, local, factories = load_preprocess(wanted)
+            tensors, _ = extract_sharded_base(wanted)
+            checkpoint_entries.read_tensors(source, nested_values(tensors))
+            found = merge(merge({"optimizer": common}, local), dict_list_map_outplace(lambda part: part.data, tensors))
+            state.optimizer.load_state_dict(apply_factory_merges(found, factories)["optimizer"])
+    except KeyError as error:
+        setting = f"policy.megatron_cfg.optimizer.use_distributed_optimizer={state.optimizer.config.use_distributed_optimizer}"
+        raise ValueError(
+            f"{source.folder} has no optimizer state in the form of {setting} ({error!r}): set that as it was at the save, or start a run "
+            "from what `python -m mrl.convert mcore-to-hf` makes of it"
+        ) from error
 
 
 def _read_common(path: Path) -> dict[str, Any]:

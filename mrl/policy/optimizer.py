@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from mrl.config.schema.megatron import MegatronConfig
 
 
+# What a group of parameters holds beside its settings.
+_NO_SETTINGS = ("params", "step")
 CLIP_EPSILON = 1e-6
 """What Megatron adds to a norm by which it divides."""
 
@@ -87,10 +89,20 @@ def build_scheduler(optimizer: MegatronOptimizer, config: MegatronConfig, *, num
         end_wd=settings.end_weight_decay,
         wd_incr_steps=num_train_steps,
         wd_incr_style=settings.weight_decay_incr_style,
-        # A resumed run follows its own config; the checkpoint only says how many steps were taken.
-        override_opt_param_scheduler=True,
-        use_checkpoint_opt_param_scheduler=False,
     )
+
+
+@contextmanager
+def own_settings(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Inside, a load may put the settings of another run (rates, betas, epsilon) beside the parameters; afterwards they are this run's.
+
+    How many steps an optimizer has taken is no setting.
+    """
+    own = parts(optimizer)
+    kept = [{key: value for key, value in group.items() if key not in _NO_SETTINGS} for part in own for group in part.param_groups]
+    yield
+    for group, settings in zip((group for part in own for group in part.param_groups), kept, strict=True):
+        group.update(settings)
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a run folder: written aside, sealed by a manifest and a completion marker, then renamed.
 
-A folder `step_N` without its marker, or with a file that differs from the manifest, does not exist for a resuming run.
+A folder `step_N` without its marker, or with a file that differs from the manifest, does not exist for a resuming run, which renames it
+`damaged_step_N`: no later start and no pruning counts it again.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from conversion.files.durable import sync_file, write_atomic
+from conversion.files.durable import put_aside, sync_file, write_atomic
 from conversion.files.manifest import FileRecord, file_record
 from conversion.files.reading import find_difference, name_inside, read_file, read_json, sha256_file
 from mrl.config.schema.run import CheckpointingConfig, RunConfig
+from mrl.env import kill_point
 from mrl.phases import ModelName
 from mrl.store.ownership import unowned
 from mrl.types import RunState
@@ -31,6 +34,10 @@ RUN_CONFIG = "config.yaml"
 MANIFEST = "manifest.json"
 MARKER = "COMPLETE"
 STATE = "training_info.json"
+LEDGER = "ledger.jsonl"
+"""The run's, and in each checkpoint the part that led to its step."""
+DAMAGED, REMOVED = "damaged_", "tmp_old_"
+"""Begin the names of folders that are no checkpoints any more."""
 MODEL_FOLDERS: Mapping[ModelName, str] = {"policy": "policy", "critic": "value"}
 """Of the models that runs train, in a checkpoint. Names as in NeMo RL."""
 STEP_FOLDER = re.compile(r"step_(\d+)")
@@ -62,6 +69,11 @@ class Checkpoint:
                 shares[int(match[1]) % num_ranks][path] = sha256
         return shares
 
+    @property
+    def ledger(self) -> Path:
+        """The ledger up to this step; checkpoints of older versions have none."""
+        return self.folder / LEDGER
+
     def state(self) -> RunState:
         return RunState(**json.loads(read_file(self.folder / STATE)))
 
@@ -81,8 +93,10 @@ class CheckpointStore:
 
     def begin(self, state: RunState, models: Iterable[ModelName] = ("policy",)) -> Checkpoint:
         """Makes a folder with `state`, into which the models write their weights; `commit` turns it into a checkpoint."""
-        if self.metric_name is not None and self.metric_name not in state.metrics:
-            logger.warning("step %d has no metric %s (checkpointing.metric_name): its checkpoint ranks last", state.step, self.metric_name)
+        if self.metric_name is not None and self._value(state) is None:
+            value = state.metrics.get(self.metric_name)
+            found = f"no metric {self.metric_name}" if value is None else f"{self.metric_name} = {value}"
+            logger.warning("step %d has %s (checkpointing.metric_name): its checkpoint ranks last", state.step, found)
         aside = self.folder / f"tmp_step_{state.step}"
         shutil.rmtree(aside, ignore_errors=True)
         pending = Checkpoint(state.step, aside)
@@ -102,68 +116,101 @@ class CheckpointStore:
             records[name] = file_record(pending.folder / name)
         manifest = {str(name): {"bytes": record.size, "sha256": record.sha256} for name, record in sorted(records.items())}
         write_atomic(pending.folder / MANIFEST, json.dumps(manifest, indent=1))
+        kill_point("commit")
         for path in pending.folder.rglob("*"):
             if path.is_dir():
                 sync_file(path)
         write_atomic(pending.folder / MARKER, sha256_file(pending.folder / MANIFEST))
+        kill_point("commit")
         self._check_owner()
         final = self.folder / f"step_{pending.step}"
-        replaced = self.folder / f"tmp_old_step_{pending.step}"
-        if final.exists():
-            final.rename(replaced)
+        # What has this name already is damaged: no run resumes from before a whole checkpoint.
+        replaced = put_aside(final, REMOVED) if os.path.lexists(final) else None
+        kill_point("commit")
         pending.folder.rename(final)
         sync_file(self.folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-        self._prune()
+        kill_point("commit")
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
+        try:
+            self._prune(pending.step)
+        except OSError as error:
+            logger.warning("%s is saved, but of those before it not all that should go could be removed: %s", final, error)
         return Checkpoint(pending.step, final)
 
-    def newest(self, *, before: float = math.inf, with_shards: bool = False) -> Checkpoint | None:
+    def newest(self, *, before: float = math.inf, with_shards: bool = False, sets_aside: bool = False) -> Checkpoint | None:
         """The newest checkpoint before step `before` that agrees with its manifest; warns of each newer one that does not.
 
         Without `with_shards` only the sizes of shards are compared: hundreds of GB, which the ranks read faster than one process does.
+        With `sets_aside`, which is for the run that owns the folder, renames those that are damaged.
         """
-        for checkpoint in self._newest_first():
+        for checkpoint in checkpoints_in(self.folder):
             if checkpoint.step >= before:
                 continue
-            problem = find_damage(checkpoint.folder, with_shards=with_shards)
-            if problem is None:
+            damage = find_damage(checkpoint.folder, with_shards=with_shards)
+            if damage is None:
                 return checkpoint
-            logger.warning("passing over %s: %s", checkpoint.folder, problem)
+            if sets_aside:
+                self.set_aside(checkpoint, damage)
+            else:
+                logger.warning("passing over %s: %s", checkpoint.folder, damage)
         return None
+
+    def set_aside(self, checkpoint: Checkpoint, damage: str) -> None:
+        """Renames a damaged checkpoint, for good; warns. Only the run that owns the folder may call this."""
+        kill_point("fallback")
+        aside = put_aside(checkpoint.folder, DAMAGED)
+        logger.warning("passing over %s: %s. It is set aside as %s; remove that if nobody needs it", checkpoint.folder, damage, aside.name)
+        kill_point("fallback")
 
     def remove_unfinished(self) -> None:
         """Removes folders of interrupted saves. Only the run that owns the folder may call this."""
-        for pattern in ("tmp_step_*", "tmp_old_step_*"):
+        for pattern in ("tmp_step_*", f"{REMOVED}step_*"):
             for folder in self.folder.glob(pattern):
                 logger.info("removing %s, left by an interrupted save", folder)
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _newest_first(self) -> list[Checkpoint]:
-        matches = [(STEP_FOLDER.fullmatch(path.name), path) for path in self.folder.glob("step_*")]
-        return sorted((Checkpoint(int(match[1]), path) for match, path in matches if match), key=lambda found: -found.step)
+    def _value(self, state: RunState) -> float | None:
+        """The metric by which a checkpoint ranks; None if there is none, or it is no number."""
+        value = None if self.metric_name is None else state.metrics.get(self.metric_name)
+        return value if value is not None and math.isfinite(value) else None
 
-    def _prune(self) -> None:
+    def _prune(self, newest_step: float = math.inf) -> None:
+        """Removes what the settings do not keep of the whole checkpoints up to the one that has just been published."""
+
         def rank(checkpoint: Checkpoint) -> tuple[float, int]:
             # Best first: by the metric, if there is one (absent counts as worst), then newest first.
-            value = None if self.metric_name is None else checkpoint.state().metrics.get(self.metric_name)
+            value = self._value(checkpoint.state())
             if value is None:
                 return (float("inf"), -checkpoint.step)
             return (-value if self.higher_is_better else value, -checkpoint.step)
 
-        newest_first = self._newest_first()
-        periodic = [checkpoint for checkpoint in newest_first if checkpoint.step % self.save_period == 0]
-        kept = newest_first[: self.keep_latest_k] + sorted(periodic, key=rank)[: self.keep_top_k]
-        for checkpoint in newest_first:
+        whole: list[Checkpoint] = []
+        for checkpoint in checkpoints_in(self.folder):
+            if checkpoint.step < newest_step and (damage := find_damage(checkpoint.folder, with_shards=False)) is not None:
+                self.set_aside(checkpoint, damage)
+            elif checkpoint.step <= newest_step:
+                whole.append(checkpoint)
+        periodic = [checkpoint for checkpoint in whole if checkpoint.step % self.save_period == 0]
+        kept = whole[: self.keep_latest_k] + sorted(periodic, key=rank)[: self.keep_top_k]
+        for checkpoint in whole:
             if checkpoint not in kept:
-                # The marker goes first, so that an interrupted removal leaves nothing that looks complete.
-                (checkpoint.folder / MARKER).unlink(missing_ok=True)
-                shutil.rmtree(checkpoint.folder, ignore_errors=True)
+                kill_point("prune")
+                # Under another name first: an interrupted removal leaves nothing that looks like a checkpoint.
+                removed = put_aside(checkpoint.folder, REMOVED)
+                kill_point("prune")
+                shutil.rmtree(removed, ignore_errors=True)
+
+
+def checkpoints_in(folder: Path) -> list[Checkpoint]:
+    """The folders of checkpoints in a run folder, whole or not, newest first."""
+    matches = [(STEP_FOLDER.fullmatch(path.name), path) for path in folder.glob("step_*")]
+    return sorted((Checkpoint(int(match[1]), path) for match, path in matches if match), key=lambda found: -found.step)
 
 
 def newest_step(folder: Path) -> int:
     """Step of the newest checkpoint with a completion marker, whose bytes nobody looks at; 0 if there is none."""
-    found = (STEP_FOLDER.fullmatch(marker.parent.name) for marker in folder.glob(f"step_*/{MARKER}"))
-    return max((int(match[1]) for match in found if match), default=0)
+    return next((found.step for found in checkpoints_in(folder) if os.path.lexists(found.folder / MARKER)), 0)
 
 
 def check_models(checkpoint: Checkpoint, config: RunConfig) -> None:
@@ -183,8 +230,17 @@ def check_models(checkpoint: Checkpoint, config: RunConfig) -> None:
 def find_damage(folder: Path, *, with_shards: bool = True) -> str | None:
     """The damage of a checkpoint folder: no marker, or the first file that differs from the manifest; None if it is whole.
 
-    Of shards compares sizes, and the content only `with_shards`.
+    Of shards compares sizes, and the content only `with_shards`. What cannot be read is damaged, unless the file system gives no answer.
     """
+    try:
+        return _find_damage(folder, with_shards=with_shards)
+    except TimeoutError:
+        raise
+    except (OSError, ValueError) as error:
+        return f"it cannot be read: {error}"
+
+
+def _find_damage(folder: Path, *, with_shards: bool) -> str | None:
     marker, manifest_path = folder / MARKER, folder / MANIFEST
     if not marker.exists() or not manifest_path.exists():
         return "it was never completed"
@@ -193,7 +249,7 @@ def find_damage(folder: Path, *, with_shards: bool = True) -> str | None:
     try:
         files = _listed(folder)
     # Its checksum is right, so its writer made it so.
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         return f"{MANIFEST} lists no files: {error!r}"
     for path, (size, _) in files.items():
         if not path.is_file():

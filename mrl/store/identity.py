@@ -41,7 +41,7 @@ OTHER = {
     "critic": "another critic",
 }
 _ALWAYS = ("model", "tokenizer", "data")
-_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_template*")
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_template*")
 # What tools write into config.json beside the model.
 _NOT_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 
@@ -54,7 +54,7 @@ def identity_of(config: RunConfig, rows: Rows[Example], read: Sequence[LeftOut])
     """
     tokenizer = config.policy.tokenizer
     memory = (env.cache_root() or Path(config.checkpointing.checkpoint_dir).absolute()) / "hashes"
-    files = sorted({path for pattern in _TOKENIZER_FILES for path in Path(tokenizer.name).glob(pattern) if path.is_file()})
+    files = sorted({path for pattern in TOKENIZER_FILES for path in Path(tokenizer.name).glob(pattern) if path.is_file()})
     texts = {path.name: sha256_file(path) for path in files}
     if tokenizer.chat_template != OWN_TEMPLATE:
         texts["policy.tokenizer.chat_template"] = _digest(template_text(tokenizer.chat_template))

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger: the prompts that a run took, trained on and rolled back, one fsynced JSON line per event: the run's place in the data."""
+"""The ledger: the prompts that a run took, trained on and rolled back, one fsynced JSON line per event: the run's place in the data.
+
+Each checkpoint holds the part that led to it, from which a damaged or lost ledger is restored.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conversion.files.durable import read_whole, sync_descriptor
+from conversion.files.durable import put_aside, read_whole, sync_descriptor, write_atomic
+from conversion.files.reading import read_file
+from mrl.env import kill_point
 from mrl.store.ownership import unowned
 from mrl.types import PromptKey
 
@@ -31,6 +36,10 @@ class LedgerState:
     consumed: set[PromptKey] = field(default_factory=set)
     """All prompts of `trained` and `dropped`."""
 
+    def steps(self, last: int) -> dict[int, tuple[tuple[PromptKey, ...], tuple[PromptKey, ...]]]:
+        """Step -> the prompts that it trained on and those that it left out, up to a last step."""
+        return {step: (prompts, self.dropped.get(step, ())) for step, prompts in self.trained.items() if step <= last}
+
 
 class Ledger:
     """Appends events to `ledger.jsonl`; an event is on disk when the call returns, or is written with the next one if the disk is full."""
@@ -39,8 +48,15 @@ class Ledger:
         """`check_owner` raises if another process owns the folder by now; see `mrl.store.ownership`."""
         self.path = path
         self._check_owner = check_owner
-        self.state = replay(path)
+        self.state, self.damage = LedgerState(), ""
+        """`damage` says why `state` is empty though there is a file; `roll_back` mends that."""
         self._unwritten = b""
+        try:
+            self.state = replay(path)
+        except TimeoutError:  # a file system without an answer is no damage
+            raise
+        except (OSError, ValueError) as error:
+            self.damage = str(error)
 
     def take(self, step: int, prompts: Sequence[PromptKey]) -> None:
         """Records that the run asks for rollouts of these prompts while `step` is the next to train."""
@@ -48,20 +64,54 @@ class Ledger:
 
     def train(self, step: int, trained: Sequence[PromptKey], dropped: Sequence[PromptKey] = ()) -> None:
         """Records that step `step` has consumed these prompts: it trained on some and dropped others because of their rollouts."""
-        event: dict[str, object] = {"event": "trained", "step": step, "prompts": trained}
-        self._append(event | ({"dropped": dropped} if dropped else {}))
+        self._append(_trained(step, trained, dropped))
 
-    def roll_back(self, to_step: int) -> None:
-        """Records that the weights of step `to_step` were loaded: later steps no longer count, and taken prompts will be asked again."""
+    def copy_to(self, path: Path) -> None:
+        """Writes the ledger of a run that only made the steps trained so far: the part that a checkpoint of now holds."""
+        events: list[dict[str, object]] = []
+        for step, (trained, dropped) in self.state.steps(len(self.state.trained)).items():
+            events += [{"event": "taken", "step": step, "prompts": (*trained, *dropped)}, _trained(step, trained, dropped)]
+        path.write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
+
+    def find_obstacle(self, to_step: int, copy: Path | None) -> str:
+        """Why the run cannot go on from the checkpoint of `to_step`, whose copy of the ledger is at `copy` (None: it has none); else ""."""
+        if not to_step or (copy is not None and copy.exists()) or not (problem := self._find_problem(to_step, None)):
+            return ""
+        way_out = "move it away to go on from the one before it, or start in an empty checkpointing.checkpoint_dir"
+        return f"{problem}; the checkpoint of step {to_step} holds no copy of the ledger: restore both, {way_out}"
+
+    def roll_back(self, to_step: int, copy: Path | None = None) -> None:
+        """Records that the weights of step `to_step` were loaded: later steps no longer count, and taken prompts will be asked again.
+
+        A ledger that is damaged, or of another run than the `copy` in the checkpoint, is set aside, and restored from it. RuntimeError:
+        there is no copy.
+        """
+        if obstacle := self.find_obstacle(to_step, copy):
+            raise RuntimeError(obstacle)
+        if problem := self._find_problem(to_step, copy):
+            self._check_owner()
+            text = "" if copy is None else read_file(copy).decode()
+            kill_point("fallback")
+            aside = put_aside(self.path, "damaged_").name if os.path.lexists(self.path) else "not there"
+            kill_point("fallback")
+            write_atomic(self.path, text)
+            self.state, self.damage = replay(self.path), ""
+            logger.warning("%s; restored from %s, the old one is %s", problem, copy or "nothing, as no checkpoint is whole", aside)
         if self.state.taken or any(step > to_step for step in self.state.trained):
             self._append({"event": "rolled_back", "to_step": to_step})
-        if sorted(self.state.trained) != list(range(1, to_step + 1)):
-            raise RuntimeError(
-                f"{self.path} holds {len(self.state.trained)} trained steps, the checkpoint is of step {to_step}: not one run; "
-                "restore both, or start in an empty checkpointing.checkpoint_dir"
-            )
+
+    def _find_problem(self, to_step: int, copy: Path | None) -> str:
+        if self.damage:
+            return self.damage
+        steps = self.state.steps(to_step)
+        if sorted(steps) != list(range(1, to_step + 1)):
+            return f"{self.path} holds {len(self.state.trained)} trained steps, the checkpoint is of step {to_step}: not one run"
+        if copy is not None and copy.exists() and steps != replay(copy).steps(to_step):
+            return f"{self.path} names other prompts than the checkpoint of step {to_step}: not one run"
+        return ""
 
     def _append(self, event: dict[str, object]) -> None:
+        assert not self.damage, "roll_back comes first"
         self._check_owner()
         apply_event(self.state, event)
         had_room = not self._unwritten
@@ -105,11 +155,11 @@ def replay(path: Path) -> LedgerState:
     if len(whole) < len(content):
         logger.warning("%s: cutting off a half-written last line", path)
         os.truncate(path, len(whole))
-    for number, line in enumerate(whole.decode().splitlines(), start=1):
+    for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
         try:
-            apply_event(state, json.loads(line))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: {error}; the ledger is damaged, start in an empty checkpointing.checkpoint_dir") from error
+            apply_event(state, json.loads(line.decode()))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path}:{number}: {error!r}; the ledger is damaged") from error
     return state
 
 
@@ -141,6 +191,10 @@ def apply_event(state: LedgerState, event: dict) -> None:
         state.taken.clear()
     else:
         raise ValueError(f"unknown event {kind!r}")
+
+
+def _trained(step: int, trained: Sequence[PromptKey], dropped: Sequence[PromptKey]) -> dict[str, object]:
+    return {"event": "trained", "step": step, "prompts": trained, **({"dropped": dropped} if dropped else {})}
 
 
 def _keys(prompts: Iterable[Sequence]) -> tuple[PromptKey, ...]:

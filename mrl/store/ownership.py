@@ -3,13 +3,18 @@
 
 The file `owner.json` names the owner's process, which touches the file while it lives. On the same host, the process list says whether the
 owner lives. A later start of the same Slurm job takes the folder over at once, since Slurm ends one start before the next. Any other owner
-is dead when it stops touching the file. An attempt that has lost the folder reads another name in the file before it publishes anything.
+is dead when it stops touching the file. Of several starts at the same moment link(2) lets one take the folder, on network file systems too.
+An attempt that has lost the folder reads another name in the file before it publishes anything.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import logging
+import os
+import secrets
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -24,6 +29,10 @@ logger = logging.getLogger(__name__)
 # An owner elsewhere that has not touched its file for so long is dead.
 LEASE_S = 6 * HEARTBEAT_S
 POLL_S = 1.0
+# Each try that fails saw another process come and go.
+MAX_TRIES = 100
+# Of file systems without hard links, where the name of an owner appears before its content.
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 
 
 class FolderLost(RuntimeError):
@@ -59,17 +68,59 @@ class Ownership:
 
     def take(self) -> None:
         """Makes this process the owner, after a watch for the owner's signs of life; ValueError: a living process owns the folder."""
-        other = self._read()
-        if other is not None and self._lives(other):
-            raise ValueError(
-                f"checkpointing.checkpoint_dir={self._file.parent} is in use by {other}; wait for it, stop it, or choose another folder"
-            )
-        write_atomic(self._file, json.dumps(asdict(self._mine)))
+        self._claim(self._file)
         self._beating.enter_context(heartbeat(self._file))
+
+    def _claim(self, file: Path) -> None:
+        """Makes `file` name this process, unless it names one that lives; of several processes that try, one succeeds."""
+        for _ in range(MAX_TRIES):
+            if self._create(file):
+                return
+            other = self._read(file)
+            if other is None:
+                continue
+            if self._lives(other, file):
+                raise ValueError(
+                    f"checkpointing.checkpoint_dir={file.parent} is in use by {other}; wait for it, stop it, or choose another folder"
+                )
+            # Whoever has the right to replace this owner may be killed before it does: then another claims that right.
+            right = file.with_name(f"{file.name}.{hashlib.sha256(repr(other).encode()).hexdigest()[:8]}")
+            self._claim(right)
+            try:
+                if self._read(file) == other:
+                    write_atomic(file, self._text())
+                    return
+            finally:
+                right.unlink(missing_ok=True)
+        raise ValueError(f"{file} changes hands all the time, or leads nowhere; look at it, and remove it if no run uses this folder")
+
+    def _create(self, file: Path) -> bool:
+        """Whether this process has made `file`, which did not exist, with its name in it."""
+        aside = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+        aside.write_text(self._text(), encoding="utf-8")
+        try:
+            os.link(aside, file)
+        except FileExistsError:
+            # A file server whose first answer got lost is asked again, and finds what it has made.
+            return file.exists() and file.samefile(aside)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            try:
+                file.touch(exist_ok=False)
+            except FileExistsError:
+                return False
+            file.write_text(self._text(), encoding="utf-8")
+        finally:
+            aside.unlink()
+        return True
+
+    def _text(self) -> str:
+        return json.dumps(asdict(self._mine))
 
     def check(self) -> None:
         """Raises FolderLost if another attempt has taken the folder over: this one must leave it alone."""
-        owner = self._read()
+        owner = self._read(self._file)
         if owner != self._mine:
             raise FolderLost(
                 f"{self._file.parent} belongs to {owner or 'nobody'} now: this attempt was taken for dead, and writes nothing more"
@@ -78,33 +129,33 @@ class Ownership:
     def give_back(self) -> None:
         """Ends the hold; the file goes if it is still this process's."""
         self._beating.close()
-        if self._read() == self._mine:
+        if self._read(self._file) == self._mine:
             self._file.unlink(missing_ok=True)
 
-    def _read(self) -> Attempt | None:
+    def _read(self, file: Path) -> Attempt | None:
         try:
-            found = json.loads(read_whole(self._file))
+            found = json.loads(read_whole(file))
             return Attempt(Owner(**found["process"]), found["job"], found["restart"])
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self._file} names no process ({error}); remove it if no run uses this folder") from error
+            raise ValueError(f"{file} names no process ({error}); remove it if no run uses this folder") from error
 
-    def _lives(self, other: Attempt) -> bool:
+    def _lives(self, other: Attempt, file: Path) -> bool:
         if other.process.is_visible():
             return other.process.is_running()
-        if other.job is not None and other.job == self._mine.job:
+        if other.job is not None and other.job == self._mine.job and other.restart < self._mine.restart:
             return False
-        logger.info("%s belonged to %s; watching for %g s whether that lives", self._file.parent, other, LEASE_S)
+        logger.info("%s belonged to %s; watching for %g s whether that lives", file.parent, other, LEASE_S)
 
         def touched() -> float:
             with suppress(FileNotFoundError):
-                return self._file.stat().st_mtime
+                return file.stat().st_mtime
             return 0.0
 
         first, end = touched(), time.monotonic() + LEASE_S
         while time.monotonic() < end:
             time.sleep(POLL_S)
             if touched() != first:
-                return self._file.exists()
+                return file.exists()
         return False

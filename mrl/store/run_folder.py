@@ -22,11 +22,12 @@ from mrl import spans
 from mrl.config.load import changes_since, resolved_yaml
 from mrl.config.schema.run import RunConfig
 from mrl.data.chat import OWN_TEMPLATE, load_tokenizer, template_text
+from mrl.env import kill_point
 from mrl.phases import ModelName
 from mrl.store.about import about_this_attempt
-from mrl.store.checkpoints import RUN_CONFIG, Checkpoint, CheckpointStore, check_models, newest_step
+from mrl.store.checkpoints import LEDGER, RUN_CONFIG, Checkpoint, CheckpointStore, check_models, newest_step
 from mrl.store.console import step_header, step_lines, story, supervised_lines
-from mrl.store.identity import Identity, check_identity
+from mrl.store.identity import TOKENIZER_FILES, Identity, check_identity
 from mrl.store.ledger import Ledger
 from mrl.store.loggers.group import Loggers, check_loggers
 from mrl.store.ownership import FolderLost, Ownership
@@ -44,6 +45,11 @@ logger = logging.getLogger(__name__)
 
 IDENTITY = "identity.json"
 REPORT = "report.html"
+# What a checkpoint has of the tokenizer's folder, by transformers' names: a model's weights may lie there, too, in any format.
+_FILES = """config.json generation_config.json *processor_config.json audio_tokenizer_config.json additional_chat_templates/*.jinja *.py
+*.spm *.tiktoken tekken.json bpe.codes *vocab.json dict.txt normalizer.json prophetnet.tokenizer emoji.json byte_maps.json
+word_shape.json word_pronunciation.json"""
+COPIED = (*TOKENIZER_FILES, *_FILES.split())
 # A disk on which one step's texts take longer hangs.
 WRITE_TIMEOUT_S = 600.0
 # Of the run's time that may go into its report before its end.
@@ -82,17 +88,16 @@ class RunFolder:
         """Takes the folder over, and removes unfinished saves of an interrupted attempt.
 
         Raises:
-            ValueError: a living process owns the folder, it cannot be written, its ledger is damaged, a logger's package is missing, or
-                the run would resume with another model, tokenizer or data, or with a model that the checkpoint lacks.
+            ValueError: a living process owns the folder, it cannot be written, its ledger is damaged beyond repair, a logger's package is
+                missing, or the run would resume with another model, tokenizer or data, or with a model that the checkpoint lacks.
         """
         check_loggers(self.config.logger)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._ownership.take()
-            self._check_identity()
+            self._check_start()
             self.log_folder.mkdir(parents=True, exist_ok=True)
             self.checkpoints.remove_unfinished()
-            self.ledger = Ledger(self.path / "ledger.jsonl", check_owner=self._ownership.check)
             for line in changes_since(self.path / RUN_CONFIG, self.config):
                 logger.info("Config since the last attempt: %s", line)
             for folder in (self.path, self.log_folder):
@@ -122,41 +127,53 @@ class RunFolder:
         """Ends the hold on the folder. For a process that ends at once, too."""
         self._ownership.give_back()
 
-    def _check_identity(self) -> None:
-        if self._identity is None:
-            return
+    def _check_start(self) -> None:
+        """Refuses what another run has left, and leaves it as it is; then sets damaged checkpoints aside, and opens the ledger."""
         try:
-            allowed, resumes_at = self.config.checkpointing.allow_changes, newest_step(self.path)
-            if resumes_at:
-                check_models(Checkpoint(resumes_at, self.path / f"step_{resumes_at}"), self.config)
-            check_identity(self.path / IDENTITY, self._identity, allowed=allowed, resumes_at=resumes_at)
-        except ValueError:
+            if self._identity is not None:
+                allowed, resumes_at = self.config.checkpointing.allow_changes, newest_step(self.path)
+                if resumes_at:
+                    check_models(Checkpoint(resumes_at, self.path / f"step_{resumes_at}"), self.config)
+                check_identity(self.path / IDENTITY, self._identity, allowed=allowed, resumes_at=resumes_at)
+            newest = self.checkpoints.newest(sets_aside=True)
+            self.ledger = Ledger(self.path / LEDGER, check_owner=self._ownership.check)
+            if self.ledger.damage and (obstacle := self.ledger.find_obstacle(*_place(newest))):
+                raise ValueError(obstacle)
+        except (OSError, ValueError):
             self._ownership.give_back()
             raise
 
     def pass_over(self, checkpoint: Checkpoint, damage: str) -> Checkpoint | None:
-        """As `newest_checkpoint`, after a checkpoint that has turned out to be damaged, before anything is trained."""
-        logger.warning("passing over %s: %s", checkpoint.folder, damage)
+        """As `newest_checkpoint`, after a checkpoint that has turned out to be damaged, which is set aside."""
+        self.checkpoints.set_aside(checkpoint, damage)
         return self.newest_checkpoint(before=checkpoint.step)
 
     def newest_checkpoint(self, *, before: float = math.inf) -> Checkpoint | None:
-        """Finds the newest complete checkpoint, drops later steps from ledger and metrics, and opens the metrics.
+        """Finds the newest complete checkpoint, sets damaged ones before it aside, and opens the metrics.
 
-        The content of its shards is for those who load it to check; see `CheckpointStore.newest`.
+        The content of its shards is for those who load it to check; `resume_from` comes then. RuntimeError: the ledger is of another run.
         """
-        newest = self.checkpoints.newest(before=before)
-        self.ledger.roll_back(newest.step if newest else 0)
+        newest = self.checkpoints.newest(before=before, sets_aside=True)
+        if obstacle := self.ledger.find_obstacle(*_place(newest)):
+            raise RuntimeError(obstacle)
+        if self._metrics is None:
+            self._last_logged_step = last_step_in(self.path / METRICS)
+            self._metrics = JsonlLogger(self.path / METRICS)
+        return newest
+
+    def resume_from(self, checkpoint: Checkpoint | None) -> None:
+        """Takes ledger, metrics and samples back to a checkpoint of which every byte has been compared; None: to the start."""
+        assert self._metrics is not None, "newest_checkpoint comes first"
+        self.ledger.roll_back(*_place(checkpoint))
+        kill_point("fallback")
         # Without a checkpoint, step 0 is validated again too.
-        last_step = newest.step if newest else -1
+        last_step = checkpoint.step if checkpoint else -1
         drop_later_steps(self.path / SAMPLES, last_step)
-        self._last_logged_step = max(self._last_logged_step, last_step_in(self.path / METRICS))
-        if self._metrics is not None:
-            self._metrics.close()
+        self._metrics.close()
         has_metrics = drop_later_steps(self.path / METRICS, last_step)
         self._metrics = JsonlLogger(self.path / METRICS)
-        if newest is not None and not has_metrics:  # killed between the checkpoint and its line
-            self._metrics.log(newest.state().metrics, newest.step)
-        return newest
+        if checkpoint is not None and not has_metrics:  # killed between the checkpoint and its line
+            self._metrics.log(checkpoint.state().metrics, checkpoint.step)
 
     @contextmanager
     def open_loggers(self) -> Iterator[Loggers]:
@@ -275,12 +292,12 @@ class RunFolder:
         story.info("\n%s", step_header(step, last_step))
 
     def copy_tokenizer(self, checkpoint: Checkpoint, model: ModelName = "policy") -> None:
-        """Puts the tokenizer's files beside the weights of a model, so that it can be exported on its own."""
-        target = checkpoint.weights_of(model).parent / "tokenizer"
+        """Puts the files of `COPIED` beside the weights of a model, so that it can be exported on its own."""
+        source, target = Path(self.config.policy.tokenizer.name), checkpoint.weights_of(model).parent / "tokenizer"
         target.mkdir(parents=True, exist_ok=True)
-        for path in Path(self.config.policy.tokenizer.name).iterdir():
-            if path.is_file() and path.suffix not in (".safetensors", ".bin"):
-                shutil.copy2(path, target / path.name)
+        for path in sorted({path for pattern in COPIED for path in source.glob(pattern) if path.is_file()}):
+            (target / path.relative_to(source)).parent.mkdir(exist_ok=True)
+            shutil.copy2(path, target / path.relative_to(source))
         if self.config.policy.tokenizer.chat_template != OWN_TEMPLATE:
             # transformers looks here first: prompts must have the template that the model was trained with.
             (target / "chat_template.jinja").write_text(template_text(self.config.policy.tokenizer.chat_template), encoding="utf-8")
@@ -321,6 +338,11 @@ class JsonlLogger:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _place(checkpoint: Checkpoint | None) -> tuple[int, Path | None]:
+    """The step of a checkpoint, and its copy of the ledger."""
+    return (checkpoint.step, checkpoint.ledger) if checkpoint is not None else (0, None)
 
 
 def drop_later_steps(path: Path, step: int) -> bool:

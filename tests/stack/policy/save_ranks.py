@@ -94,6 +94,22 @@ def load_and_step(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[lis
         return metrics, raw_checksums(policy)
 
 
+def settings_after_load(
+    rank: Rank, config: RunConfig, weights_dir: Path, num_steps: int
+) -> tuple[list[dict[str, object]], list[dict[str, object]], list[float]]:
+    """Settings beside the parameters in a fresh run at a step, and after the load of a checkpoint of it; rates of the next two steps."""
+    with open_policy(rank, config) as policy:
+        policy._state.scheduler.step(num_steps)
+        fresh = settings_of(policy)
+        policy._state.scheduler.step(-num_steps)
+        policy.load_checkpoint(weights_dir)
+        return fresh, settings_of(policy), [metrics["train/lr"] for metrics in train(policy, 2)]
+
+
+def settings_of(policy: Policy) -> list[dict[str, object]]:
+    return [{key: value for key, value in group.items() if key not in ("params", "step")} for group in policy._state.optimizer.param_groups]
+
+
 def load_weights_only(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[bool, float]:
     """Whether the optimizer's main parameters are those of a checkpoint without optimizer state, and the loss after a step."""
     with open_policy(rank, config) as policy:

@@ -18,6 +18,7 @@ from tests.stack.policy import policy_ranks, save_ranks
 from tests.stack.ranks import RankPool
 
 SAVED_LAYOUT = "tp2 sp dp2 ep2"
+UNDISTRIBUTED = ("optimizer.use_distributed_optimizer", "distributed_data_parallel_config.overlap_param_gather")
 BF16 = ["policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true"]
 
 
@@ -88,8 +89,7 @@ def test_bf16_goes_on_bit_for_bit(ranks: RankPool, folder: Path, tmp_path: Path)
 
 
 def test_an_optimizer_that_is_not_distributed_goes_on_bit_for_bit(ranks: RankPool, folder: Path, tmp_path: Path):
-    names = ("optimizer.use_distributed_optimizer", "distributed_data_parallel_config.overlap_param_gather")
-    config = policy_ranks.run_config(folder, "one", *[f"policy.megatron_cfg.{name}=false" for name in names])
+    config = policy_ranks.run_config(folder, "one", *[f"policy.megatron_cfg.{name}=false" for name in UNDISTRIBUTED])
     unbroken = ranks.run(save_ranks.save_after_steps, config, tmp_path, 1, world_size=1)
     resumed = ranks.run(save_ranks.load_and_step, config, tmp_path, world_size=1)
     assert resumed == [(metrics, checksums) for metrics, checksums, _ in unbroken]
@@ -124,6 +124,43 @@ def test_a_checkpoint_without_optimizer_starts_from_its_weights(ranks: RankPool,
     (is_same, loss), _ = ranks.run(save_ranks.load_weights_only, config, tmp_path, world_size=2)
     assert is_same
     assert np.isfinite(loss)
+
+
+CHANGED = [
+    *(f"policy.megatron_cfg.optimizer.{item}" for item in "lr=4e-3 min_lr=1e-4 adam_beta1=0.5 adam_beta2=0.9 adam_eps=1e-6".split()),
+    *(f"policy.megatron_cfg.scheduler.{item}" for item in "lr_decay_style=linear lr_decay_iters=39 start_weight_decay=0.1".split()),
+    *(f"policy.megatron_cfg.scheduler.{item}" for item in "end_weight_decay=0.3 weight_decay_incr_style=linear".split()),
+    "grpo.max_num_steps=20",
+]
+"""Every setting of optimizer and schedule that may change at a resume, and their values."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        [],
+        [f"policy.megatron_cfg.{name}=false" for name in UNDISTRIBUTED],
+        ["checkpointing.save_optimizer=false"],
+    ],
+    ids=["distributed", "not distributed", "weights only"],
+)
+def test_a_resumed_run_has_the_settings_of_a_fresh_one_at_its_step(ranks: RankPool, folder: Path, tmp_path: Path, kind: list[str]):
+    before = policy_ranks.run_config(folder, "one", *kind)
+    ranks.run(save_ranks.save_after_steps, before, tmp_path, 3, world_size=1)
+    config = policy_ranks.run_config(folder, "one", *kind, *CHANGED)
+    ((fresh, resumed, rates),) = ranks.run(save_ranks.settings_after_load, config, tmp_path, 3, world_size=1)
+    assert resumed == fresh
+    assert {(group["max_lr"], group["min_lr"], group["betas"], group["eps"]) for group in resumed} == {(4e-3, 1e-4, (0.5, 0.9), 1e-6)}
+    # Linear from the peak to the end of the decay, and from one weight decay to the other, after 3 steps.
+    assert {round(group["lr"], 9) for group in resumed} == {round(1e-4 + 3.9e-3 * (1 - 3 / 39), 9)}
+    assert {round(group["weight_decay"], 9) for group in resumed} == {0.0, 0.13}
+    assert rates == [pytest.approx(1e-4 + 3.9e-3 * (1 - step / 39)) for step in (3, 4)]
+
+
+def test_optimizer_state_of_another_form_is_refused_with_the_setting(ranks: RankPool, folder: Path, saved: tuple[Path, list]):
+    config = policy_ranks.run_config(folder, "one", *[f"policy.megatron_cfg.{name}=false" for name in UNDISTRIBUTED])
+    with pytest.raises(RuntimeError, match=r"ValueError: .*optimizer\.use_distributed_optimizer=False .*: set that as it was"):
+        ranks.run(save_ranks.load_and_step, config, saved[0], world_size=1)
 
 
 def test_a_folder_without_a_checkpoint_is_refused(ranks: RankPool, folder: Path, tmp_path: Path):

@@ -246,15 +246,21 @@ def test_a_resumed_run_asks_for_the_prompts_that_its_ledger_has_not_consumed(tmp
     config = configured(tmp_path, "grpo.num_prompts_per_step=2")
     data = load_prompts(config)
 
-    def steps(name: str, count: int) -> list[list[str]]:
+    def steps(name: str, count: int, *, copy: Path | None = None) -> list[list[str]]:
         """The prompts of the next steps of the run with this ledger, as a process that has just started takes them."""
         ledger = Ledger(tmp_path / name)
         queue = open_queue(config, data, Groups(), ledger, last_step=4, on_wait=lambda: None)
+        if copy is not None:  # the queue is there when a checkpoint is loaded
+            ledger.roll_back(1, copy)
         return names(run(queue, ledger, steps=count, state=RunState(step=len(ledger.state.trained), weight_version=1)))
 
     whole = steps("unbroken", 4)
     assert sorted(itertools.chain(*whole)) == [f"train:{number}" for number in range(1, 9)]
     assert steps("resumed", 1) + steps("resumed", 2) + steps("resumed", 1) == whole
+    assert steps("damaged", 1) == whole[:1]
+    Ledger(tmp_path / "damaged").copy_to(tmp_path / "copy")
+    (tmp_path / "damaged").write_bytes(b"7\n")
+    assert steps("damaged", 3, copy=tmp_path / "copy") == whole[1:]
 
 
 @settings(deadline=None, max_examples=40)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +16,7 @@ from conversion.files.manifest import FileRecord, file_record
 from conversion.files.reading import find_difference
 from mrl.loop.saving import CheckpointSaver
 from mrl.policy.reports import WriteReport
+from mrl.store.ledger import replay
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
 from tests.unit.store.test_run_folder import config
@@ -158,6 +160,86 @@ def test_a_run_goes_on_before_the_shard_that_a_rank_finds_damaged(
     # The damaged step has a marker, and is saved again.
     now.saver.save_last(now.train(2))
     assert now.folder.checkpoints.newest(with_shards=True) == now.newest
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_found_damaged_is_in_the_way_of_no_later_attempt(attempt: Callable[[], Attempt], rank: int):
+    now = attempt()
+    path, ledger = now.folder.path, now.folder.ledger.path
+    before, find = ledger.read_bytes(), now.ranks.find_damage
+
+    def look(rank: int, shards: dict[Path, str]) -> str:
+        assert ledger.read_bytes() == before, "ranks look first"
+        return find(rank, shards)
+
+    now.ranks.find_damage = look
+    flip(path / "step_2", rank)
+    # Each attempt makes a step, and is asked to end: by the third, the run is beyond the step that was damaged.
+    for step in (2, 3, 4):
+        state = now.saver.load(now.newest, last_step=9)
+        assert state.step == step - 1 and sorted(now.folder.ledger.state.trained) == list(range(1, step))
+        now.saver.save_last(now.train(step))
+        with now.folder:
+            pass
+        kept = range(max(1, step - 2), step + 1)
+        assert {folder.name for folder in path.glob("*step_*")} == {"damaged_step_2", *(f"step_{n}" for n in kept)}
+        now = attempt()
+    assert now.newest is not None and now.newest.step == 4
+
+
+def of_another_run(file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(b"p:1", b"p:7"))
+
+
+def a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize("lose", [of_another_run, a_folder, Path.unlink])
+def test_a_ledger_that_is_damaged_or_lost_is_that_of_the_newest_checkpoint(
+    attempt: Callable[[], Attempt], caplog: pytest.LogCaptureFixture, lose: Callable[[Path], object]
+):
+    now = attempt()
+    ledger, expected = now.folder.ledger.path, now.folder.ledger.state
+    with now.folder:
+        lose(ledger)
+    is_there = ledger.exists()
+    for number in (1, 2, 3):
+        now = attempt()
+        caplog.clear()
+        assert now.saver.load(now.newest, last_step=9).step == 2
+        assert (now.folder.ledger.state, replay(ledger)) == (expected, expected)
+        restored = [line for line in caplog.messages if f"restored from {now.folder.path}/step_2/ledger.jsonl" in line]
+        assert len(restored) == (number == 1)
+        with now.folder:
+            now.folder.ledger.take(3, [(0, "p:3")])
+    assert (now.folder.path / "damaged_ledger.jsonl").exists() == is_there
+
+
+def test_a_damaged_ledger_without_any_checkpoint_costs_nothing(attempt: Callable[[], Attempt]):
+    now = attempt()
+    with now.folder:
+        for step in (1, 2):
+            shutil.rmtree(now.folder.path / f"step_{step}")
+        now.folder.ledger.path.write_bytes(b"{")
+        now.folder.ledger.path.write_bytes(b"7\n")
+    for _ in range(2):
+        now = attempt()
+        assert now.newest is None and now.saver.load(None, last_step=9) == RunState()
+        now.train(1)
+        with now.folder:
+            pass
+
+
+def test_a_damaged_ledger_that_no_checkpoint_can_replace_is_refused_before_anything_starts(attempt: Callable[[], Attempt]):
+    now = attempt()
+    with now.folder:
+        # As an older version has saved it.
+        now.folder.checkpoints.commit(now.folder.checkpoints.begin(RunState(step=3)), {})
+        now.folder.ledger.path.write_bytes(b"7\n")
+    with pytest.raises(ValueError, match=r"ledger\.jsonl:1: .* step 3 holds no copy of the ledger: restore both, move it away"):
+        attempt()
 
 
 def test_without_a_whole_checkpoint_a_run_starts_anew(attempt: Callable[[], Attempt]):

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
+import errno
+import itertools
+import math
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -92,6 +97,103 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path: Path, caplog: py
     newest = checkpoints.newest()
     assert newest is not None and newest.step == 1
     assert "passing over" in caplog.text and "step_2" in caplog.text
+
+
+def replace_by_a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def replace_by_a_bad_block(file: Path) -> None:
+    """Reading it gives EIO."""
+    file.unlink()
+    file.symlink_to("/proc/self/mem")
+
+
+def replace_by_a_loop(file: Path) -> None:
+    file.unlink()
+    file.symlink_to(file)
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("break_", "name"),
+    [
+        *itertools.product([replace_by_a_folder, replace_by_a_bad_block, replace_by_a_loop, empty, Path.unlink], [MARKER, MANIFEST]),
+        *itertools.product([replace_by_a_folder, replace_by_a_bad_block], ["training_info.json", "policy/weights/iter_0000000/data"]),
+    ],
+)
+def test_damage_of_any_kind_is_found_once_and_remembered(tmp_path: Path, break_: Callable[[Path], None], name: str):
+    checkpoints = store(tmp_path, metric_name=None)
+    for step in (1, 2):
+        save(checkpoints, step)
+    break_(tmp_path / "step_2" / name)
+    first = store(tmp_path).newest(sets_aside=True)
+    assert first is not None and first.step == 1
+    # Two attempts later the damaged one has been in nobody's way, and is still there.
+    for step in (2, 3):
+        save(store(tmp_path, metric_name=None, keep_top_k=1), step)
+        newest = store(tmp_path).newest(with_shards=True)
+        assert newest is not None and newest.step == step
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged_step_2", f"step_{step}"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "break_"),
+    [
+        ({"keep_top_k": 1}, damage_marker),
+        ({"keep_top_k": 3}, damage_truncate),
+        ({"keep_top_k": 3, "ft_keep_latest_k": 2}, damage_manifest),
+        ({"keep_top_k": None}, shutil.rmtree),
+    ],
+)
+def test_pruning_counts_whole_checkpoints_only(tmp_path: Path, settings: dict, break_: Callable[[Path], None]):
+    settings = {"save_period": 20, "metric_name": None, **settings}
+    for step in (20, 40, 60):
+        save(store(tmp_path, **(settings | {"keep_top_k": None})), step)
+    for step in (20, 60):
+        break_(tmp_path / f"step_{step}")
+        (tmp_path / f"step_{step}").mkdir(exist_ok=True)
+    # A signal's checkpoint, between two periods; an attempt that has not looked at the newer one would have resumed from it.
+    for step in (53, 55):
+        save(store(tmp_path, **settings), step)
+        newest = store(tmp_path).newest(before=60)
+        assert newest is not None and newest.step == step
+    kept = {"step_40", "step_55"} | ({"step_53"} if settings.get("ft_keep_latest_k") == 2 else set())
+    assert {path.name for path in tmp_path.iterdir()} == kept | {"step_60", "damaged_step_20"}
+
+
+def test_a_removal_that_fails_does_not_make_a_save_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    settings = {"keep_top_k": 1, "metric_name": None}
+    save(store(tmp_path, **settings), 1)
+
+    def fail(path: Path, prefix: str) -> Path:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mrl.store.checkpoints.put_aside", fail)
+        save(store(tmp_path, **settings), 2)
+    assert "step_2 is saved" in caplog.text and "Input/output error" in caplog.text
+    save(store(tmp_path, **settings), 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
+
+
+@pytest.mark.parametrize("no_number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("higher_is_better", [True, False])
+def test_a_metric_that_is_no_number_decides_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, higher_is_better: bool, no_number: float
+):
+    values = (0.5, 0.9, no_number, 0.2, 0.3) if higher_is_better else (0.5, 0.1, no_number, 0.2, 0.3)
+    for step, value in enumerate(values, start=1):
+        save(store(tmp_path, keep_top_k=1, higher_is_better=higher_is_better), step, value)
+        assert (tmp_path / f"step_{step}").exists() and (tmp_path / f"step_{min(step, 2)}").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2", "step_5"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"step 3 has val/accuracy = {no_number} (checkpointing.metric_name): its checkpoint ranks last"
+    ]
 
 
 def test_an_interrupted_save_leaves_nothing_that_looks_complete(tmp_path: Path):

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import os
+import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,56 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     ledger.train(1, [(0, "a:1")])
     with pytest.raises(RuntimeError, match="1 trained steps, .* step 5"):
         ledger.roll_back(5)
+
+
+def flip(file: Path, seed: int) -> None:
+    """One bit of its content."""
+    content, rng = bytearray(file.read_bytes()), random.Random(seed)
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    file.write_bytes(content)
+
+
+def write(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda file: file.write_bytes(change(file.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [
+        *[partial(flip, seed=seed) for seed in range(30)],
+        write(lambda content: content.replace(b"a:1", b"a:7")),
+        write(lambda content: b"".join(content.splitlines(keepends=True)[:3])),
+        write(lambda content: content[: len(content) // 2]),
+        write(lambda content: content + b"[" * 100_000 + b"\n"),
+        write(lambda content: content + b"7\n"),
+        lambda file: (file.unlink(), file.mkdir()),
+        lambda file: (file.unlink(), file.symlink_to("/proc/self/mem")),
+        Path.unlink,
+    ],
+)
+def test_what_is_damaged_or_lost_is_restored_from_the_copy_and_stays_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lose: Callable[[Path], object]
+):
+    path, copy = tmp_path / "ledger.jsonl", tmp_path / "copy.jsonl"
+    ledger = Ledger(path)
+    ledger.take(1, [(0, "a:1"), (0, "b:1")])
+    ledger.train(1, [(0, "a:1")], dropped=[(0, "b:1")])
+    ledger.take(2, [(0, "a:2")])
+    ledger.train(2, [(0, "a:2")])
+    ledger.copy_to(copy)
+    expected = replay(copy)
+    assert expected == ledger.state
+    ledger.take(3, [(0, "a:3")])
+    lose(path)
+    for attempt in (1, 2, 3):
+        caplog.clear()
+        again = Ledger(path)
+        assert not again.find_obstacle(2, copy)
+        again.roll_back(2, copy)
+        assert (again.state, replay(path)) == (expected, expected)
+        # A flip in what was only taken, or in the end of the last line, is gone with that.
+        assert sum("; restored from " in line for line in caplog.messages) <= (attempt == 1)
+        again.take(3, [(0, "a:3")])
 
 
 def test_what_the_disk_has_no_room_for_is_written_later_and_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
+import errno
+import hashlib
 import json
+import multiprocessing
 import os
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
 
-from conversion.files.owners import HEARTBEAT_S
+from conversion.files.owners import HEARTBEAT_S, this_process
 from mrl.config.schema.run import CheckpointingConfig
 from mrl.store import ownership
 from mrl.store.checkpoints import CheckpointStore
 from mrl.store.ledger import Ledger
-from mrl.store.ownership import FolderLost, Ownership
+from mrl.store.ownership import Attempt, FolderLost, Ownership
 from mrl.types import RunState
-from tests.waiting import Clock
+from tests.waiting import HANG_S, Clock
 
 
 @pytest.fixture
@@ -32,6 +39,87 @@ def elsewhere(file: Path, *, job: str | None = None) -> None:
     """The file of an owner on another host."""
     process = {"host": "far", "boot": "0" * 32, "namespace": 1, "pid": 7, "start": 1}
     file.write_text(json.dumps({"process": process, "job": job, "restart": 0}))
+
+
+def dead(file: Path, number: int = 1) -> str:
+    """The file of a process of this host that has ended; returns how `Ownership` names the right to replace it."""
+    process = replace(this_process(), start=number)
+    file.write_text(json.dumps({"process": asdict(process), "job": None, "restart": 0}))
+    return f"{file.name}.{hashlib.sha256(repr(Attempt(process, None, 0)).encode()).hexdigest()[:8]}"
+
+
+NUM_RIVALS, NUM_ROUNDS = 3, 40
+
+
+def rival(folder: Path, gate: Barrier, results: Queue) -> None:
+    """Takes the folder of each round when all others do; then asks, when all have tried, whether it still has it."""
+    for number in range(NUM_ROUNDS):
+        ownership = Ownership(folder / str(number) / "owner.json")
+        gate.wait(HANG_S)
+        try:
+            ownership.take()
+            is_mine, said = True, ""
+        except ValueError as error:
+            is_mine, said = False, str(error)
+        gate.wait(HANG_S)
+        if is_mine:
+            ownership.check()
+        gate.wait(HANG_S)
+        ownership.give_back()
+        results.put((number, is_mine, said))
+
+
+def leave_nothing(file: Path) -> None: ...
+
+
+def leave_a_dead_owner(file: Path) -> None:
+    dead(file)
+
+
+def leave_starts_that_were_killed(file: Path) -> None:
+    """A dead owner, one who had the right to replace it and died first, and one who had the right to replace that one."""
+    dead(file.with_name(dead(file.with_name(dead(file)), 2)), 3)
+
+
+@pytest.mark.parametrize("leave", [leave_nothing, leave_a_dead_owner, leave_starts_that_were_killed])
+def test_of_several_starts_at_the_same_moment_one_takes_the_folder(tmp_path: Path, leave: Callable[[Path], None]):
+    for number in range(NUM_ROUNDS):
+        (tmp_path / str(number)).mkdir()
+        leave(tmp_path / str(number) / "owner.json")
+    context = multiprocessing.get_context("fork")
+    gate, results = context.Barrier(NUM_RIVALS), context.Queue()
+    rivals = [context.Process(target=rival, args=(tmp_path, gate, results)) for _ in range(NUM_RIVALS)]
+    for process in rivals:
+        process.start()
+    found = [results.get(timeout=HANG_S) for _ in range(NUM_RIVALS * NUM_ROUNDS)]
+    for process in rivals:
+        process.join(HANG_S)
+    assert [process.exitcode for process in rivals] == [0] * NUM_RIVALS
+    for number in range(NUM_ROUNDS):
+        assert sum(is_mine for round_, is_mine, _ in found if round_ == number) == 1
+        assert not list((tmp_path / str(number)).iterdir())
+    refused = [said for _, is_mine, said in found if not is_mine]
+    assert all(" is in use by process " in said for said in refused)
+
+
+def test_a_file_system_without_hard_links_has_one_owner_too(file: Path, monkeypatch: pytest.MonkeyPatch):
+    def link(source: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    dead(file)
+    mine = Ownership(file)
+    mine.take()
+    mine.check()
+    with pytest.raises(ValueError, match="in use by process"):
+        Ownership(file).take()
+    assert [path.name for path in file.parent.iterdir()] == ["owner.json"]
+
+
+def test_a_file_that_leads_nowhere_is_named(file: Path):
+    file.symlink_to(file.with_name("gone"))
+    with pytest.raises(ValueError, match=r"owner\.json changes hands all the time, or leads nowhere"):
+        Ownership(file).take()
 
 
 def test_an_owner_elsewhere_that_shows_no_life_has_lost_the_folder(file: Path, clock: Clock):

@@ -12,6 +12,7 @@ import pytest
 from mrl.config.schema.data import DataConfig, TrainDataConfig
 from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
 from mrl.config.schema.run import CheckpointingConfig, LoggerConfig, RunConfig
+from mrl.recipes.tokenizer import byte_tokenizer
 from mrl.store.checkpoints import CheckpointStore
 from mrl.store.ledger import replay
 from mrl.store.ownership import FolderLost
@@ -70,6 +71,33 @@ def test_a_run_does_not_resume_from_checkpoints_that_lack_one_of_its_models(tmp_
     with folder:
         saved.commit(saved.begin(RunState(step=20), ppo.trained_models), {})
     RunFolder(ppo, {**identity, "critic": {"config.json": "1"}}).open()
+
+
+def test_a_checkpoint_has_the_tokenizer_and_no_weights_of_any_format(tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    model, settings = tmp_path / "model", config(tmp_path)
+    tokenizer = byte_tokenizer(64)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "TOOLS {{ messages }}"}
+    tokenizer.save_pretrained(model)
+    further = "generation_config.json config.json modeling_own.py tokenization_own.py spiece.model qwen.tiktoken merges.txt".split()
+    weights = """model.safetensors model.safetensors.index.json model-q8_0.gguf ggml-model-f16 tf_model.h5 flax_model.msgpack rust_model.ot
+        consolidated.00.pth original/consolidated.pth pytorch_model.bin model.onnx model.ckpt model.npz model.pdparams optimizer.pt"""
+    for name in (*further, *weights.split()):
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text("{}")
+    saved = CheckpointStore(tmp_path / "run", settings.checkpointing)
+    checkpoint = saved.begin(RunState(step=1))
+    RunFolder(settings).copy_tokenizer(checkpoint)
+    copied = checkpoint.folder / "policy/tokenizer"
+    names = {str(path.relative_to(copied)) for path in copied.rglob("*") if path.is_file()}
+    assert names == {str(path.relative_to(model)) for path in model.rglob("*") if path.is_file()} - set(weights.split())
+    for name in further:
+        (model / name).unlink()
+        (copied / name).unlink()
+    assert (
+        AutoTokenizer.from_pretrained(copied).chat_template == AutoTokenizer.from_pretrained(model).chat_template == tokenizer.chat_template
+    )
 
 
 def test_files_that_cannot_be_written_are_counted_and_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
