@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -42,6 +43,8 @@ MAX_FILES, MAX_FILE_BYTES, MAX_THREADS = 64, 64 << 20, 128
 SPARE_OUTPUT_BYTES = 1 << 20
 STDERR_TAIL_BYTES = 4096
 OPENING, CLOSING = re.compile(r"[ \t]*```[^`]*"), re.compile(r"[ \t]*```[ \t]*")
+
+UNREADABLE = "its folder cannot be read"
 
 PROBE_TIMEOUT_S = 30.0
 PROBE = """
@@ -182,7 +185,7 @@ def _run(folder: Path, function: str, seconds: float, files: Sequence[IO[str] | 
                     stdout=stdout,
                     stderr=stderr,
                     cwd=folder,
-                    env={},
+                    env={"TMPDIR": str(folder)},
                     pass_fds=[result.fileno(), starting],
                 )
             )
@@ -192,7 +195,7 @@ def _run(folder: Path, function: str, seconds: float, files: Sequence[IO[str] | 
             reason = _watch(process, folder, time.monotonic() + seconds, seconds)
             process.kill()
         if reason is not None or process.returncode == 0:
-            return reason
+            return reason or excess(folder)
         last_words = ""
         with suppress(OSError):
             tail = os.pread(stderr.fileno(), STDERR_TAIL_BYTES, max(0, os.fstat(stderr.fileno()).st_size - STDERR_TAIL_BYTES))
@@ -213,16 +216,39 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, end: float, seconds: 
             process.wait(min(LOOK_S, left))
             return None
         with suppress(FileNotFoundError):  # it has just ended
-            try:
-                with os.scandir(folder) as entries:
-                    sizes = [entry.stat(follow_symlinks=False).st_blocks * 512 for entry in itertools.islice(entries, MAX_FILES + 1)]
-            except PermissionError:
-                return "its folder cannot be read"
-            if len(sizes) > MAX_FILES or sum(sizes) > MAX_FILE_BYTES:
-                return f"more than {MAX_FILES} files or {MAX_FILE_BYTES >> 20} MiB"
+            if reason := excess(folder, process.pid):
+                return reason
             if len(os.listdir(f"/proc/{process.pid}/task")) > MAX_THREADS:
                 return f"more than {MAX_THREADS} threads"
     return f"no answer within {seconds:.3g} s"
+
+
+def excess(folder: Path, pid: int | None = None) -> str | None:
+    """Why the files of a program are too much, those included that it has deleted and keeps open; None if they are not."""
+    num_files = num_bytes = 0
+    folders = [folder]
+    while folders:
+        try:
+            for entry in itertools.islice(os.scandir(folders.pop()), MAX_FILES + 1):
+                found = entry.stat(follow_symlinks=False)
+                num_files, num_bytes = num_files + 1, num_bytes + found.st_blocks * 512
+                if stat.S_ISDIR(found.st_mode):
+                    if found.st_mode & stat.S_IRWXU != stat.S_IRWXU:
+                        return UNREADABLE
+                    folders.append(Path(entry.path))
+        except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                continue  # the program has just removed it
+            return UNREADABLE  # no right to read it, or a path that is too long
+        if num_files > MAX_FILES:
+            break
+    if pid is not None:
+        with suppress(PermissionError):
+            for descriptor in os.scandir(f"/proc/{pid}/fd"):
+                with suppress(FileNotFoundError):
+                    found = os.stat(descriptor.path)
+                    num_bytes += found.st_blocks * 512 if found.st_nlink == 0 and stat.S_ISREG(found.st_mode) else 0
+    return f"more than {MAX_FILES} files or {MAX_FILE_BYTES >> 20} MiB" if num_files > MAX_FILES or num_bytes > MAX_FILE_BYTES else None
 
 
 def probe() -> str:

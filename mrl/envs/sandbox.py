@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import functools
 import importlib
 import importlib.util
 import json
@@ -21,10 +22,12 @@ import resource
 import runpy
 import signal
 import sys
+from collections.abc import Callable
 
 MEMORY_BYTES = 1 << 30
 FILE_BYTES = 32 << 20
-NUM_OPEN_FILES = 64
+# Deleted files that stay open take disk: so many of FILE_BYTES at most.
+NUM_OPEN_FILES = 32
 PR_SET_PDEATHSIG = 1
 
 # Modules that solutions of contests take for granted; names of later ones win over earlier ones, and Python's own over all.
@@ -35,16 +38,18 @@ UNPACKED = "bisect collections functools heapq itertools math typing".split()
 def main() -> None:
     """Runs the program; an exit code other than 0 says that it failed."""
     program, function, seconds, result_fd, started_fd, may_escape, paths = sys.argv[1:]
-    names = prelude()
+    # Not among the program's own names, of which one may be asked for.
+    builtins.__dict__.update(prelude())
     limit(float(seconds))
     confine(paths.split(os.pathsep), may_escape=may_escape == "1")
+    os.chmod, os.utime = of_own_files(os.chmod), of_own_files(os.utime)
     os.write(int(started_fd), b"1")
     os.close(int(started_fd))
     if not function:
-        runpy.run_path(program, names, "__main__")
+        runpy.run_path(program, run_name="__main__")
         return
     arguments = json.load(sys.stdin)
-    solution = runpy.run_path(program, names, "solution")
+    solution = runpy.run_path(program, run_name="solution")
     found = solution[function] if function in solution else getattr(solution["Solution"](), function)
     returned = found(*arguments)
     with open(int(result_fd), "w", encoding="utf-8") as file:
@@ -85,6 +90,21 @@ def confine(paths: list[str], *, may_escape: bool) -> None:
     except module.Unconfined as error:
         if not may_escape:
             sys.exit(str(error))
+
+
+def of_own_files(call: Callable[..., None]) -> Callable[..., None]:
+    """`call`, which does nothing for regular files of the program's folder: the kernel refuses it, and `shutil.copy` ends with it."""
+    own = os.path.realpath(os.getcwd()) + os.sep
+
+    @functools.wraps(call)
+    def instead(path: str | bytes | os.PathLike[str] | int, *arguments: object, **options: object) -> None:
+        try:
+            call(path, *arguments, **options)
+        except PermissionError:
+            if isinstance(path, int) or not os.path.isfile(path) or not os.path.realpath(os.fsdecode(path)).startswith(own):
+                raise
+
+    return instead
 
 
 if __name__ == "__main__":

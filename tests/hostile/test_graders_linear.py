@@ -48,6 +48,12 @@ def follow_all(text: str) -> None:
         check(text, ARGUMENTS)
 
 
+def choose_letter(text: str) -> None:
+    mcqa.choose(text, [mcqa.BOXED, mcqa.ANSWER], [])
+    for pattern in (mcqa.MORE, mcqa.ENDS, mcqa.BOX_ENDS):
+        pattern.match(text)
+
+
 def split_answer(text: str) -> None:
     math_tokens.tokens_of(math_tokens.plain(text))
 
@@ -86,9 +92,7 @@ MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     "mrl.envs.math_value._EAGER_COST": lambda text: math_value.size_of(f"gcd {text}"),
     "mrl.envs.math_value._NUMBER_RUN": math_value.search_cost,
     "mrl.envs.math_value._ENVIRONMENTS": math_value.search_cost,
-    "mrl.envs.mcqa.BOXED": every(mcqa.BOXED),
-    "mrl.envs.mcqa.ANSWER": every(mcqa.ANSWER),
-    "mrl.envs.mcqa.choose": lambda text: mcqa.choose(text, [mcqa.BOXED, mcqa.ANSWER], []),
+    **dict.fromkeys((f"mrl.envs.mcqa.{name}" for name in ("BOXED", "ANSWER", "MORE", "ENDS", "BOX_ENDS", "choose")), choose_letter),
     "mrl.envs.instruction_following.detect": instructions.detect,
     "mrl.envs.tool_calls.BLOCK": lambda text: tool_calls(f"<tool_call>{text}"),
     "mrl.envs.tool_calls.FUNCTION": lambda text: tool_calls(f"<tool_call><function=f>{text}</function></tool_call>"),
