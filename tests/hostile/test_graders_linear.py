@@ -64,7 +64,8 @@ def match_answer(text: str) -> None:
 
 
 def search_answer(text: str) -> None:
-    every(math_value.OPERATION, math_value.DIGITS_OF_BASE, math_value.BOXES)(text)
+    every(math_value.OPERATION, math_value.DIGITS_OF_BASE, math_value.BOXES, math_value.LIMITS, math_value.FUNCTION_NAMES)(text)
+    math_value.right_side(text)
 
 
 def search_end(text: str) -> None:
@@ -83,7 +84,9 @@ MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     "mrl.envs.math_value.HEADING": math_value.answer_part,
     "mrl.envs.math_value.WORD": lambda text: math_value.answer_part(f"#### {text}\\boxed{{"),
     "mrl.envs.math_value.COMPUTED": lambda text: math_value.COMPUTED.search(text[-math_value.LEFT_CHARACTERS :]),
-    **dict.fromkeys((f"mrl.envs.math_value.{name}" for name in ("OPERATION", "DIGITS_OF_BASE", "BOXES")), search_answer),
+    **dict.fromkeys(
+        (f"mrl.envs.math_value.{name}" for name in ("OPERATION", "DIGITS_OF_BASE", "BOXES", "LIMITS", "FUNCTION_NAMES")), search_answer
+    ),
     **dict.fromkeys((f"mrl.envs.math_value.{name}" for name in ("EMPHASIS", "ANSWER_PHRASE")), search_end),
     "mrl.envs.math_value.PERCENT": math_value.PERCENT.match,
     "mrl.envs.math_value._PARTS": math_value.size_of,

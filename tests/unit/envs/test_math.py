@@ -3,7 +3,7 @@ import pytest
 from math_verify import parse
 
 from mrl.envs.math import make, score_dapo
-from mrl.envs.math_value import ANSWER_TARGETS, find_answer, score, size_of
+from mrl.envs.math_value import ANSWER_TARGETS, TOO_COSTLY, find_answer, score, size_of
 from mrl.envs.task import Outcome, Task
 
 RIGHT = [
@@ -126,3 +126,9 @@ def test_the_config_chooses_the_rule():
     task = Task(("the sum is 34",), "34")
     assert make("hf_math_verify", is_strict=False)(task) == Outcome(1.0, "34")
     assert make("dapo_math_verify", is_strict=False)(task) == Outcome(0.0, "")
+
+
+def test_integrals_count_where_they_are_no_question():
+    assert score("\\boxed{\\int_0^2 x dx = 2}", "2") == (1.0, "\\int_0^2 x dx = 2")
+    assert score("\\boxed{\\int_0^2 x dx}", "2") == (0.0, TOO_COSTLY)
+    assert score("\\boxed{\\int_0^2 x dx}", "\\int_0^2 x dx")[0] == 1.0
