@@ -18,6 +18,7 @@ GREEK = frozenset(
     "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi chi psi omega ell hbar "
     "Gamma Delta Theta Lambda Sigma Phi Psi Omega".split()
 )
+I = ("symbol", "i")
 CONSTANTS = ("pi", "infty", "emptyset")
 ACCENTS = ("vec", "hat", "bar", "overline", "tilde", "overrightarrow")
 
@@ -96,6 +97,8 @@ class Expression:
                     value = number(mantissa * (power or 0))
                     self.left -= {"power"}
                     continue
+                if 1 in (rational(value), rational(factor)):
+                    self.left.add("product")
                 value = self.times(value, factor)
             elif self.peek("/", "div"):
                 if not self.take("/"):
@@ -167,7 +170,7 @@ class Expression:
         if not below:
             raise Unreadable("a division by zero")
         powers, divisor = self.single(below)
-        if not above or (rational(below) is not None and abs(divisor) == 1) or (divisor < 0 and content(above) < 0):
+        if not above or (rational(below) is not None and abs(divisor) == 1) or (divisor < 0 and content(above) < 0) or I in powers:
             self.left.add("fraction")
         numerators = [coefficient for _, coefficient in above]
         if divisor.denominator != 1 or any(coefficient.denominator != 1 for coefficient in numerators):
@@ -279,7 +282,7 @@ class Expression:
             self.compounds.add(("sum", base))
             return atom(("sum", base), known)
         powers, coefficient = self.single(base)
-        is_one = len(powers) == 1 and set(powers.values()) == {1} and ("symbol", "i") not in powers
+        is_one = len(powers) == 1 and set(powers.values()) == {1} and I not in powers
         if not is_one or (coefficient != 1 and len(base) == 1):
             self.left.add("power")
         if coefficient == -1 and known.denominator == 1:

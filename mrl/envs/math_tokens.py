@@ -52,7 +52,7 @@ _WORDS = re.compile(r"[^\W\d_]+(?:(?: +|/)[^\W\d_]+)*+\.?")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\[,;:!]|\\ |~)(?=\d{3}(?!\d))")
 _NOTHING = re.compile(
     r"\\(?:left|right|displaystyle|textstyle|limits|quad|qquad|big|Big|bigg|Bigg|bigl|bigr|Bigl|Bigr|middle)(?![A-Za-z])\.?"
-    r"|(?<!\\)\\[()\[\]!,;: $]|[$~`]|\*\*|\\(?:hspace|vspace|phantom|hphantom)\*?\{[^{}]*\}"
+    r"|(?<!\\)\\[()\[\]!,;: $]|[$~`]|\*\*|\\(?:hspace|vspace|phantom|hphantom|color|textcolor)\*?\{[^{}]*\}|(?<=\\\\)\[[\d.]+\s*[a-z]+\]"
 )
 _UNIT_FRACTION = re.compile(r'\\[dt]?frac\{\s*+"([^"]*)"\s*+\}\{\s*+"[^"]*"\s*+\}')
 _TOKEN = re.compile(
@@ -128,6 +128,8 @@ def plain(text: str) -> str:
 
 def _unstyled(match: re.Match[str]) -> str:
     content = match[1].strip()
+    if content[:1] + content[-1:] == "()" and len(content) > 3:
+        content = content[1:-1]  # 42 (apples)
     if content in FUNCTIONS and content not in UNITS:
         return f"\\{content} "
     if _WORDS.fullmatch(content) and (len(content) > 1 or match[0].startswith("\\text")):
