@@ -18,7 +18,7 @@ GREEK = frozenset(
     "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi chi psi omega ell hbar "
     "Gamma Delta Theta Lambda Sigma Phi Psi Omega".split()
 )
-I = ("symbol", "i")
+IMAGINARY = ("symbol", "i")
 CONSTANTS = ("pi", "infty", "emptyset")
 ACCENTS = ("vec", "hat", "bar", "overline", "tilde", "overrightarrow")
 
@@ -170,7 +170,7 @@ class Expression:
         if not below:
             raise Unreadable("a division by zero")
         powers, divisor = self.single(below)
-        if not above or (rational(below) is not None and abs(divisor) == 1) or (divisor < 0 and content(above) < 0) or I in powers:
+        if not above or (rational(below) is not None and abs(divisor) == 1) or (divisor < 0 and content(above) < 0) or IMAGINARY in powers:
             self.left.add("fraction")
         numerators = [coefficient for _, coefficient in above]
         if divisor.denominator != 1 or any(coefficient.denominator != 1 for coefficient in numerators):
@@ -282,7 +282,7 @@ class Expression:
             self.compounds.add(("sum", base))
             return atom(("sum", base), known)
         powers, coefficient = self.single(base)
-        is_one = len(powers) == 1 and set(powers.values()) == {1} and I not in powers
+        is_one = len(powers) == 1 and set(powers.values()) == {1} and IMAGINARY not in powers
         if not is_one or (coefficient != 1 and len(base) == 1):
             self.left.add("power")
         if coefficient == -1 and known.denominator == 1:
