@@ -17,7 +17,7 @@ from mrl.envs.math_sums import Monomial, Sum, Unreadable, atom, content, evaluat
 from mrl.envs.math_tokens import PERCENT, UNITS, Token, plain, tokens_of
 
 Value = tuple[object, ...]
-"""What is said: ("sum", terms), ("word", text), ("list", values), ("set", values), ("seq", "(", "]", values), ("union", values),
+"""A value that an answer says: ("sum", terms), ("word", text), ("list", values), ("set", values), ("seq", "(", "]", values), ("union", values),
 ("matrix", rows), ("relation", sign, terms), ("named", pairs)."""
 
 RELATIONS = {sign: sign for sign in "=<>"} | {
@@ -51,11 +51,11 @@ EXACT_TOLERANCE = 1e-12
 
 @dataclass
 class Reading:
-    """What an answer says, and how."""
+    """The values that an answer says, and its notation."""
 
     text: str
     values: list[Value] = field(default_factory=list)
-    """What counts as said: one value; of `a \\approx b` both. None if the text is not readable."""
+    """Values that count as said: one; of `a \\approx b` both. Empty if the text is not readable."""
     left: set[str] = field(default_factory=set)
     """Kinds of work that are left."""
     functions: set[str] = field(default_factory=set)
@@ -67,11 +67,11 @@ class Reading:
     name: str = ""
     """Symbol that the value is given to."""
     is_contradiction: bool = False
-    """Whether it says of two numbers that they are the same."""
+    """True if it says of two different numbers that they are the same."""
 
     @property
     def is_word(self) -> bool:
-        """Whether it is no mathematics but words."""
+        """True if it is no mathematics but words."""
         return bool(self.values) and self.values[0][0] == "word"
 
     def expression(self, tokens: Sequence[Token]) -> Sum:
@@ -209,7 +209,7 @@ def _equation(sides: list[list[Token]], signs: list[str], reading: Reading) -> l
 
 
 def _contradicts(left: Sum | None, tokens: Sequence[Token], value: Value, reading: Reading) -> bool:
-    """Whether an equation says of two numbers that they are the same; decimals may be rounded."""
+    """True if an equation says of two different numbers that they are the same; decimals may be rounded."""
     mine, right = None if left is None else rational(left), rational(value[1]) if value[0] == "sum" else None  # type: ignore[arg-type]
     if mine is None or right is None or mine == right or (reading.is_percent and 100 * mine == right):
         return False
@@ -218,7 +218,7 @@ def _contradicts(left: Sum | None, tokens: Sequence[Token], value: Value, readin
 
 
 def _is_opaque(tokens: Sequence[Token]) -> bool:
-    """Whether a side names something: `f(x)`, `P(A)`, `AB`, a word."""
+    """True if a side names something: `f(x)`, `P(A)`, `AB`, a word."""
     name, *others = tokens
     is_call = name.kind == "letter" and others[:1] != [] and others[0].text == "(" and others[-1].text == ")"
     is_segment = len(tokens) > 1 and all(token.kind == "letter" and token.text.isupper() for token in tokens)
@@ -226,7 +226,7 @@ def _is_opaque(tokens: Sequence[Token]) -> bool:
 
 
 def _computed(tokens: Sequence[Token]) -> Sum | None:
-    """What a side comes to as far as it is numbers, words left out; None if it cannot be read."""
+    """The sum that a side is, words left out; None if it cannot be read."""
     try:
         return Expression([token for token in tokens if token.kind != "word"]).whole()
     except FAULTS:
@@ -308,7 +308,7 @@ def _side(tokens: Sequence[Token], reading: Reading) -> Value:
 
 
 def _bracketed(tokens: Sequence[Token]) -> Sequence[Token] | None:
-    """What stands between the first and the last token, if these are one pair of brackets."""
+    """The tokens between the first and the last one, if these are one pair of brackets."""
     if len(tokens) < 2 or tokens[0].text not in ("(", "[", "\\{", "langle") or tokens[-1].text not in (")", "]", "\\}", "rangle"):
         return None
     depth = 0
@@ -372,7 +372,7 @@ def words(text: str) -> str:
 
 
 def agrees(answer: Reading, expected: Reading) -> bool | None:
-    """Whether the answer says what the expected one says, and leaves no more to compute; None if the expected one cannot be read."""
+    """True if the answer says what the expected one says, and leaves no more to compute; None if the expected one cannot be read."""
     if answer.is_contradiction:
         return False
     if answer.text == expected.text or re.sub("_.*", "", expected.text) == answer.text and re.fullmatch(r"\d+_(\{?\d+\}?)", expected.text):
@@ -402,7 +402,7 @@ def agrees(answer: Reading, expected: Reading) -> bool | None:
 
 
 def _equal(mine: Value, theirs: Value, answer: Reading, expected: Reading) -> bool:
-    """Whether two values without variables are the same numbers; decimals have six places, and five digits of small numbers."""
+    """True if two values without variables are the same numbers; decimals have six places, and five digits of small numbers."""
     if mine[0] != theirs[0] or mine[0] not in ("sum", "seq", "list", "matrix"):
         return False
     if mine[0] != "sum":
@@ -456,7 +456,7 @@ def _candidates(answer: Reading, expected: Reading) -> list[Value]:
 
 
 def _same(mine: Value, theirs: Value) -> bool:
-    """Whether two values say the same; brackets may be missing, and what is in no order may be in any."""
+    """True if two values say the same; brackets may be missing, and what is in no order may be in any."""
     mine, theirs = _unwrapped(mine), _unwrapped(theirs)
     if mine == theirs:
         return True

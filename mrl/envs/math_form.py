@@ -45,7 +45,7 @@ class Expression:
         return value
 
     def peek(self, *texts: str) -> bool:
-        """Whether the next token is one of these."""
+        """True if the next token is one of these."""
         return self.at < len(self.tokens) and self.tokens[self.at].kind != "word" and self.tokens[self.at].text in texts
 
     def take(self, *texts: str) -> bool:
@@ -248,7 +248,7 @@ class Expression:
                 return value
 
     def argument(self, *, is_digit: bool = False) -> Sum:
-        """What a command or a power applies to: braces, or one sign; with `is_digit`, one digit of a number, as in \\frac12."""
+        """The argument of a command or a power: braces, or one sign; with `is_digit`, one digit of a number, as in \\frac12."""
         if self.take("{"):
             value = self.sum()
             self.need("}")

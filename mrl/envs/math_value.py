@@ -128,7 +128,7 @@ class Found:
     match: re.Match[str]
     target: ExprExtractionConfig | LatexExtractionConfig
     raw: str
-    """What the text says there; of boxes their contents."""
+    """The text itself; of boxes their contents."""
     left: str
     """The text in front of it, if an equals sign stands between."""
 
@@ -221,7 +221,7 @@ def _parse_expected(expected: str) -> tuple[list[object], float]:
 
 
 def answer_part(text: str) -> str:
-    """What follows the last `####` that an answer stands behind; all of the text if there are only headings, or none."""
+    """The text behind the last `####` that an answer follows; all of the text if there are only headings, or none."""
     end = len(text)
     has_box = BOX in text
     while (at := text.rfind("####", 0, end)) >= 0:
@@ -242,7 +242,7 @@ def _places(expected: str) -> int:
 
 
 def _differ(values: list[object], expected: str) -> bool:
-    """Whether math-verify would be wrong to take an answer for the expected one: words, bases of numbers, and zero."""
+    """True if math-verify would be wrong to take an answer for the expected one: words, bases of numbers, and zero."""
     shown = str(values[-1])
     ours, theirs, mine, wanted = read(shown), read(expected), DIGITS_OF_BASE.search(shown), DIGITS_OF_BASE.search(expected)
     if ours.is_word and theirs.is_word:
@@ -305,7 +305,7 @@ def find_answer(text: str, size: Size, expected: str = "") -> list[object]:
 
 
 def right_side(text: str) -> str:
-    """What stands behind the last equals sign outside of braces: of an equation it is what counts."""
+    """The text behind the last equals sign outside of braces: of an equation it counts."""
     depth = start = 0
     for index, character in enumerate(text):
         depth += (character in "{(") - (character in "})")

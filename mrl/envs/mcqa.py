@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mrl.config.schema.env import EnvConfig
 
 STYLE = r"(?:\\(?:text|textbf|textit|mathrm|mathbf|mbox|boldsymbol)\s*+\{|\*\*|__|\$|\\\(|[\s`\"'“])*+"
-"""What may stand before a letter: fonts, signs of Markdown and of mathematics."""
+"""Fonts, signs of Markdown and of mathematics, which may stand before a letter."""
 LETTER = rf"{STYLE}(?:\(\s*+{STYLE}([A-Za-z])(?![\w'’]){STYLE}\)|\[([A-Za-z])\]|([A-Za-z])(?![\w'’]))"
 BOXED = re.compile(rf"\\boxed\s*+\{{{STYLE}(?i:(?:option|choice|answer)[\s:]*+)?{LETTER}(?=([^\n]{{0,40}}))")
 # Behind the word: a colon, `is`, `is option`; the letter of words (`a subtle one`, `I think`) is told apart in `said`.

@@ -45,7 +45,7 @@ LARGE_LIMIT = 1 << 15
 
 @dataclass(frozen=True)
 class Share:
-    """What one program may take of this host."""
+    """The part of this host that one program may take."""
 
     num_bytes: int
     """In its folder."""
@@ -66,7 +66,7 @@ def share() -> Share:
 
 
 def is_scarce() -> bool:
-    """Whether the temporary folder is full or the limit of processes is reached."""
+    """True if the temporary folder is full or the limit of processes is reached."""
     found = os.statvfs(tempfile.gettempdir())
     has_no_names = found.f_files > 0 and found.f_favail < SCARCE_FILES
     free, _ = free_threads()

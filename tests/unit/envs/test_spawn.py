@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one program may take of its host, and who is blamed where the host is full."""
+"""The part of its host that one program may take, and who is blamed where the host is full."""
 
 import errno
 import os
