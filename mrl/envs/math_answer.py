@@ -17,8 +17,8 @@ from mrl.envs.math_sums import Monomial, Sum, Unreadable, atom, content, evaluat
 from mrl.envs.math_tokens import PERCENT, UNITS, Token, plain, tokens_of
 
 Value = tuple[object, ...]
-"""A value that an answer says: ("sum", terms), ("word", text), ("list", values), ("set", values), ("seq", "(", "]", values), ("union", values),
-("matrix", rows), ("relation", sign, terms), ("named", pairs)."""
+"""A value that an answer says: ("sum", terms), ("word", text), ("list", values), ("set", values), ("seq", "(", "]", values),
+("union", values), ("matrix", rows), ("relation", sign, terms), ("named", pairs)."""
 
 RELATIONS = {sign: sign for sign in "=<>"} | {
     "equiv": "=",
