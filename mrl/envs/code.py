@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import functools
 import itertools
 import json
 import logging
 import os
 import re
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -37,11 +39,15 @@ GRACE_S = 10.0
 
 # How often a running program's files and threads are counted: between two looks a disk takes a few hundred MB more.
 LOOK_S = 0.05
-MAX_FILES, MAX_FILE_BYTES, MAX_THREADS = 64, 64 << 20, 128
+MAX_FILES = 64
+# Of one test that failed where others had filled the temporary folder or the limit of processes.
+MAX_TRIES, WAIT_S, MAX_RETRY_S = 3, 2.0, 0.5 * GRACE_S
 # Bytes that a program may print beyond four times the expected text: white space, more digits.
 SPARE_OUTPUT_BYTES = 1 << 20
 STDERR_TAIL_BYTES = 4096
 OPENING, CLOSING = re.compile(r"[ \t]*```[^`]*"), re.compile(r"[ \t]*```[ \t]*")
+
+UNREADABLE = "its folder cannot be read"
 
 PROBE_TIMEOUT_S = 30.0
 PROBE = """
@@ -137,6 +143,31 @@ def run_test(program: str, given: str, expected: str, function: str, seconds: fl
         right = json.loads(expected) if function else None
     except (ValueError, RecursionError) as error:
         raise RowFault(f"a test of {function} is not JSON: {error}") from error
+    started = time.monotonic()
+    for _ in range(MAX_TRIES):
+        try:
+            reason, is_starved = _try_test(program, stdin_text, expected, right, function, seconds, may_escape=may_escape)
+            if not is_starved:
+                return reason
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN):
+                raise
+        if time.monotonic() - started > MAX_RETRY_S:
+            break
+        give_up = time.monotonic() + WAIT_S
+        while spawn.is_scarce() and time.monotonic() < give_up:
+            time.sleep(LOOK_S)
+    raise OSError(
+        errno.ENOSPC,
+        f"programs fail because {tempfile.gettempdir()} is full, or the limit of processes is reached; free it, raise it, or set TMPDIR",
+    )
+
+
+def _try_test(
+    program: str, stdin_text: str, expected: str, right: object, function: str, seconds: float, *, may_escape: bool
+) -> tuple[str | None, bool]:
+    """Why the program fails the test (None if it passes), and whether that may be for want of what others took."""
+    share = spawn.share()
     with scratch_folder() as folder:
         (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
         (folder / "stdin").write_text(stdin_text, encoding="utf-8")
@@ -148,15 +179,20 @@ def run_test(program: str, given: str, expected: str, function: str, seconds: fl
             (folder / "stderr").open("w+b") as stderr,
             (folder / "result.json").open("w+b") as result,
         ):
-            reason = _run(folder, function, seconds, (stdin, stdout, stderr, result), may_escape=may_escape)
+            reason, is_starved = _run(folder, function, seconds, share, (stdin, stdout, stderr, result), may_escape=may_escape)
             if reason is not None:
-                return reason
+                return reason, is_starved
             file, most = result if function else stdout, 4 * len(expected) + SPARE_OUTPUT_BYTES
             try:
                 file.seek(0)
                 data = file.read(most + 1)
             except OSError:  # the program has changed how the file is read
-                return "more output than a right answer has"
+                return "more output than a right answer has", False
+    reason = _compare(data, most, expected, right, function)
+    return reason, is_starved and reason is not None
+
+
+def _compare(data: bytes, most: int, expected: str, right: object, function: str) -> str | None:
     if len(data) > most:
         return "more output than a right answer has"
     printed = data.decode(errors="replace")
@@ -168,11 +204,14 @@ def run_test(program: str, given: str, expected: str, function: str, seconds: fl
         return "no result"
 
 
-def _run(folder: Path, function: str, seconds: float, files: Sequence[IO[str] | IO[bytes]], *, may_escape: bool) -> str | None:
-    """Why the program in `folder` failed; None if it ended with exit code 0."""
+def _run(
+    folder: Path, function: str, seconds: float, share: spawn.Share, files: Sequence[IO[str] | IO[bytes]], *, may_escape: bool
+) -> tuple[str | None, bool]:
+    """Why the program in `folder` failed (None if it ended with exit code 0), and whether others had taken what it needed."""
     stdin, stdout, stderr, result = files
     started, starting = os.pipe()
-    arguments = [str(folder / "program.py"), function, str(seconds), str(result.fileno()), str(starting), str(int(may_escape))]
+    limits = [str(seconds), str(share.num_bytes), str(share.num_tasks)]
+    arguments = [str(folder / "program.py"), function, *limits, str(result.fileno()), str(starting), str(int(may_escape))]
     with os.fdopen(started, "rb") as has_started:
         try:
             process = spawn.start(
@@ -182,17 +221,20 @@ def _run(folder: Path, function: str, seconds: float, files: Sequence[IO[str] | 
                     stdout=stdout,
                     stderr=stderr,
                     cwd=folder,
-                    env={},
+                    env={"TMPDIR": str(folder)},
                     pass_fds=[result.fileno(), starting],
                 )
             )
         finally:
             os.close(starting)
         with process:
-            reason = _watch(process, folder, time.monotonic() + seconds, seconds)
+            reason, is_starved = _watch(process, folder, time.monotonic() + seconds, seconds, share)
             process.kill()
-        if reason is not None or process.returncode == 0:
-            return reason
+        if reason is None and process.returncode == 0:
+            excessive = excess(folder, share.num_bytes)
+            return excessive, is_starved and excessive is None
+        if reason is not None:
+            return reason, is_starved
         last_words = ""
         with suppress(OSError):
             tail = os.pread(stderr.fileno(), STDERR_TAIL_BYTES, max(0, os.fstat(stderr.fileno()).st_size - STDERR_TAIL_BYTES))
@@ -203,26 +245,51 @@ def _run(folder: Path, function: str, seconds: float, files: Sequence[IO[str] | 
     kind = getattr(builtins, name, None)
     # Only names of Python's own exceptions: nothing else that a program says may reach people, samples or the report.
     is_known = isinstance(kind, type) and issubclass(kind, BaseException)
-    return f"exit code {process.returncode}{f', {name}' if is_known else ''}"
+    return f"exit code {process.returncode}{f', {name}' if is_known else ''}", is_starved
 
 
-def _watch(process: subprocess.Popen[bytes], folder: Path, end: float, seconds: float) -> str | None:
-    """Waits for the program. Why it must be killed before its end; None if it ended by itself."""
+def _watch(process: subprocess.Popen[bytes], folder: Path, end: float, seconds: float, share: spawn.Share) -> tuple[str | None, bool]:
+    """Waits for the program. Why it must be killed before its end (None if it ended by itself), and whether the host was full meanwhile."""
+    is_starved = False
     while (left := end - time.monotonic()) > 0:
         with suppress(subprocess.TimeoutExpired):
             process.wait(min(LOOK_S, left))
-            return None
+            return None, is_starved or spawn.is_scarce()
+        is_starved |= spawn.is_scarce()
         with suppress(FileNotFoundError):  # it has just ended
-            try:
-                with os.scandir(folder) as entries:
-                    sizes = [entry.stat(follow_symlinks=False).st_blocks * 512 for entry in itertools.islice(entries, MAX_FILES + 1)]
-            except PermissionError:
-                return "its folder cannot be read"
-            if len(sizes) > MAX_FILES or sum(sizes) > MAX_FILE_BYTES:
-                return f"more than {MAX_FILES} files or {MAX_FILE_BYTES >> 20} MiB"
-            if len(os.listdir(f"/proc/{process.pid}/task")) > MAX_THREADS:
-                return f"more than {MAX_THREADS} threads"
-    return f"no answer within {seconds:.3g} s"
+            if reason := excess(folder, share.num_bytes, process.pid):
+                return reason, False
+            if len(os.listdir(f"/proc/{process.pid}/task")) > share.num_threads:
+                return f"more than {share.num_threads} threads", False
+    return f"no answer within {seconds:.3g} s", is_starved
+
+
+def excess(folder: Path, max_bytes: int, pid: int | None = None) -> str | None:
+    """Why the files of a program are too much, those included that it has deleted and keeps open; None if they are not."""
+    num_files = num_bytes = 0
+    folders = [folder]
+    while folders:
+        try:
+            for entry in itertools.islice(os.scandir(folders.pop()), MAX_FILES + 1):
+                found = entry.stat(follow_symlinks=False)
+                num_files, num_bytes = num_files + 1, num_bytes + found.st_blocks * 512
+                if stat.S_ISDIR(found.st_mode):
+                    if found.st_mode & stat.S_IRWXU != stat.S_IRWXU:
+                        return UNREADABLE
+                    folders.append(Path(entry.path))
+        except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                continue  # the program has just removed it
+            return UNREADABLE  # no right to read it, or a path that is too long
+        if num_files > MAX_FILES:
+            break
+    if pid is not None:
+        with suppress(PermissionError):
+            for descriptor in os.scandir(f"/proc/{pid}/fd"):
+                with suppress(FileNotFoundError):
+                    found = os.stat(descriptor.path)
+                    num_bytes += found.st_blocks * 512 if found.st_nlink == 0 and stat.S_ISREG(found.st_mode) else 0
+    return f"more than {MAX_FILES} files or {max_bytes >> 20} MiB" if num_files > MAX_FILES or num_bytes > max_bytes else None
 
 
 def probe() -> str:

@@ -34,13 +34,17 @@ sched_get_priority_min 147 126, getcpu 309 168, arch_prctl 158 -, restart_syscal
 rt_sigreturn 15 139, rt_sigpending 127 136, rt_sigsuspend 130 133, rt_sigtimedwait 128 137, sigaltstack 131 132, pause 34 -, alarm 37 -,
 setitimer 38 103, getitimer 36 102, time 201 -, gettimeofday 96 169, clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115,
 nanosleep 35 101, times 100 153, getpid 39 172, getppid 110 173, getpgrp 111 -, getpgid 121 155, getsid 124 156, getuid 102 174,
-geteuid 107 175, getgid 104 176, getegid 108 177, getresuid 118 148, getresgid 120 150, getgroups 115 158, getrlimit 97 163,
-setrlimit 160 164, getrusage 98 165, uname 63 160, sysinfo 99 179, getrandom 318 278, wait4 61 260, waitid 247 95
+geteuid 107 175, getgid 104 176, getegid 108 177, getresuid 118 148, getresgid 120 150, getgroups 115 158, getpriority 140 141,
+unlink 87 -, unlinkat 263 35, rmdir 84 -, mkdir 83 -, mkdirat 258 34, rename 82 -, renameat 264 38, renameat2 316 276, fsync 74 82,
+fdatasync 75 83, msync 26 227, flock 73 32, sendto 44 206, recvfrom 45 207, sendmsg 46 211, recvmsg 47 212, shutdown 48 210,
+getsockopt 55 209, getsockname 51 204, getpeername 52 205, getrlimit 97 163, setrlimit 160 164, getrusage 98 165, uname 63 160,
+sysinfo 99 179, getrandom 318 278, wait4 61 260, waitid 247 95
 """
 """System calls that a program may use beside `CHECKED_CALLS`: `name x86_64 aarch64`, `-` if an architecture lacks it."""
 
 CHECKED_CALLS = """
-open 2 -, openat 257 56, fcntl 72 25, ioctl 16 29, prctl 157 167, prlimit64 302 261, clone 56 220, kill 62 129, tgkill 234 131
+open 2 -, openat 257 56, fcntl 72 25, ioctl 16 29, prctl 157 167, prlimit64 302 261, clone 56 220, kill 62 129, tgkill 234 131,
+socketpair 53 199, setpriority 141 140
 """
 """Calls that are allowed by their arguments; see `_checks`."""
 
@@ -59,8 +63,8 @@ chroot 161 51, init_module 175 105, finit_module 313 273, kexec_load 246 104, ke
 """Calls that no worker may use: memory of others, namespaces, and ways around this filter."""
 
 OTHER_CALLS = """
-socket 41 198, socketpair 53 199, clone3 435 435, seccomp 317 277, capget 125 90, capset 126 91, landlock_create_ruleset 444 444,
-landlock_add_rule 445 445, landlock_restrict_self 446 446
+socket 41 198, truncate 76 45, listxattr 194 11, llistxattr 195 12, clone3 435 435, seccomp 317 277, capget 125 90, capset 126 91,
+landlock_create_ruleset 444 444, landlock_add_rule 445 445, landlock_restrict_self 446 446
 """
 
 LAST_CALL = 450
@@ -70,7 +74,7 @@ X32_BIT = 0x40000000
 # linux/seccomp.h and linux/bpf_common.h
 KILL, ERRNO, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
-EPERM, ENOTTY, ENOSYS = ERRNO | 1, ERRNO | 25, ERRNO | 38
+EPERM, ENOTTY, ENOSYS, ENOTSUP = ERRNO | 1, ERRNO | 25, ERRNO | 38, ERRNO | 95
 SET_MODE_FILTER, ALL_THREADS = 1, 1
 PR_SET_NO_NEW_PRIVS = 38
 CAPABILITY_VERSION = 0x20080522
@@ -85,10 +89,12 @@ FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)
 IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 # PR_SET_NAME and PR_GET_NAME of threads, PR_SET_VMA of allocators.
 PRCTL = (15, 16, 0x53564D41)
-SOCK_STREAM, SOCK_TYPE = 1, 0xF
+AF_UNIX, SOCK_STREAM, SOCK_TYPE = 1, 1, 0xF
+PRIO_PROCESS = 0
 
 # linux/landlock.h
 WRITE_FILE, READ_FILE, READ_DIR, MAKE_REG, TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 8, 1 << 14
+REMOVE_DIR, REMOVE_FILE, MAKE_DIR, REFER = 1 << 4, 1 << 5, 1 << 7, 1 << 13
 FILE_RIGHTS = 1 | WRITE_FILE | READ_FILE | TRUNCATE | 1 << 15
 RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: 1 << 13, 3: TRUNCATE, 5: 1 << 15}
 CREATE, ADD, RESTRICT, RULE_PATH, VERSION = "landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self", 1, 1
@@ -96,6 +102,8 @@ TCP_BIND_CONNECT, SCOPE_ABSTRACT_SOCKETS, SCOPE_SIGNALS = 3, 1, 2
 
 Check = tuple[int, int, tuple[int, ...], int]
 """Index of an argument, a mask, the allowed masked values, and the answer to all others."""
+Action = int | tuple[Check, ...]
+"""The answer to a system call, or the checks that its arguments must all pass."""
 
 
 class Unconfined(Exception):
@@ -103,21 +111,23 @@ class Unconfined(Exception):
 
 
 def confine_program(readable: Iterable[str], folder: str) -> None:
-    """Restricts this process for good to its memory, its threads, `readable` files, and regular files in `folder`.
+    """Restricts this process for good to its memory, its threads, `readable` files, and regular files and folders in `folder`.
 
     Raises:
         Unconfined: the kernel lacks Landlock or seccomp, or the machine is neither x86-64 nor aarch64. The rest applies all the same.
     """
     read_only = READ_FILE | READ_DIR
-    grants = {path: read_only for path in readable} | {folder: read_only | WRITE_FILE | TRUNCATE | MAKE_REG}
+    own = read_only | WRITE_FILE | TRUNCATE | MAKE_REG | MAKE_DIR | REMOVE_FILE | REMOVE_DIR | REFER
+    grants = {path: read_only for path in readable} | {folder: own, "/dev/null": read_only | WRITE_FILE | TRUNCATE}
     _apply(_all_rights(), grants, program_actions(), default=EPERM, privileges=0)
 
 
-def program_actions() -> dict[str, int | Check]:
+def program_actions() -> dict[str, Action]:
     """The answers to the system calls of a program that has this process's id; all other calls get EPERM."""
-    actions: dict[str, int | Check] = dict.fromkeys(call_numbers(PROGRAM_CALLS), ALLOW)
-    # libc tries clone where clone3 is not there.
-    return actions | _checks() | {"clone3": ENOSYS}
+    actions: dict[str, Action] = dict.fromkeys(call_numbers(PROGRAM_CALLS), ALLOW)
+    # libc tries clone where clone3 is not there. Landlock's older versions do not see who truncates by path.
+    others: dict[str, Action] = {"clone3": ENOSYS, "listxattr": ENOTSUP, "llistxattr": ENOTSUP}
+    return actions | _checks() | others | ({"truncate": ALLOW} if landlock_abi() >= 3 else {})
 
 
 def confine_worker(folder: str, allowances: Iterable[Allowance]) -> None:
@@ -126,13 +136,12 @@ def confine_worker(folder: str, allowances: Iterable[Allowance]) -> None:
     Threads that run already keep their file rights: Landlock cannot take them.
     """
     allowed = set(allowances)
-    actions: dict[str, int | Check] = dict.fromkeys(call_numbers(NEVER_CALLS), EPERM)
+    actions: dict[str, Action] = dict.fromkeys(call_numbers(NEVER_CALLS), EPERM)
     if "processes" not in allowed:
         actions |= dict.fromkeys(call_numbers(PROCESS_CALLS), EPERM) | {"clone3": ENOSYS}
         actions |= {name: check for name, check in _checks().items() if name in ("clone", "kill", "tgkill", "prlimit64")}
     if "network" not in allowed:
-        # asyncio wakes itself through a pair of streams, which reaches nobody else.
-        actions |= {"socket": EPERM, "socketpair": (1, SOCK_TYPE, (SOCK_STREAM,), EPERM)}
+        actions |= {"socket": EPERM, "socketpair": _checks()["socketpair"]}
     rights = 0 if "files" in allowed else _all_rights() & ~(1 | READ_FILE | READ_DIR | 1 << 15)
     # multiprocessing keeps its locks in /dev/shm.
     writable = [folder, "/dev/null", *(["/dev/shm"] if "processes" in allowed else [])]
@@ -144,7 +153,7 @@ def landlock_abi() -> int:
     return max(0, _call(CREATE, None, 0, VERSION)) if MACHINE in AUDIT_ARCH else 0
 
 
-def filter_program(actions: Mapping[str, int | Check], default: int) -> bytes:
+def filter_program(actions: Mapping[str, Action], default: int) -> bytes:
     """A seccomp filter (struct sock_filter[]) that answers system calls by name, and others with `default`.
 
     Numbers of later kernels get ENOSYS, x32's EPERM; the 32-bit entry ends the process.
@@ -158,10 +167,12 @@ def filter_program(actions: Mapping[str, int | Check], default: int) -> bytes:
         if isinstance(action, int):
             body = [_op(RETURN, action)]
         else:
-            index, mask, values, refusal = action
-            # The low half of the argument: all of these are of type int.
-            body = [_op(LOAD, 16 + 8 * index), _op(AND, mask)]
-            body += [op for value in values for op in (_op(EQUAL, value, 0, 1), _op(RETURN, ALLOW))] + [_op(RETURN, refusal)]
+            body = []
+            for index, mask, values, refusal in action:
+                # The low half of the argument: all of these are of type int. An allowed value jumps over the refusal.
+                equals = [_op(EQUAL, value, len(values) - at, 0) for at, value in enumerate(values)]
+                body += [_op(LOAD, 16 + 8 * index), _op(AND, mask), *equals, _op(RETURN, refusal)]
+            body.append(_op(RETURN, ALLOW))
         code += [_op(EQUAL, number, 0, len(body)), *body]
     return b"".join([*code, _op(RETURN, default)])
 
@@ -177,7 +188,7 @@ def install(code: bytes) -> None:
 def _apply(
     rights: int,
     grants: Mapping[str, int],
-    actions: Mapping[str, int | Check],
+    actions: Mapping[str, Action],
     *,
     default: int,
     privileges: int,
@@ -235,22 +246,27 @@ def _all_rights() -> int:
     return sum(rights for since, rights in RIGHTS_BY_ABI.items() if abi >= since)
 
 
-def _checks() -> dict[str, int | Check]:
-    """Allows threads but no processes, signals to itself alone, no unnamed files, no limits of others, and few controls of files."""
+def _checks() -> dict[str, Action]:
+    """Allows threads but no processes, signals to itself alone, no unnamed files, no limits of others, few controls of files, and pairs of
+    streams.
+    """
     # Truncating what is opened for reading needs no right of Landlock's older versions.
     flags = O_TMPFILE_BIT | O_TRUNC | O_ACCMODE
     modes = (os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_WRONLY | O_TRUNC, os.O_RDWR | O_TRUNC)
     every = 0xFFFFFFFF
     return {
-        "open": (1, flags, modes, EPERM),
-        "openat": (2, flags, modes, EPERM),
-        "fcntl": (1, every, FCNTL, EPERM),
-        "ioctl": (1, every, IOCTL, ENOTTY),
-        "prctl": (0, every, PRCTL, EPERM),
-        "prlimit64": (0, every, (0,), EPERM),
-        "clone": (0, CLONE_THREAD | CLONE_NEW, (CLONE_THREAD,), EPERM),
-        "kill": (0, every, (os.getpid(),), EPERM),
-        "tgkill": (0, every, (os.getpid(),), EPERM),
+        "open": ((1, flags, modes, EPERM),),
+        "openat": ((2, flags, modes, EPERM),),
+        "fcntl": ((1, every, FCNTL, EPERM),),
+        "ioctl": ((1, every, IOCTL, ENOTTY),),
+        "prctl": ((0, every, PRCTL, EPERM),),
+        "prlimit64": ((0, every, (0,), EPERM),),
+        "clone": ((0, CLONE_THREAD | CLONE_NEW, (CLONE_THREAD,), EPERM),),
+        "kill": ((0, every, (os.getpid(),), EPERM),),
+        "tgkill": ((0, every, (os.getpid(),), EPERM),),
+        # asyncio wakes itself through a pair of streams, which reaches nobody else.
+        "socketpair": ((0, every, (AF_UNIX,), EPERM), (1, SOCK_TYPE, (SOCK_STREAM,), EPERM)),
+        "setpriority": ((0, every, (PRIO_PROCESS,), EPERM), (1, every, (0,), EPERM)),
     }
 
 

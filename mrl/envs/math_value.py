@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import astuple, dataclass, replace
-from decimal import Decimal
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
 from itertools import groupby
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from math_verify.parser import extract_match, get_extraction_regexes
 from sympy import Abs, Add, Basic, Integer, Mul, Number, Pow, Product, Rational, Sum, exp
 
+from mrl.envs.math_answer import Reading, agrees, magnitudes, read
 from mrl.envs.task import RowFault
 
 # Of type int in math-verify; 0 and below switch its own deadlines off.
@@ -37,15 +38,22 @@ PATTERNS = sorted(
 TOO_COSTLY = "too costly to compute"
 NOT_FINAL = "not a final value: "
 
-INTEGER = r"(?:\d[\d,]*+|\d{1,3}(?: \d{3})+)"
-DECIMAL = re.compile(rf"([-+]?)\\?\$?({INTEGER}(?:\.\d*)?|\.\d+)(?:\\?%)?")
-FRACTION = re.compile(r"[-+]?(?:\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+)/(\d+))")
-OPERATION = re.compile(r"\\(?:sum|prod|i?int|lim|log|gcd|lcm|max|min|[dt]?binom|lfloor|lceil|bmod|sin|cos|tan)(?![a-z])|[!|%]")
-"""Operations that leave something to compute."""
-# The number in front of an equals sign, if nothing is computed there.
-NUMBER_ALONE = re.compile(rf"(?:^|[^\d.,+\-*/^()=\s{{}}])\s*([-+]?{INTEGER}(?:\.\d+)?)\s*$")
-LEFT_CHARACTERS = 100
+LEFT_CHARACTERS, MAX_PHRASE_CHARACTERS = 100, 200
+BOXES = re.compile(r"\\(?:boxed|fbox)\s*+\{")
 PERCENT = re.compile(r"\s?\\?%")
+# A computation in plain text before an equals sign.
+COMPUTED = re.compile(r"[\d\s+\-*×÷/().^]*$")
+ANSWER_PHRASE = re.compile(r"(?i)answer(?:\s++is)?\s*+:?\s*+([^\n]*)")
+# Signs of Markdown around an answer: not the powers of programs.
+EMPHASIS = re.compile(r"(?<!\w)\*\*|\*\*(?!\w)|`|(?<![\w*])\*(?=[^\s*])([^\s*]{1,60})\*(?![\w*])|(?<!\w)__([^_\s]{1,60})__(?!\w)")
+SPELLED = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2007": " ", "`": ""})
+# After `####`: the words of a heading, with or without a number before them.
+HEADING = re.compile(r"(?:\d+[.):]\s*)?[^\W\d_]{2}")
+OPERATION = re.compile(r"\\(?:[a-zA-Z]+)|[!|%']")
+WORD = re.compile(r"[^\W\d_]{2,}")
+DIGITS_OF_BASE = re.compile(r"(?<!\d)(\d++)_(?:\{(\d+)\}|(\d+))")
+# math-verify rounds decimals to so many places; of small numbers as many digits count.
+PLACES, DIGITS = 6, 4
 
 BOX = "\\boxed{"
 MAX_BOXES = 32
@@ -63,6 +71,9 @@ MAX_VALUE_DIGITS = 1.0e5
 MAX_EXPECTED_DIGITS = 1.0e7
 # A sum with symbols to the power of n has so many times n digits: simplify expands it.
 DIGITS_PER_EXPANSION = 2_000.0
+LIMITS = re.compile(r"\\(?:i{0,3}int|oint|lim|limsup|liminf|varlimsup|varliminf)(?![a-z])|∫")
+FUNCTION_NAMES = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc|ln|log|exp)h?(?![a-z])")
+MAX_FUNCTIONS = 8
 FACTORIALS = ("factorial", "factorial2", "subfactorial", "gamma", "binomial", "fibonacci", "zeta")
 
 _PARTS = re.compile(r",|;|&|\\c[au]p|\\\\")
@@ -112,54 +123,142 @@ class TooCostly(Exception):
 
 @dataclass(frozen=True)
 class Found:
-    """The mathematics in a text that counts as its answer: the expression and its text (only the text if it cannot be parsed), the text
-    left of its last equals sign (empty if there is none), and whether a percent sign follows."""
+    """A piece of mathematics in a text."""
 
-    values: list[object]
+    match: re.Match[str]
+    target: ExprExtractionConfig | LatexExtractionConfig
+    raw: str
+    """The text itself; of boxes their contents."""
     left: str
-    is_percentage: bool
+    """The text in front of it, if an equals sign stands between."""
 
 
 def score(text: str, expected: str, *, is_strict: bool = False) -> tuple[float, str]:
     """`(1.0 or 0.0, the answer as found)`. Numbers compare by value: 046 is 46, 1,200 is 1200, 0.5 is 1/2.
 
-    In a text with `####`, as in GSM8K, only what follows the last one counts; otherwise an equation before it might be taken.
-    Mathematics that is too costly to find or to compute is wrong. With `is_strict`, an answer must be final, see `is_final`. An expected
-    answer that is no mathematics, or too costly, is a RowFault.
+    In a text with a line `#### 42`, as in GSM8K, only what follows counts; otherwise an equation before it might be taken. Mathematics
+    that is too costly to find or to compute is wrong. With `is_strict`, an answer must be final, see `score_form`. An expected answer
+    that is no mathematics, or too costly, is a RowFault.
 
     math-verify's own timeouts are off: they report a hang as a wrong answer. The pool's deadline finds out whose fault it is.
     """
     size = size_of(expected)
     if not size.fits(ANY_EXPECTED):
         raise RowFault(f"the expected answer {expected!r:.100} is too costly to parse")
+    text = answer_part(text)[-SEARCHED_CHARACTERS:]
+    try:
+        return score_form(text, expected, size) if is_strict else score_value(text, expected, size)
+    except TooCostly:
+        return 0.0, TOO_COSTLY
+
+
+def score_value(text: str, expected: str, size: Size) -> tuple[float, str]:
+    """The verdict of math-verify, but for words, bases of numbers, and small numbers."""
+    gold, num_digits = _parse_expected(expected)
+    values = find_answer(text, size, expected)
+    if not values:
+        return 0.0, ""
+    if isinstance(values[0], Basic) and value_digits(values[0]) > max(MAX_VALUE_DIGITS, num_digits):
+        raise TooCostly
+    shown = str(values[-1])
+    if _differ(values, expected):
+        return 0.0, shown
+    return float(verify(gold, values, float_rounding=_places(expected), timeout_seconds=NO_TIMEOUT)), shown
+
+
+def score_form(text: str, expected: str, size: Size) -> tuple[float, str]:
+    """The verdict on an answer that must say what the expected one says, with nothing left to compute that is not left there too.
+
+    `mrl.envs.math_answer` compares the forms. Of an equation the right side counts, if its left side is not another number. Where the
+    expected answer is none of its forms, math-verify judges an answer of the same numbers and commands.
+    """
+    text = EMPHASIS.sub(lambda match: match[1] or match[2] or "", text.translate(SPELLED).replace("\\$", ""))
+    text = BOXES.sub(lambda match: BOX, text)
+    wanted = read(expected)
+    gold = [] if wanted.values else _parse_expected(expected)[0]
+    if BOX not in text:
+        # math-verify finds no pairs, words and expressions in plain text.
+        phrases = ANSWER_PHRASE.findall(text)
+        shown = (phrases or text.strip().rsplit("\n", 1)[-1:])[-1].strip()
+        shown = shown if "!" in expected else shown.rstrip("!")
+        if len(shown) <= MAX_PHRASE_CHARACTERS and size_of(shown).fits(size):
+            reading = read(shown, takes_units=not wanted.symbols)
+            same = agrees(reading, wanted)
+            if same or wanted.is_word or (phrases and reading.values and _DIGITS.search(shown)):
+                return (1.0, shown) if same else (0.0, NOT_FINAL + shown)
+    found, answer, start = None, Reading(""), 0
+    for piece in pieces(text, size):
+        if found is not None and piece.match.start() >= start:
+            continue  # a part of what cannot be read
+        reading, start = read(piece.raw, takes_units=not wanted.symbols), piece.match.start()
+        if found is None or reading.values:
+            found, answer = piece, reading
+        if reading.values or BOX in text:
+            break
+    if found is None:
+        return 0.0, ""
+    shown, left = found.raw, COMPUTED.search(found.left)
+    if answer.values and left is not None and left[0].strip(" ."):
+        answer.is_contradiction |= read(f"{left[0].strip(' .')}={shown}").is_contradiction
+    same = agrees(answer, wanted)
+    if same is None:
+        is_alike = sorted(_DIGITS.findall(shown)) == sorted(_DIGITS.findall(expected))
+        values = parse(f"\\boxed{{{shown}}}", extraction_config=GOLD_TARGETS, parsing_timeout=NO_TIMEOUT)
+        is_alike = bool(is_alike and values and set(OPERATION.findall(shown)) <= set(OPERATION.findall(expected)))
+        same = is_alike and not _differ(values, expected) and verify(gold, values, timeout_seconds=NO_TIMEOUT)
+    return (1.0, shown) if same else (0.0, NOT_FINAL + shown)
+
+
+def _parse_expected(expected: str) -> tuple[list[object], float]:
+    """math-verify's reading of the expected answer, and the digits that its value has."""
     gold: list[object] = parse(f"\\boxed{{{expected}}}", extraction_config=GOLD_TARGETS, parsing_timeout=NO_TIMEOUT)
     if not gold:
         raise RowFault(f"the expected answer {expected!r:.100} cannot be parsed")
     num_digits = value_digits(gold[0]) if isinstance(gold[0], Basic) else 0.0
     if num_digits > MAX_EXPECTED_DIGITS:
         raise RowFault(f"the expected answer {expected!r:.100} is too costly to compute")
-    try:
-        found = find_answer(text.rpartition("####")[2][-SEARCHED_CHARACTERS:], size)
-        if found is None:
-            return 0.0, ""
-        if isinstance(found.values[0], Basic) and value_digits(found.values[0]) > max(MAX_VALUE_DIGITS, num_digits):
-            raise TooCostly
-    except TooCostly:
-        return 0.0, TOO_COSTLY
-    shown = str(found.values[-1])
-    if is_strict and not is_final(found, str(gold[-1])):
-        return 0.0, NOT_FINAL + shown
-    return float(verify(gold, found.values, timeout_seconds=NO_TIMEOUT)), shown
+    return gold, num_digits
 
 
-def find_answer(text: str, expected: Size) -> Found | None:
-    """The answer that math-verify would take: the last match that can be parsed, of the pattern that comes first; None if there is none.
+def answer_part(text: str) -> str:
+    """The text behind the last `####` that an answer follows; all of the text if there are only headings, or none."""
+    end = len(text)
+    has_box = BOX in text
+    while (at := text.rfind("####", 0, end)) >= 0:
+        line = text[at + 4 :].partition("\n")[0].strip(" #*:")
+        if not line and not text[at:].strip(" #\n"):
+            return ""
+        is_heading = HEADING.match(line) is not None or (has_box and BOX not in line and WORD.search(line.replace("\\", "")) is not None)
+        if line and not is_heading:
+            return text[at + 4 : end]
+        end = at
+    return text
+
+
+def _places(expected: str) -> int:
+    """Decimal places by which math-verify compares numbers with this expected answer: more than six where it is small."""
+    smallest = min((size for size in magnitudes(read(expected).values) if size), default=1.0)
+    return max(PLACES, DIGITS + math.ceil(-math.log10(smallest)))
+
+
+def _differ(values: list[object], expected: str) -> bool:
+    """True if math-verify would be wrong to take an answer for the expected one: words, bases of numbers, and zero."""
+    shown = str(values[-1])
+    ours, theirs, mine, wanted = read(shown), read(expected), DIGITS_OF_BASE.search(shown), DIGITS_OF_BASE.search(expected)
+    if ours.is_word and theirs.is_word:
+        return ours.values != theirs.values
+    if mine is not None and wanted is not None:
+        return [group for group in mine.groups() if group] != [group for group in wanted.groups() if group]
+    return isinstance(values[0], Number) and bool(values[0] == 0) and any(magnitudes(theirs.values))
+
+
+def pieces(text: str, expected: Size) -> Iterator[Found]:
+    """The mathematics that math-verify would try, in its order: the last match of the pattern that comes first, and so on.
 
     TooCostly says that the search takes too long, or that the mathematics is larger than an answer may be.
     """
     if search_cost(text) > MAX_SEARCH_COST:
         raise TooCostly
-    unparsed: Found | None = None
     left_to_try = MAX_TRIED_CHARACTERS + expected.characters
     for _, patterns in groupby(PATTERNS, key=lambda entry: entry[0]):
         matches = [(match, target) for _, pattern, target in patterns for match in pattern.finditer(text)]
@@ -169,18 +268,50 @@ def find_answer(text: str, expected: Size) -> Found | None:
             left_to_try -= sum(MIN_TRIED_CHARACTERS + len(part) for part in parts)
             if left_to_try < 0 or not all(size_of(part).fits(expected) for part in parts):
                 raise TooCostly
-            value, shown = extract_match(match, target)
-            groups = {name: text for name, text in match.groupdict().items() if text}
-            start = min((match.start(name) for name in groups), default=match.start())
-            before = match.string[max(0, start - LEFT_CHARACTERS) : start].rstrip()
-            left = before[:-1] if before.endswith("=") else str(shown).rpartition("=")[0]
-            is_percentage = any(name.endswith("percent") for name in groups) or PERCENT.match(match.string, match.end()) is not None
-            found = Found([shown], left, is_percentage)
-            unparsed = unparsed or (found if shown else None)
-            if value is not None:
-                # As math-verify does: the value, then the text of the first try.
-                return replace(found, values=[value, *(unparsed.values if unparsed else [])])
-    return unparsed
+            yield _piece(match, target, parts)
+
+
+def _piece(match: re.Match[str], target: ExprExtractionConfig | LatexExtractionConfig, parts: list[str]) -> Found:
+    groups = {name: content for name, content in match.groupdict().items() if content}
+    bare = [name for name in groups if not name.endswith("percent")]
+    start = min(map(match.start, bare), default=match.start())
+    before = match.string[max(0, start - LEFT_CHARACTERS) : start].rstrip()
+    if BOX in match[0]:
+        # Of boxes in running text the last one counts.
+        raw = parts[-1] if "first_latexBoxed" in groups else ", ".join(parts)
+    else:
+        is_latex = isinstance(target, LatexExtractionConfig)
+        raw = ", ".join(groups[name] for name in bare) if is_latex else match.string[start : max(map(match.end, bare))]
+    is_percentage = len(bare) < len(groups) or PERCENT.match(match.string, match.end()) is not None
+    return Found(match, target, raw + "\\%" * is_percentage, before[:-1] if before.endswith("=") else "")
+
+
+def find_answer(text: str, size: Size, expected: str = "") -> list[object]:
+    """The answer that math-verify would take, and the text of its first try; only the text if nothing can be parsed.
+
+    TooCostly as in `pieces`, and for integrals, limits and many functions that the expected answer does not have: sympy takes seconds.
+    """
+    first: list[object] = []
+    for piece in pieces(text, size):
+        said = right_side(piece.raw)
+        has_limits = LIMITS.search(said) is not None and LIMITS.search(expected) is None
+        if has_limits or len(FUNCTION_NAMES.findall(said)) > max(MAX_FUNCTIONS, len(FUNCTION_NAMES.findall(expected))):
+            raise TooCostly
+        value, shown = extract_match(piece.match, piece.target)
+        first = first or ([shown] if shown else [])
+        if value is not None:
+            return [value, *first]
+    return first
+
+
+def right_side(text: str) -> str:
+    """The text behind the last equals sign outside of braces: of an equation it counts."""
+    depth = start = 0
+    for index, character in enumerate(text):
+        depth += (character in "{(") - (character in "})")
+        if character == "=" and depth <= 0:
+            start = index + 1
+    return text[start:]
 
 
 def _up_to_closing_brace(text: str) -> str:
@@ -190,31 +321,6 @@ def _up_to_closing_brace(text: str) -> str:
         if depth == 0:
             return text[:index]
     return text
-
-
-def is_final(found: Found, expected: str) -> bool:
-    """Whether nothing is left to compute in an answer; of an equation the right side counts.
-
-    Where a number is expected, the answer must be an integer, a decimal, or a fraction in lowest terms, and no equation of two different
-    numbers. Else it may use no operation (sums, integrals, factorials, ...) that the expected answer does not use.
-    """
-    shown = str(found.values[-1])
-    if found.is_percentage and "%" not in expected:
-        return False
-    if not (DECIMAL.fullmatch(wanted := expected.rpartition("=")[2].strip()) or FRACTION.fullmatch(wanted)):
-        return set(OPERATION.findall(shown)) <= set(OPERATION.findall(expected))
-    answer = shown.rpartition("=")[2].strip()
-    if "%" in answer and "%" not in expected:
-        return False
-    if (fraction := FRACTION.fullmatch(answer)) is not None:
-        above, below = (int(number) for number in fraction.groups() if number)
-        return below > 1 and math.gcd(above, below) == 1
-    claimed = NUMBER_ALONE.search(found.left)
-    return DECIMAL.fullmatch(answer) is not None and (claimed is None or _decimal(claimed[1]) == _decimal(answer))
-
-
-def _decimal(text: str) -> Decimal:
-    return Decimal(re.sub(r"[^\d.+-]", "", text))
 
 
 def size_of(text: str) -> Size:

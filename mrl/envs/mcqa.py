@@ -11,8 +11,22 @@ from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, built_in,
 if TYPE_CHECKING:
     from mrl.config.schema.env import EnvConfig
 
-BOXED = re.compile(r"\\boxed\{\s*+(?:\\(?:text|mathrm|mathbf|textbf)\{)?\s*+\(?([A-Za-z])\)?[.:]?\s*+\}")
-ANSWER = re.compile(r"(?i)answer(?:\s++is)?\s*+[:=]?\s*+\**+\s*+\(?([A-Z])\)?(?![\w'])")
+STYLE = r"(?:\\(?:text|textbf|textit|mathrm|mathbf|mbox|boldsymbol)\s*+\{|\*\*|__|\$|\\\(|[\s`\"'“])*+"
+"""Fonts, signs of Markdown and of mathematics, which may stand before a letter."""
+LETTER = rf"{STYLE}(?:\(\s*+{STYLE}([A-Za-z])(?![\w'’]){STYLE}\)|\[([A-Za-z])\]|([A-Za-z])(?![\w'’]))"
+BOXED = re.compile(rf"\\boxed\s*+\{{{STYLE}(?i:(?:option|choice|answer)[\s:]*+)?{LETTER}(?=([^\n]{{0,40}}))")
+# Behind the word: a colon, `is`, `is option`; the letter of words (`a subtle one`, `I think`) is told apart in `said`.
+ANSWER = re.compile(
+    r"(?i)(?<!not the )\b(?:answer|(?:correct|right|best)\s+(?:choice|option))\b[\s*_]*+"
+    r"(?:(?:is|was|=|:|-|–|must\s++be|would\s++be|should\s++be)[\s*_]*+)*+"
+    rf"(?:(?:option|choice|letter|the)[\s:]*+)*+{LETTER}(?=([^\n]{{0,40}}))"
+    r"|\b(?:option|choice)\s+\(?([A-Z])\)?(?=(\s+is\s+(?:the\s+)?(?:correct|right|best)\b))"
+)
+# More letters behind one make several answers; the text of an option may follow.
+MORE = re.compile(r"\s*+(?:,|/|&|\band\b|\bor\b|\\text\{\s*+(?:and|or)\s*+\}?)\s*+(?:\\text\{|\()?\s*+[A-Za-z](?![\w'])")
+# Behind a letter in a box that is no product, power or equation.
+BOX_ENDS = re.compile(r"\s*+(?:[.)\]},:;$*]|\\text|\\quad|\\ |$)")
+ENDS = re.compile(r"\s*+(?:[.)\]},:;!?*_$\\—–-]|$|because\b|since\b|as\b|is\b)")
 
 
 def environment(config: EnvConfig) -> Environment:
@@ -48,10 +62,24 @@ def choose(text: str, patterns: list[re.Pattern[str]], letters: list[str]) -> st
     """The letter of the last match of the first pattern that has one; empty if none has."""
     for pattern in patterns:
         for match in reversed(list(pattern.finditer(text))):
-            found = next((group for group in match.groups() if group), match[0]).strip().upper()
+            found = (
+                said(match) if pattern in (BOXED, ANSWER) else next((group for group in match.groups() if group), match[0]).strip().upper()
+            )
             if re.fullmatch("[A-Z]", found) and (not letters or found in letters):
                 return found
     return ""
+
+
+def said(match: re.Match[str]) -> str:
+    """The letter that a match of `BOXED` or `ANSWER` chooses; empty if it is a word of a sentence, or one of several letters."""
+    letter, behind = (group for group in match.groups() if group is not None)
+    if MORE.match(behind) or (match.re is BOXED and match[3] == letter and BOX_ENDS.match(behind) is None):
+        return ""
+    # An article has a word behind it; a letter that ends its clause, or any other behind a colon, is none.
+    is_odd = letter in "aiI" or (letter.islower() and ":" not in match[0])
+    if match.re is ANSWER and is_odd and match[3] == letter and ENDS.match(behind) is None:
+        return ""
+    return letter.upper()
 
 
 def own_patterns(metadata: object) -> list[re.Pattern[str]]:

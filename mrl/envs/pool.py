@@ -74,8 +74,8 @@ class WorkerDied(Exception):
 class Worker:
     """One child process at a time, and the parent's end of the socket to it."""
 
-    def __init__(self, environment: Environment, memory_bytes: int, index: int) -> None:
-        self.environment, self.memory_bytes = environment, memory_bytes
+    def __init__(self, environment: Environment, memory_bytes: int, index: int, spares: list[Worker]) -> None:
+        self.environment, self.memory_bytes, self.spares = environment, memory_bytes, spares
         self.lane = f"{environment.name} worker {index}"
         self.start()
 
@@ -154,9 +154,18 @@ class Worker:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def restart(self) -> int | None:
-        """Starts another child in the place of this one; returns the exit code as `kill` does."""
+        """Puts another child in the place of this one; returns the exit code as `kill` does.
+
+        Of a built-in environment, whose texts may kill one child after another, a spare child then starts, for the next time.
+        """
         exit_code = self.kill()
-        self.start()
+        if self.spares:
+            spare = self.spares.pop()
+            self.is_ready, self._scratch, self._socket, self._process = spare.is_ready, spare._scratch, spare._socket, spare._process
+        else:
+            self.start()
+        if self.environment.blames_text:
+            self.spares.append(Worker(self.environment, self.memory_bytes, len(self.spares), self.spares))
         return exit_code
 
     def kill(self) -> int | None:
@@ -188,7 +197,8 @@ class RewardPool:
         self.counts: Counter[str] = Counter()
         self._cache: OrderedDict[Task, Verdict] = OrderedDict()
         self._num_failed_starts = 0
-        self._workers = [Worker(environment, memory_bytes, index) for index in range(environment.num_workers)]
+        self._spares: list[Worker] = []
+        self._workers = [Worker(environment, memory_bytes, index, self._spares) for index in range(environment.num_workers)]
         asyncio.run(self._with_each_worker(self._make_ready))
 
     def __enter__(self) -> RewardPool:
@@ -199,9 +209,9 @@ class RewardPool:
 
     def close(self) -> None:
         """Kills the children."""
-        for worker in self._workers:
+        for worker in (*self._workers, *self._spares):
             worker.kill()
-        self._workers = []
+        self._workers, self._spares = [], []
 
     def score(self, tasks: Sequence[Task], feed: Feed = Feed()) -> list[Verdict]:  # noqa: B008  frozen
         """One verdict per task, in order. Equal tasks are scored once; the pool remembers good verdicts of short texts.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that runs one generated program on one test.
 
-`python -I sandbox.py PROGRAM FUNCTION SECONDS RESULT_FD STARTED_FD MAY_ESCAPE PATHS`
+`python -I sandbox.py PROGRAM FUNCTION SECONDS FILE_BYTES NUM_TASKS RESULT_FD STARTED_FD MAY_ESCAPE PATHS`
 runs in a folder of its own. With an empty FUNCTION it runs the program, whose input is stdin; else it reads `[arguments...]` from stdin as
 JSON, calls the function, and writes what this returns to RESULT_FD. It writes a byte to STARTED_FD when the program is confined (see
 `confine.py`) and begins; with MAY_ESCAPE=1 the program also begins where the kernel cannot confine it. Standard library only, and nothing
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import functools
 import importlib
 import importlib.util
 import json
@@ -21,10 +22,12 @@ import resource
 import runpy
 import signal
 import sys
+from collections.abc import Callable
 
 MEMORY_BYTES = 1 << 30
 FILE_BYTES = 32 << 20
-NUM_OPEN_FILES = 64
+# Deleted files that stay open take disk: so many of FILE_BYTES at most.
+NUM_OPEN_FILES = 32
 PR_SET_PDEATHSIG = 1
 
 # Modules that solutions of contests take for granted; names of later ones win over earlier ones, and Python's own over all.
@@ -34,17 +37,19 @@ UNPACKED = "bisect collections functools heapq itertools math typing".split()
 
 def main() -> None:
     """Runs the program; an exit code other than 0 says that it failed."""
-    program, function, seconds, result_fd, started_fd, may_escape, paths = sys.argv[1:]
-    names = prelude()
-    limit(float(seconds))
+    program, function, seconds, file_bytes, num_tasks, result_fd, started_fd, may_escape, paths = sys.argv[1:]
+    # Not among the program's own names, of which one may be asked for.
+    builtins.__dict__.update(prelude())
+    limit(float(seconds), int(file_bytes), int(num_tasks))
     confine(paths.split(os.pathsep), may_escape=may_escape == "1")
+    os.chmod, os.utime = of_own_files(os.chmod), of_own_files(os.utime)
     os.write(int(started_fd), b"1")
     os.close(int(started_fd))
     if not function:
-        runpy.run_path(program, names, "__main__")
+        runpy.run_path(program, run_name="__main__")
         return
     arguments = json.load(sys.stdin)
-    solution = runpy.run_path(program, names, "solution")
+    solution = runpy.run_path(program, run_name="solution")
     found = solution[function] if function in solution else getattr(solution["Solution"](), function)
     returned = found(*arguments)
     with open(int(result_fd), "w", encoding="utf-8") as file:
@@ -58,15 +63,16 @@ def prelude() -> dict[str, object]:
     return {name: value for name, value in {**unpacked, **modules}.items() if not hasattr(builtins, name)}
 
 
-def limit(seconds: float) -> None:
-    """Limits memory, time and files of this process, and ends it with its parent."""
+def limit(seconds: float, file_bytes: int, num_tasks: int) -> None:
+    """Limits memory, time, files and threads of this process, and ends it with its parent; `num_tasks` -1 leaves the threads."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for kind, most in {
         resource.RLIMIT_AS: MEMORY_BYTES,
         resource.RLIMIT_CPU: math.ceil(seconds) + 1,
-        resource.RLIMIT_FSIZE: FILE_BYTES,
+        resource.RLIMIT_FSIZE: min(FILE_BYTES, file_bytes),
         resource.RLIMIT_NOFILE: NUM_OPEN_FILES,
         resource.RLIMIT_CORE: 0,
+        **({resource.RLIMIT_NPROC: num_tasks} if num_tasks >= 0 else {}),
     }.items():
         _, hard = resource.getrlimit(kind)
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -85,6 +91,21 @@ def confine(paths: list[str], *, may_escape: bool) -> None:
     except module.Unconfined as error:
         if not may_escape:
             sys.exit(str(error))
+
+
+def of_own_files(call: Callable[..., None]) -> Callable[..., None]:
+    """`call`, which does nothing for regular files of the program's folder: the kernel refuses it, and `shutil.copy` ends with it."""
+    own = os.path.realpath(os.getcwd()) + os.sep
+
+    @functools.wraps(call)
+    def instead(path: str | bytes | os.PathLike[str] | int, *arguments: object, **options: object) -> None:
+        try:
+            call(path, *arguments, **options)
+        except PermissionError:
+            if isinstance(path, int) or not os.path.isfile(path) or not os.path.realpath(os.fsdecode(path)).startswith(own):
+                raise
+
+    return instead
 
 
 if __name__ == "__main__":

@@ -135,6 +135,12 @@ _WRITES = {
     "move in": "open('mine', 'w').close()\nos.rename('mine', E['folder'] + '/new')\nwon()",
     "move out": "os.rename(E['victim'], 'mine')\nwon()",
     "truncate": "os.truncate(E['victim'], 0)\nwon()",
+    "truncate by a name in the own folder": "os.rename(E['victim'], 'mine')\nos.truncate('mine', 0)\nwon()",
+    "folder moved out": "os.mkdir('d')\nos.rename('d', E['folder'] + '/new')\nwon()",
+    "own folder moved away": "os.rename(os.getcwd(), E['folder'] + '/new')\nwon()",
+    "own folder removed": "os.remove('program.py')\nos.rmdir(os.getcwd())\nwon()",
+    "exchange": "open('mine', 'w').close()\nwon(libc.renameat2(-100, b'mine', -100, os.fsencode(E['victim']), 2) == 0)",
+    "null device's mode": "os.chmod('/dev/null', 0o600)\nwon()",
     "truncate while reading": "os.open(E['victim'], os.O_RDONLY | os.O_TRUNC)\nwon()",
     "utime": "os.utime(E['victim'], (1, 1))\nwon()",
     "utime by descriptor": "os.utime(os.open(E['victim'], os.O_PATH), (1, 1))\nwon()",
@@ -273,6 +279,20 @@ _NETWORK = {
         urllib.request.urlopen(f"http://127.0.0.1:{E['port']}/{E['name']}", timeout=2)
         won()
     """,
+    "unix socket by a descriptor from a pair": """
+        import socket
+        ours, theirs = socket.socketpair()
+        ours.connect(E["unix"])
+        ours.sendall(E["name"].encode())
+        won()
+    """,
+    "address on a stream of a pair": """
+        import socket
+        ours, theirs = socket.socketpair()
+        ours.sendto(E["name"].encode(), E["datagram"])
+        won()
+    """,
+    "pair of another family": "import socket\nsocket.socketpair(30, socket.SOCK_STREAM)\nwon()",
     "netlink": "import socket\nsocket.socket(16, 3, 0)\nwon()",
     "packets": "import socket\nsocket.socket(17, 3, 0)\nwon()",
     "vsock": "import socket\nsocket.socket(40, 1, 0)\nwon()",

@@ -46,6 +46,28 @@ ON_SHARE = {
             os.chdir("d")
         won()
     """,
+    "many empty files in folders": """
+        for number in range(100):
+            os.makedirs(f"d{number % 7}/e", exist_ok=True)
+            open(f"d{number % 7}/e/file{number}", "w").close()
+        won()
+    """,
+    "paths too long to read": """
+        for _ in range(40):
+            os.mkdir("d" * 250)
+            os.chdir("d" * 250)
+        won()
+    """,
+    "large deleted files": """
+        keep = []
+        for number in range(20):
+            keep.append(open("file", "wb"))
+            os.unlink("file")
+            keep[-1].write(bytes(30 << 20))
+            keep[-1].flush()
+            time.sleep(0.2)
+        won()
+    """,
     "unreadable folder": "os.mkdir('d', 0)\nwon()",
     "immutable file": """
         import fcntl

@@ -25,6 +25,7 @@ from mrl.envs import confine
 from mrl.envs.scorer import build_environment
 from mrl.envs.task import Task
 from tests.hostile.attacks import GRADING, GROUPS, PRELUDE, READS, SHARE, programs
+from tests.hostile.benign import program as usual_programs
 from tests.waiting import HANG_S, SOON_S
 
 NOBODY = 65534
@@ -62,6 +63,7 @@ HONEST = {
     "alarm": "signal.signal(signal.SIGALRM, lambda *a: won())\nsignal.setitimer(signal.ITIMER_REAL, 0.01)\nsignal.pause()",
     "limits": "import resource\nresource.setrlimit(resource.RLIMIT_STACK, resource.getrlimit(resource.RLIMIT_STACK))\nwon()",
     "standard input by name": "won('victim' in open('/dev/stdin').read())",
+    "usual programs": usual_programs("won(failed == [])"),
     "numpy": "import numpy\nwon(float((numpy.ones((64, 64)) @ numpy.ones((64, 64))).sum()) == 64**3)",
 }
 

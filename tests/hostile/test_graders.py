@@ -178,6 +178,10 @@ def test_a_schema_that_judges_nothing_is_the_rows_fault(graders: dict[str, Rewar
         "\\boxed{" + "(" * 300 + "42" + ")" * 300 + "}",
         "\\(\\boxed{a}" * 1_000,
         "\\boxed{1}" * 200,
+        "\\boxed{\\int_0^1 \\frac{\\sin(x^3)}{1+x^5} dx}",
+        "\\boxed{x = \\int_{x=0}^1 \\frac{\\sin(x^3)}{1+x^5} dx}",
+        "\\boxed{\\lim_{x\\to 0} \\frac{\\sin(x^3)}{x^5}}",
+        "\\boxed{" + "+".join(f"\\sin({k}x)\\cos({k + 1}x)" for k in range(1, 14)) + "}",
     ],
 )
 def test_costly_mathematics_masks_no_honest_neighbour(graders: dict[str, RewardPool], bad: str):

@@ -12,7 +12,7 @@ import pytest
 
 from mrl.config.texts import safe_text
 from mrl.envs import instruction_following as instructions
-from mrl.envs import math, math_value, mcqa
+from mrl.envs import math, math_answer, math_tokens, math_value, mcqa
 from mrl.envs.code import last_code_block
 from mrl.envs.tool_calls import tool_calls
 from tests.sources import ROOT
@@ -47,25 +47,54 @@ def follow_all(text: str) -> None:
         check(text, ARGUMENTS)
 
 
+def choose_letter(text: str) -> None:
+    mcqa.choose(text, [mcqa.BOXED, mcqa.ANSWER], [])
+    for pattern in (mcqa.MORE, mcqa.ENDS, mcqa.BOX_ENDS):
+        pattern.match(text)
+
+
+def split_answer(text: str) -> None:
+    math_tokens.tokens_of(math_tokens.plain(text))
+
+
+def match_answer(text: str) -> None:
+    math_answer.agrees(math_answer.Reading(text), math_answer.Reading("7_8"))
+    math_answer.agrees(math_answer.Reading(text), math_answer.Reading("(C)"))
+
+
+def search_answer(text: str) -> None:
+    every(math_value.OPERATION, math_value.DIGITS_OF_BASE, math_value.BOXES, math_value.LIMITS, math_value.FUNCTION_NAMES)(text)
+    math_value.right_side(text)
+
+
+def search_end(text: str) -> None:
+    every(math_value.EMPHASIS, math_value.ANSWER_PHRASE)(text[-math_value.SEARCHED_CHARACTERS :])
+
+
 MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     "mrl.config.texts._UNSAFE": safe_text,
     "mrl.envs.math.ANSWER_LINE": lambda text: math.score_dapo(text, "1"),
     "mrl.envs.math.plain_answer": lambda text: math.score_dapo(f"answer: {text[: math.DAPO_TAIL_CHARACTERS]}", "1"),
-    "mrl.envs.math_value.DECIMAL": math_value.DECIMAL.fullmatch,
-    "mrl.envs.math_value.FRACTION": math_value.FRACTION.fullmatch,
-    "mrl.envs.math_value.OPERATION": every(math_value.OPERATION),
-    "mrl.envs.math_value.NUMBER_ALONE": lambda text: math_value.NUMBER_ALONE.search(text[-math_value.LEFT_CHARACTERS :]),
+    **dict.fromkeys(
+        (f"mrl.envs.math_tokens.{name}" for name in "_VULGAR _STYLE _WORDS _THOUSANDS _NOTHING _UNIT_FRACTION _TOKEN".split()), split_answer
+    ),
+    **dict.fromkeys((f"mrl.envs.math_answer.{name}" for name in ("INDEX", "_matrix", "_symbol", "words")), math_answer.read),
+    **dict.fromkeys((f"mrl.envs.math_answer.{name}" for name in ("CHOICE", "CHOSEN", "LETTER", "agrees")), match_answer),
+    "mrl.envs.math_value.HEADING": math_value.answer_part,
+    "mrl.envs.math_value.WORD": lambda text: math_value.answer_part(f"#### {text}\\boxed{{"),
+    "mrl.envs.math_value.COMPUTED": lambda text: math_value.COMPUTED.search(text[-math_value.LEFT_CHARACTERS :]),
+    **dict.fromkeys(
+        (f"mrl.envs.math_value.{name}" for name in ("OPERATION", "DIGITS_OF_BASE", "BOXES", "LIMITS", "FUNCTION_NAMES")), search_answer
+    ),
+    **dict.fromkeys((f"mrl.envs.math_value.{name}" for name in ("EMPHASIS", "ANSWER_PHRASE")), search_end),
     "mrl.envs.math_value.PERCENT": math_value.PERCENT.match,
-    "mrl.envs.math_value._decimal": lambda text: re.sub(r"[^\d.+-]", "", text),
     "mrl.envs.math_value._PARTS": math_value.size_of,
     "mrl.envs.math_value._DIGITS": math_value.size_of,
     "mrl.envs.math_value._EAGER": math_value.size_of,
     "mrl.envs.math_value._EAGER_COST": lambda text: math_value.size_of(f"gcd {text}"),
     "mrl.envs.math_value._NUMBER_RUN": math_value.search_cost,
     "mrl.envs.math_value._ENVIRONMENTS": math_value.search_cost,
-    "mrl.envs.mcqa.BOXED": every(mcqa.BOXED),
-    "mrl.envs.mcqa.ANSWER": every(mcqa.ANSWER),
-    "mrl.envs.mcqa.choose": lambda text: mcqa.choose(text, [mcqa.BOXED, mcqa.ANSWER], []),
+    **dict.fromkeys((f"mrl.envs.mcqa.{name}" for name in ("BOXED", "ANSWER", "MORE", "ENDS", "BOX_ENDS", "choose")), choose_letter),
     "mrl.envs.instruction_following.detect": instructions.detect,
     "mrl.envs.tool_calls.BLOCK": lambda text: tool_calls(f"<tool_call>{text}"),
     "mrl.envs.tool_calls.FUNCTION": lambda text: tool_calls(f"<tool_call><function=f>{text}</function></tool_call>"),

@@ -36,6 +36,13 @@ PATHS: dict[str, tuple[str, ...]] = {
     "hostile": ("mrl/envs", "mrl/rollout", "mrl/store", "mrl/config", "mrl/cluster", "conversion"),
     "learning": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/grpo_tiny.yaml", "mrl/recipes/tiny.py"),
     "logprobs": ("mrl/policy/logprobs.py", "mrl/policy/output.py"),
+    "math_verdicts": (
+        "mrl/envs/math_value.py",
+        "mrl/envs/math_answer.py",
+        "mrl/envs/math_form.py",
+        "mrl/envs/math_sums.py",
+        "mrl/envs/math_tokens.py",
+    ),
     "mopd": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/mopd_tiny.yaml", "configs/sft_tiny.yaml"),
     "nemo_parity": ("mrl/algo", "mrl/policy/batch.py"),
     "nemo_recipes": ("mrl/config", "mrl/check.py"),

@@ -11,6 +11,7 @@ import pytest
 from mrl.envs import code
 from mrl.envs.code import last_code_block, same_output, score
 from mrl.envs.task import Outcome, Task
+from tests.hostile.benign import BENIGN, program
 from tests.waiting import HANG_S, SOON_S, growth
 
 ADD = {"inputs": ["1 2\n", "30 4\n"], "outputs": ["3\n", "34"]}
@@ -158,3 +159,20 @@ def test_outputs(printed: str, expected: str, is_same: bool):
 def test_a_row_without_tests_is_an_error(tests: object):
     with pytest.raises(ValueError):
         score(Task(("```\n1\n```",), row=json.dumps({"unit_tests": tests})), test_timeout_s=HANG_S, timeout_s=HANG_S)
+
+
+def test_usual_programs_are_not_hindered():
+    assert len(BENIGN) >= 61
+    assert judge(program(), {"inputs": [""], "outputs": ["[]"]}, test_timeout_s=HANG_S, timeout_s=HANG_S).extracted == "passed 1 tests"
+
+
+@pytest.mark.parametrize("name", ["gcd", "comb", "bisect_left", "Counter", "prod", "reduce"])
+def test_a_name_of_the_prelude_is_no_solution(name: str):
+    tests = {"inputs": ["[4, 6]"], "outputs": ["2"], "fn_name": name}
+    assert judge("pass", tests).extracted == "test 1 of 1: exit code 1, KeyError"
+
+
+def test_a_solution_may_have_a_name_of_the_prelude():
+    tests = {"inputs": ["4\n6"], "outputs": ["2"], "fn_name": "gcd"}
+    assert judge("def gcd(a, b):\n    return b if a == 0 else gcd(b % a, a)", tests).reward == 1.0
+    assert judge("from math import gcd", tests).reward == 1.0

@@ -73,6 +73,13 @@ CASES = [
     ("kill", (0,), REFUSED),
     ("kill", (0xFFFFFFFF,), REFUSED),  # -1: everybody
     ("prlimit64", (1,), REFUSED),
+    ("socketpair", (1, 1 | os.O_CLOEXEC), ALLOWED),
+    ("socketpair", (1, 2), REFUSED),  # datagrams go to others
+    ("socketpair", (30, 1), REFUSED),
+    ("setpriority", (0, 0), ALLOWED),
+    ("setpriority", (0, 1), REFUSED),
+    ("setpriority", (2, 0), REFUSED),
+    ("renameat2", (), ALLOWED),
 ]
 
 

@@ -3,7 +3,7 @@ import pytest
 from math_verify import parse
 
 from mrl.envs.math import make, score_dapo
-from mrl.envs.math_value import ANSWER_TARGETS, find_answer, score, size_of
+from mrl.envs.math_value import ANSWER_TARGETS, TOO_COSTLY, find_answer, score, size_of
 from mrl.envs.task import Outcome, Task
 
 RIGHT = [
@@ -75,8 +75,7 @@ def test_wrong_answers(expected: str, text: str):
 
 @pytest.mark.parametrize("text", [*(text for _, text, _ in RIGHT), *(text for _, text in WRONG), "$1$ and $2$", "Answer: 3, then 4"])
 def test_what_is_found_is_what_math_verify_finds(text: str):
-    found = find_answer(text, size_of("1"))
-    assert (found.values if found else []) == parse(text, extraction_config=ANSWER_TARGETS, parsing_timeout=0)
+    assert find_answer(text, size_of("1")) == parse(text, extraction_config=ANSWER_TARGETS, parsing_timeout=0)
 
 
 def test_words_compare_as_text():
@@ -127,3 +126,9 @@ def test_the_config_chooses_the_rule():
     task = Task(("the sum is 34",), "34")
     assert make("hf_math_verify", is_strict=False)(task) == Outcome(1.0, "34")
     assert make("dapo_math_verify", is_strict=False)(task) == Outcome(0.0, "")
+
+
+def test_integrals_count_where_they_are_no_question():
+    assert score("\\boxed{\\int_0^2 x dx = 2}", "2") == (1.0, "\\int_0^2 x dx = 2")
+    assert score("\\boxed{\\int_0^2 x dx}", "2") == (0.0, TOO_COSTLY)
+    assert score("\\boxed{\\int_0^2 x dx}", "\\int_0^2 x dx")[0] == 1.0

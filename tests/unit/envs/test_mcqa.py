@@ -37,6 +37,38 @@ def test_the_choice(text: str, choice: str):
     assert (outcome.extracted, outcome.reward) == (choice, float(choice == "B"))
 
 
+RIGHT = r"""
+Answer: B|The answer is B. This answer is a direct consequence.|The answer is B, because we must answer a question about y.
+Answer: $B$
+Answer: B\n\nIn this answer a key point is y.|**Answer: B**|Answer: **(B)**|The correct answer is option B.
+The correct choice is B|answer: b
+Option B is correct.|Answer: \text{B}|Answer: B) two|\boxed{B: two}|\boxed{(B) two}|\boxed{\textbf{(B) } two}
+\boxed{\text{B) two}}
+The answer is B. Note that the answer is a bit subtle.|The answer is (b)|the answer is b.|Answer: b) two|Answer: `B`|Answer: [B]
+\boxed{Option B}
+The answer is C. Wait, the answer is B, not the answer C.|Option C is wrong. The answer is B. Option C is also wrong.
+The answer is \(B\).|Answer: B two
+"""
+WRONG = r"""
+The answer is a bit subtle.|The answer is both.|Answer: B or C|\boxed{B, C}|\boxed{B \text{ and } C}|\boxed{b^2}|\boxed{BC}
+Answer: bat|Answer: B and C
+The answer is a B-side|answer A/B|\boxed{B = 2}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [(text, reward) for table, reward in ((RIGHT, 1.0), (WRONG, 0.0)) for line in table.strip().splitlines() for text in line.split("|")],
+)
+def test_letters_and_words_around_them(text: str, reward: float):
+    assert score(Task((text.replace(r"\n", "\n"),), row=row())).reward == reward
+
+
+@pytest.mark.parametrize(("text", "choice"), [("The answer is A. It is a good one: the answer is a bit odd.", "A"), ("Answer: a", "A")])
+def test_an_article_is_no_choice(text: str, choice: str):
+    assert score(Task((text,), row=row())).extracted == choice
+
+
 @pytest.mark.parametrize("regex", [r"Option Selected:\s*([A-D])", [r"no (match)", r"Option Selected:\s*([A-D])"]])
 def test_the_row_s_own_pattern_comes_first_and_its_last_match_counts(regex: object):
     fields = row(template_metadata={"output_regex": regex})

@@ -218,6 +218,19 @@ def test_the_grandchild_of_a_killed_child_is_gone():
         wait_until(lambda: members(child) == [], "end of the grandchild")
 
 
+def test_a_spare_child_waits_once_a_text_has_killed_one():
+    others = set(children(os.getpid()))
+    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S, blames_text=True)) as pool:
+        assert len(set(children(os.getpid())) - others) == 1
+        pool.score(tasks([("exit", "")]))
+        first = set(children(os.getpid())) - others
+        assert len(first) == 2
+        assert pool.score(tasks([("exit", "again"), ("a", "a")]))[1].reward == 1.0
+        # The spare has taken the place of the child that died, and died itself in the second try: two others are there.
+        assert len(set(children(os.getpid())) - others) == 2
+    assert set(children(os.getpid())) <= others
+
+
 def test_children_die_with_their_parent():
     code = (
         "from mrl.envs.pool import RewardPool; from mrl.envs.task import Environment, Task; "

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of terms, in which expressions are compared.
+
+Nothing is computed beyond rational numbers: `(x+1)^2`, `\\arctan 1` and `\\frac{1}{\\sqrt{2}-1}` stay what they are, so that a question
+that is said again differs from its answer. Standard library only.
+"""
+
+from __future__ import annotations
+
+import cmath
+import math
+from fractions import Fraction
+
+Monomial = frozenset[tuple[object, Fraction]]
+"""Atoms (symbols, roots, functions, sums in parentheses) with their powers."""
+Sum = frozenset[tuple[Monomial, Fraction]]
+"""Terms with their coefficients."""
+
+ONE: Monomial = frozenset()
+ZERO: Sum = frozenset()
+MAX_FACTORIAL = 1_000
+
+
+class Unreadable(ValueError):
+    """The text is no mathematics of a known form."""
+
+
+def number(value: Fraction | int) -> Sum:
+    """A rational number."""
+    return frozenset({(ONE, Fraction(value))}) if value else ZERO
+
+
+def atom(key: object, power: Fraction | int = 1) -> Sum:
+    """One atom to a power."""
+    return frozenset({(frozenset({(key, Fraction(power))}), Fraction(1))})
+
+
+def rational(value: Sum) -> Fraction | None:
+    """The number that a sum is, if it has no atoms."""
+    if not value:
+        return Fraction(0)
+    ((monomial, coefficient), *others) = value
+    return coefficient if not others and not monomial else None
+
+
+def negative(value: Sum) -> Sum:
+    """The sum with its signs changed."""
+    return frozenset((monomial, -coefficient) for monomial, coefficient in value)
+
+
+def order(value: object) -> str:
+    """A text by which equal values stand at the same place; sets have no order of their own."""
+    if isinstance(value, frozenset):
+        return f"{{{','.join(sorted(map(order, value)))}}}"
+    return f"({','.join(map(order, value))})" if isinstance(value, tuple) else str(value)
+
+
+def content(value: Sum) -> Fraction:
+    """The rational number that all terms share, with the sign of the first in a fixed order."""
+    terms = sorted(value, key=lambda term: order(term[0]))
+    above = math.gcd(*(coefficient.numerator for _, coefficient in terms))
+    below = math.lcm(*(coefficient.denominator for _, coefficient in terms))
+    return Fraction(above if terms[-1][1] > 0 else -above, below)
+
+
+def scaled(value: Sum, factor: Fraction) -> Sum:
+    """The sum with its coefficients multiplied."""
+    return frozenset((monomial, coefficient * factor) for monomial, coefficient in value) if factor else ZERO
+
+
+def evaluate(value: Sum) -> Fraction | complex:
+    """The number that an expression is, exact if it is rational; Unreadable says that it is none."""
+    total: Fraction | complex = Fraction(0)
+    for monomial, coefficient in value:
+        term: Fraction | complex = coefficient
+        for key, power in monomial:
+            found = _evaluate_atom(key)
+            is_exact = isinstance(found, Fraction) and power.denominator == 1 and abs(power) < MAX_FACTORIAL
+            term *= found ** int(power) if is_exact else complex(found) ** float(power)
+        total += term
+    return total
+
+
+def _evaluate_atom(key: object) -> Fraction | complex:
+    match key:
+        case ("symbol", "pi" | "e" | "i" as name):
+            return {"pi": complex(math.pi), "e": complex(math.e), "i": 1j}[name]
+        case ("root", int(degree), radicand):
+            return complex(float(radicand)) ** (1 / degree)
+        case ("sum", frozenset() as inner):
+            return evaluate(inner)
+        case ("power", frozenset() as base, frozenset() as exponent):
+            return complex(evaluate(base)) ** complex(evaluate(exponent))
+        case ("number", Fraction() as number):
+            return number
+        case ("function", "!" | "binom" | "ln" | "log" as name, arguments):
+            found = [evaluate(argument) for argument in arguments]
+            if name in ("ln", "log"):
+                return cmath.log(complex(found[0])) / (1 if name == "ln" else math.log(10))
+            whole = [
+                int(value) for value in found if isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= MAX_FACTORIAL
+            ]
+            if len(whole) == len(found):
+                return Fraction(math.factorial(*whole) if name == "!" else math.comb(*whole))
+    raise Unreadable(f"{key!r:.40} is no number")

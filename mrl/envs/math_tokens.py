@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splits an answer in mathematics into tokens: one spelling for the ways in which LaTeX, Markdown and Unicode write the same thing."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import NamedTuple
+
+_SIGNS = {
+    "×": "times",
+    "÷": "div",
+    "·": "cdot",
+    "⋅": "cdot",
+    "∙": "cdot",
+    "√": "sqrt",
+    "∞": "infty",
+    "≤": "le",
+    "≥": "ge",
+    "⩽": "le",
+    "⩾": "ge",
+    "≠": "ne",
+    "±": "pm",
+    "∓": "mp",
+    "∪": "cup",
+    "∈": "in",
+    "≈": "approx",
+    "∅": "emptyset",
+    "∠": "angle",
+    "⟨": "langle",
+    "⟩": "rangle",
+    "→": "to",
+}
+_GREEK = dict(zip("αβγδεθλμρσφωτπ", "alpha beta gamma delta epsilon theta lambda mu rho sigma phi omega tau pi".split(), strict=True))
+_CHARACTERS = str.maketrans(
+    {sign: f" \\{name} " for sign, name in {**_SIGNS, **_GREEK}.items()}
+    | dict.fromkeys("\u2212\u2013\u2012\u2010\u2011\uff0d", "-")
+    | dict.fromkeys("\u00a0\u2002\u2003\u2005\u2006\u2007\u2009\u200a\u202f", "\\,")
+    | dict.fromkeys("\u200b\u2060\ufeff€£¥₹", "")
+    | {sign: f"^{{{power}}}" for sign, power in zip("⁰¹²³⁴⁵⁶⁷⁸⁹ⁿ", "0123456789n", strict=True)}
+    | {sign: f"_{{{number}}}" for sign, number in zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True)}
+    | {"°": "^\\circ ", "º": "^\\circ ", "\u2044": "/", "'": " \\prime ", "’": "", '"': ""}
+)
+_VULGAR = re.compile("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
+
+_STYLE = re.compile(
+    r"\\(?:text(?:bf|it|rm|normal|sf)?|math(?:rm|bf|it|sf|bb|cal|normal)|mbox|hbox|operatorname\*?|boldsymbol|bm|underline)\s*"
+    r"\{([^{}]*)\}"
+)
+# Also of units: `m/s`.
+_WORDS = re.compile(r"[^\W\d_]+(?:(?: +|/)[^\W\d_]+)*+\.?")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\[,;:!]|\\ |~)(?=\d{3}(?!\d))")
+_NOTHING = re.compile(
+    r"\\(?:left|right|displaystyle|textstyle|limits|quad|qquad|big|Big|bigg|Bigg|bigl|bigr|Bigl|Bigr|middle)(?![A-Za-z])\.?"
+    r"|(?<!\\)\\[()\[\]!,;: $]|[$~`]|\*\*|\\(?:hspace|vspace|phantom|hphantom|color|textcolor)\*?\{[^{}]*\}|(?<=\\\\)\[[\d.]+\s*[a-z]+\]"
+)
+_UNIT_FRACTION = re.compile(r'\\[dt]?frac\{\s*+"([^"]*)"\s*+\}\{\s*+"[^"]*"\s*+\}')
+_TOKEN = re.compile(
+    r'"(?P<word>[^"]*)"'
+    r"|(?P<group>\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)(?:\.\d+)?)"
+    r"|(?P<number>\d+(?:\.\d+)?[eE][-+]\d{2,3}(?!\d)|\d+(?:\.\d*)?|\.\d+)"
+    r"|(?P<command>\\(?:begin|end)\s*\{\w*\*?\}(?:\{[clr|]*\})?|\\[A-Za-z]+|\\\\|\\[{}%|])"
+    r"|(?P<letters>[A-Za-z]+)"
+    r"|(?P<sign>[^\s])"
+)
+_SAME = {
+    **dict.fromkeys(("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac"), "frac"),
+    **dict.fromkeys(("dbinom", "tbinom"), "binom"),
+    **dict.fromkeys(("leq", "leqslant"), "le"),
+    **dict.fromkeys(("geq", "geqslant"), "ge"),
+    **dict.fromkeys(("ast", "cdot", "times"), "cdot"),
+    **dict.fromkeys(("simeq", "approx", "doteq"), "approx"),
+    **dict.fromkeys(("lvert", "rvert", "vert", "mid"), "|"),
+    "varnothing": "emptyset",
+    "bigcup": "cup",
+    "neq": "ne",
+    "lbrace": "{",
+    "rbrace": "}",
+    "lbrack": "[",
+    "rbrack": "]",
+    "varphi": "phi",
+    "varepsilon": "epsilon",
+    "infinity": "infty",
+    "degree": "circ",
+    "degrees": "circ",
+}
+_BARE = {"%": "%", "{": "\\{", "}": "\\}", "|": "|", "[": "[", "]": "]"}
+
+FUNCTIONS = frozenset(
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp max min gcd lcm det arg sgn Re Im dim deg tr rank".split()
+)
+_NAMED = FUNCTIONS | {"sqrt", "pi", "infty", "infinity", "theta", "alpha", "beta", "degrees"}
+
+_UNIT_LISTS = (
+    "mm millimeter millimeters;cm centimeter centimeters centimetre centimetres;m meter meters metre metres;km kilometer kilometers;"
+    "in inch inches;ft foot feet;yd yard yards;mi mile miles;mg;g gram grams;kg kilogram kilograms;lb lbs pound pounds;oz ounce ounces;"
+    "s sec second seconds;min minute minutes;h hr hrs hour hours;day days;week weeks;month months;year years;ml mL;L liter liters litre;"
+    "dollar dollars USD usd;cent cents;euro euros EUR;mph;kmh kph;unit units;rad radian radians;J;N;W;Pa;Hz;K;V;A;mol"
+)
+UNITS = {name: names.split()[0] for names in _UNIT_LISTS.split(";") for name in names.split()}
+"""Names of units, by each the first of its spellings."""
+PERCENT = frozenset(("percent", "percentage", "pct"))
+
+
+class Token(NamedTuple):
+    """One sign of an answer."""
+
+    kind: str
+    """`number`, `command` (without its backslash), `letter`, `word` or `sign`."""
+    text: str
+
+    @property
+    def name(self) -> str:
+        """Its text, if it is no word."""
+        return "" if self.kind == "word" else self.text
+
+
+def plain(text: str) -> str:
+    """The text in ASCII LaTeX without spacing, styles and currency; words stand in double quotes."""
+    text = _VULGAR.sub(lambda match: "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", match[0]).split("\u2044")), text)
+    text = _THOUSANDS.sub("", text.translate(_CHARACTERS))
+    for _ in range(4):
+        text, count = _STYLE.subn(_unstyled, text)
+        if not count:
+            break
+    return _NOTHING.sub(" ", _UNIT_FRACTION.sub(r' "\1" ', text.replace("\\$", ""))).strip()
+
+
+def _unstyled(match: re.Match[str]) -> str:
+    content = match[1].strip()
+    if content[:1] + content[-1:] == "()" and len(content) > 3:
+        content = content[1:-1]  # 42 (apples)
+    if content in FUNCTIONS and content not in UNITS:
+        return f"\\{content} "
+    if _WORDS.fullmatch(content) and (len(content) > 1 or match[0].startswith("\\text")):
+        return f' "{content.rstrip(".")}" '
+    return f" {content} "
+
+
+def tokens_of(text: str) -> list[Token]:
+    """The tokens of an answer that `plain` has written; commas of thousands belong to numbers outside of brackets."""
+    found: list[Token] = []
+    depth = at = 0
+    while (match := _TOKEN.search(text, at)) is not None:
+        kind, content = match.lastgroup or "", match[match.lastgroup or 0]
+        at = match.end()
+        if kind == "group" and depth and "," in content:
+            content = content[: content.index(",")]
+            kind, at = "number", match.start() + len(content)
+        if kind in ("group", "number"):
+            found.append(Token("number", content.replace(",", "").replace(" ", "")))
+        elif kind == "letters":
+            found += _letters(content)
+        elif kind == "word":
+            found += [_word(word) for word in content.split()]
+        elif kind == "command":
+            name = content[1:].replace(" ", "")
+            name = _SAME.get(name, name)
+            found.append(Token("sign", _BARE[name]) if name in _BARE else Token("command", name))
+        else:
+            found.append(Token("sign", content))
+        if found and found[-1].kind == "sign":
+            depth += (found[-1].text in ("(", "[", "\\{")) - (found[-1].text in (")", "]", "\\}"))
+    return found
+
+
+def _letters(run: str) -> list[Token]:
+    if run in _NAMED:
+        return [Token("command", _SAME.get(run, run))]
+    is_word = run in UNITS or run in PERCENT or run in ("and", "or") or len(run) > 3 or (len(run) == 3 and list(run) != sorted(run))
+    return [_word(run)] if is_word and len(run) > 1 else [Token("letter", letter) for letter in run]
+
+
+def _word(text: str) -> Token:
+    # These separate the values of a list.
+    return Token("sign" if text in ("and", "or") else "word", text)
