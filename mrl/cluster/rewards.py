@@ -80,13 +80,15 @@ class RewardActor:
     def __init__(self, config: RunConfig, log_file: Path) -> None:
         start_actor_process(log_file)
         from mrl.data.chat import load_tokenizer, use_chat_template
+        from mrl.data.prompts import end_token_ids
 
         self.deadlines = config.deadlines
         self.max_turns = config.max_rollout_turns
         self.max_model_len = config.policy.generation.vllm_cfg.max_model_len
         self.tokenizer = load_tokenizer(config.policy.tokenizer.name)
         use_chat_template(self.tokenizer, config.policy.tokenizer)
-        self.format = TurnFormat(self.tokenizer, template_kwargs=config.policy.tokenizer.chat_template_kwargs)
+        template_kwargs, end_ids = config.policy.tokenizer.chat_template_kwargs, end_token_ids(config.policy, self.tokenizer)
+        self.format = TurnFormat(self.tokenizer, template_kwargs=template_kwargs, end_ids=end_ids)
         self.rules = rules_of(config, self.decode, self.tokenizer.all_special_tokens)
         self._remarks: dict[str, Remarks] = {}
         self.undecided: dict[str, Rollout] = {}

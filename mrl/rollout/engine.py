@@ -332,6 +332,9 @@ def _sampling_params(request: RolloutRequest, *, max_model_len: int) -> Sampling
         # A token may complete a string and bring more: all of it is kept.
         stop=list(sampling.stop_strings),
         detokenize=bool(sampling.stop_strings),
+        # A stop string may be a special token, or hold one.
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
