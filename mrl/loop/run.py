@@ -36,7 +36,8 @@ STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class Stopped(Exception):
-    """The run ends before its last step, while nothing is being trained: a signal came, or the prompts are used up."""
+    """The run ends before its last step, while nothing is being trained: a signal came, the prompts are used up, or its cause is raised
+    once the last step is saved."""
 
 
 @dataclass(frozen=True)
