@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from conversion.files.reading import check_plain_folder, read_file, read_json
 from mrl.config.rules.data import key_of
+from mrl.config.rules.tokens import beyond_vocabulary
 from mrl.data.fields import Fields, Message
 from mrl.data.gym import LEADING
 from mrl.data.rendering import Conversation, fit
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from mrl.config.schema.data import DataDefaultConfig, DatasetConfig
     from mrl.config.schema.policy import TokenizerConfig
+    from mrl.config.schema.run import RunConfig
 
 OWN_TEMPLATE = "default"
 """Value of policy.tokenizer.chat_template for the tokenizer's own."""
@@ -62,6 +64,15 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
         raise ValueError(
             f"policy.tokenizer.name={folder}: transformers finds no tokenizer there ({first_line}); give the folder of the model's"
         ) from error
+
+
+def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run, with its chat template. A ValueError says that the policy has no embedding of some of its tokens."""
+    tokenizer = load_tokenizer(config.policy.tokenizer.name)
+    use_chat_template(tokenizer, config.policy.tokenizer)
+    if problem := beyond_vocabulary(config, 1 + max(tokenizer.get_vocab().values())):
+        raise ValueError(problem)
+    return tokenizer
 
 
 def _is_plain(folder: Path) -> bool:

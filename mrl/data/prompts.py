@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from mrl.config.datasets import GYM_PROCESSOR, known_dataset
 from mrl.config.rules.data import NEMO_GYM, environment_names, environment_of_agent
 from mrl.config.texts import safe_text
-from mrl.data.chat import load_chat_format, load_tokenizer, most_tokens, render, tokenize, use_chat_template, with_prompts
+from mrl.data.chat import load_chat_format, most_tokens, render, tokenize, tokenizer_of, with_prompts
 from mrl.data.fields import Fields, RowError, first_key
 from mrl.data.files import find_data_files
 from mrl.data.gym import agent_of
@@ -88,8 +88,7 @@ def load_prompts(config: RunConfig) -> PromptData:
 
     A ValueError names the setting or file that is wrong, or up to 20 bad rows of a data set.
     """
-    tokenizer = load_tokenizer(config.policy.tokenizer.name)
-    use_chat_template(tokenizer, config.policy.tokenizer)
+    tokenizer = tokenizer_of(config)
 
     def finish(prompt_id: str, rendered: Rendered) -> Prompt:
         (token_ids,) = tokenize([rendered.text], tokenizer)

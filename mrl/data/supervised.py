@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mrl.data.chat import load_chat_format, load_tokenizer, use_chat_template, with_prompts
+from mrl.data.chat import load_chat_format, tokenizer_of, with_prompts
 from mrl.data.fields import Fields, RowError, optional_text
 from mrl.data.files import find_data_files
 from mrl.data.reading import LeftOut, Parsed, Reader, Rows, TooLong, read_split, with_processor
@@ -68,8 +68,7 @@ def load_examples(config: RunConfig) -> SupervisedData:
 
     A ValueError names the setting or file that is wrong, or up to 20 bad rows of a data set.
     """
-    tokenizer = load_tokenizer(config.policy.tokenizer.name)
-    use_chat_template(tokenizer, config.policy.tokenizer)
+    tokenizer = tokenizer_of(config)
 
     def finish(example_id: str, example: Example) -> Example:
         return dataclasses.replace(example, example_id=example_id)

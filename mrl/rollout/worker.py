@@ -114,6 +114,19 @@ class RefitWorker:
             return error
         return None
 
+    def limit_vocabulary(self, num_tokens: int) -> None:
+        """No token from this id on is drawn any more. Rows of the embedding that no token of the tokenizer has stand for no text."""
+        model = self.get_model()
+        compute: Callable[..., Tensor | None] = getattr(model, "compute_logits")  # noqa: B009  (of vLLM's models, not of nn.Module)
+
+        def limited(*arguments: object, **named: object) -> Tensor | None:
+            logits = compute(*arguments, **named)
+            if logits is not None:
+                logits[..., num_tokens:] = float("-inf")
+            return logits
+
+        setattr(model, "compute_logits", limited)  # noqa: B010  (a method is replaced)
+
     def record_routes(self, layers: Sequence[int]) -> None:
         self.recorder = RouteRecorder(self.model_runner, layers)
 
