@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -126,7 +126,11 @@ class RewardActor:
             remarks = self._remarks.pop(request_id, None)
             if self.max_turns > 1:
                 rollout = self.undecided.pop(request_id)
-                following = self.format.next_turn(rollout, verdict, max_turns=self.max_turns, max_model_len=self.max_model_len)
+                try:
+                    following = self.format.next_turn(rollout, verdict, max_turns=self.max_turns, max_model_len=self.max_model_len)
+                except ValueError as error:  # the observation is the environment's
+                    logger.warning("Rollout %s is not scored: %s", request_id, error)
+                    verdict, following = replace(verdict, is_valid=False, status="error", reason=str(error)), "over"
                 if isinstance(following, Transcript):
                     transcripts.append(following)
                     decisions.append((request_id, None))
