@@ -10,7 +10,6 @@ from pathlib import Path
 from mrl.config.errors import NotKnown
 from mrl.config.schema.data import DatasetConfig, TrainDatasetConfig
 from mrl.config.schema.run import RunConfig
-from mrl.data.files import find_data_files
 from mrl.data.records import records
 
 
@@ -56,5 +55,7 @@ def _num_kept(key: str, dataset: TrainDatasetConfig, enough: int) -> int:
 
 
 def _num_rows(key: str, dataset: DatasetConfig, most: int) -> int:
+    from mrl.data.files import find_data_files  # imports the client of the Hub, which checks of other files do without
+
     files = find_data_files(dataset, setting=key)
     return sum(1 for _ in islice((record for path in files for record in records(path)), most))
