@@ -51,8 +51,10 @@ def train(run: Run[Supplier], checkpoint: Checkpoint | None) -> RunState:
     try:
         while not run.is_over:
             train_step(run, state)
-    except Stopped:
+    except Stopped as end:
         run.saver.save_last(state)
+        if end.__cause__ is not None:
+            raise end.__cause__ from None
     return state
 
 

@@ -27,6 +27,7 @@ from mrl.cluster.payload import Packed, PayloadRef, describe, pack, with_transcr
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import ENGINE, EngineSlots, RequestBook, lost_engine
 from mrl.cluster.verbs import EngineVerbs
+from mrl.config.rules.tokens import num_choices
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import split_secrets
 from mrl.envs.endpoints import FILE_NAME, Endpoints, write_endpoints
@@ -74,6 +75,7 @@ class EngineActor:
             keeps_routes=config.policy.router_replay.enabled,
             keeps_kv_cache=config.rollouts.async_grpo.keeps_kv_cache,
             tokenizer=config.policy.tokenizer.name if config.policy.generation.stop_strings or has_server else None,
+            num_tokens=num_choices(config),
         )
         self.verbs: EngineVerbs = self.engine
         self.fetch_timeout_s = config.deadlines.reward_s

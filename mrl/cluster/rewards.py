@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -81,13 +81,15 @@ class RewardActor:
     def __init__(self, config: RunConfig, log_file: Path) -> None:
         start_actor_process(log_file)
         from mrl.data.chat import load_tokenizer, use_chat_template
+        from mrl.data.prompts import end_token_ids
 
         self.deadlines = config.deadlines
         self.max_turns = config.max_rollout_turns
         self.max_model_len = config.policy.generation.vllm_cfg.max_model_len
         self.tokenizer = load_tokenizer(config.policy.tokenizer.name)
         use_chat_template(self.tokenizer, config.policy.tokenizer)
-        self.format = TurnFormat(self.tokenizer, template_kwargs=config.policy.tokenizer.chat_template_kwargs)
+        template_kwargs, end_ids = config.policy.tokenizer.chat_template_kwargs, end_token_ids(config.policy, self.tokenizer)
+        self.format = TurnFormat(self.tokenizer, template_kwargs=template_kwargs, end_ids=end_ids)
         self.rules = rules_of(config, self.decode, self.tokenizer.all_special_tokens)
         self._remarks: dict[str, Remarks] = {}
         self.undecided: dict[str, Rollout] = {}
@@ -126,7 +128,11 @@ class RewardActor:
             remarks = self._remarks.pop(request_id, None)
             if self.max_turns > 1:
                 rollout = self.undecided.pop(request_id)
-                following = self.format.next_turn(rollout, verdict, max_turns=self.max_turns, max_model_len=self.max_model_len)
+                try:
+                    following = self.format.next_turn(rollout, verdict, max_turns=self.max_turns, max_model_len=self.max_model_len)
+                except ValueError as error:  # the observation is the environment's
+                    logger.warning("Rollout %s is not scored: %s", request_id, error)
+                    verdict, following = replace(verdict, is_valid=False, status="error", reason=str(error)), "over"
                 if isinstance(following, Transcript):
                     transcripts.append(following)
                     decisions.append((request_id, None))

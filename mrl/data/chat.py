@@ -4,24 +4,25 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import jinja2
-
 from conversion.files.reading import check_plain_folder, read_file, read_json
 from mrl.config.rules.data import key_of
-from mrl.data.rows import Message, RowError
+from mrl.config.rules.tokens import beyond_vocabulary
+from mrl.data.fields import Fields, Message
+from mrl.data.gym import LEADING
+from mrl.data.rendering import Conversation, fit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mrl.config.schema.data import DataDefaultConfig, DatasetConfig
     from mrl.config.schema.policy import TokenizerConfig
+    from mrl.config.schema.run import RunConfig
 
 OWN_TEMPLATE = "default"
 """Value of policy.tokenizer.chat_template for the tokenizer's own."""
@@ -65,6 +66,15 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
         ) from error
 
 
+def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run, with its chat template. A ValueError says that the policy has no embedding of some of its tokens."""
+    tokenizer = load_tokenizer(config.policy.tokenizer.name)
+    use_chat_template(tokenizer, config.policy.tokenizer)
+    if problem := beyond_vocabulary(config, 1 + max(tokenizer.get_vocab().values())):
+        raise ValueError(problem)
+    return tokenizer
+
+
 def _is_plain(folder: Path) -> bool:
     """Whether AutoTokenizer would only find the plain class of all fast tokenizers, after an import of torch and its compiler."""
     files = [folder / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")]
@@ -103,7 +113,7 @@ def with_prompts(messages: Sequence[Message], chat: ChatFormat, *, around: Liter
     if questions:
         index = questions[0 if around == "first" else -1]
         asked[index] = {**asked[index], "content": chat.prompt.format(asked[index]["content"])}
-    if chat.system_prompt is not None and asked[0]["role"] != "system":
+    if chat.system_prompt is not None and asked[0]["role"] not in LEADING:
         asked.insert(0, {"role": "system", "content": chat.system_prompt})
     return asked
 
@@ -136,31 +146,9 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfi
             )
 
 
-def render(messages: Sequence[Message], tools: Sequence[Message], tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> str:
-    """The text of a conversation that waits for the assistant's turn; a RowError says that the template refuses it."""
-    template_kwargs: dict[str, Any] = dict(chat.template_kwargs or {})
-    if tools:
-        template_kwargs["tools"] = list(tools)
-    try:
-        turns: Any = [_with_arguments(message) for message in messages]
-        text: Any = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **template_kwargs)
-    except (jinja2.TemplateError, TypeError, ValueError, AttributeError) as error:
-        raise RowError(f"the chat template does not take this conversation: {error}") from error
-    return text
-
-
-def _with_arguments(message: Message) -> Message:
-    # Templates walk through the arguments of calls as objects; OpenAI's format has them as JSON text.
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    parsed = []
-    for call in calls:
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            call = {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
-        parsed.append(call)
-    return {**message, "tool_calls": parsed}
+def render(messages: Sequence[Message], tools: Sequence[Fields], tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> str:
+    """The text of a conversation that waits for the assistant's turn; errors as `fit` has them."""
+    return fit(Conversation(messages, tools), tokenizer, chat.template_kwargs, add_generation_prompt=True)[1]
 
 
 def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING
 from mrl.config.datasets import GYM_PROCESSOR, known_dataset
 from mrl.config.rules.data import NEMO_GYM, environment_names, environment_of_agent
 from mrl.config.texts import safe_text
-from mrl.data.chat import load_chat_format, load_tokenizer, most_tokens, render, tokenize, use_chat_template, with_prompts
+from mrl.data.chat import load_chat_format, most_tokens, render, tokenize, tokenizer_of, with_prompts
+from mrl.data.fields import Fields, RowError, first_key
 from mrl.data.files import find_data_files
+from mrl.data.gym import agent_of
 from mrl.data.reading import LeftOut, NoEnvironment, Parsed, Reader, Rows, read_split, with_processor
-from mrl.data.rows import Fields, RowError, agent_of, answer_keys, first_key, parse_row
+from mrl.data.rows import GOLD_MARK, answer_keys, parse_row
 from mrl.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     from mrl.config.schema.generation import GenerationConfig
     from mrl.config.schema.policy import PolicyConfig
     from mrl.config.schema.run import RunConfig
+
+logger = logging.getLogger(__name__)
 
 NEED_ANSWER = ("math", "mcqa")
 """Environments that compare with an answer: every row must have one."""
@@ -83,8 +88,7 @@ def load_prompts(config: RunConfig) -> PromptData:
 
     A ValueError names the setting or file that is wrong, or up to 20 bad rows of a data set.
     """
-    tokenizer = load_tokenizer(config.policy.tokenizer.name)
-    use_chat_template(tokenizer, config.policy.tokenizer)
+    tokenizer = tokenizer_of(config)
 
     def finish(prompt_id: str, rendered: Rendered) -> Prompt:
         (token_ids,) = tokenize([rendered.text], tokenizer)
@@ -93,6 +97,13 @@ def load_prompts(config: RunConfig) -> PromptData:
         return Prompt(prompt_id, token_ids, question, answer, rendered.env_name, rendered.row, rendered.teacher)
 
     train, validation, left_out = read_split(config.data, lambda key, dataset: _reader(key, dataset, config, tokenizer), finish)
+    begin = tokenizer.bos_token_id
+    if begin is not None and tokenizer("x")["input_ids"][:1] == [begin] and begin not in train[0].token_ids[:2]:
+        logger.warning(
+            "Prompts do not begin with %s, which the tokenizer puts before texts: the chat template (policy.tokenizer.chat_template) does "
+            "not write it, and it writes all of a prompt's special tokens. If the model was trained with it, write {{ bos_token }} there",
+            tokenizer.bos_token,
+        )
     # What stands in padding is never looked at; it only has to be in the vocabulary.
     pad_token_id = next(iter(_token_ids(tokenizer.pad_token_id)), 0)
     asked = validation.select(range(len(validation))[: config.rollouts.max_val_samples])
@@ -120,8 +131,8 @@ def _reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreT
         teacher = config.teacher_of(taught_as) if key.startswith("data.train") else ""
         if teacher is None:
             raise RowError(f"no teacher: {taught_as} is not in on_policy_distillation.teacher_model_by_agent_name")
-        if not row.answer and env_name in NEED_ANSWER:
-            first_key(fields, answer_keys(dataset))
+        if env_name in NEED_ANSWER:
+            _check_answer(row.answer, fields, dataset)
         messages = row.messages if dataset.processor == GYM_PROCESSOR else with_prompts(row.messages, chat, around="last")
         text = render(messages, row.tools, tokenizer, chat)
         # Tokenising takes longer than all else; most rows are short enough by their bytes.
@@ -137,6 +148,17 @@ def _reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreT
     return Reader(key, dataset.source, find_data_files(dataset, setting=key), with_processor(dataset.processor, parse), dataset.repeat)
 
 
+def _check_answer(answer: str, fields: Fields, dataset: DatasetConfig) -> None:
+    """Raises RowError if no reply can be compared with the answer of a row."""
+    if not answer:
+        key = first_key(fields, answer_keys(dataset))
+        raise RowError(f"{key} is {type(fields[key]).__name__}, with which no reply can be compared; give a text or a number")
+    if answer.lower() == "nan":
+        raise RowError("the answer is nan, as tables write where none was given; give one, or remove the row")
+    if GOLD_MARK in answer:
+        raise RowError(f"of the lines that follow {GOLD_MARK} in the answer none is the only one; give the answer alone as expected_answer")
+
+
 def sampling_params(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
     """How training samples rollouts.
 
@@ -145,9 +167,7 @@ def sampling_params(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) ->
     generation = policy.generation
     stop_token_ids = generation.stop_token_ids
     if stop_token_ids is None:
-        file = Path(policy.model_name) / "generation_config.json"
-        of_model = _token_ids(json.loads(file.read_text()).get("eos_token_id")) if file.is_file() else []
-        stop_token_ids = sorted({*_token_ids(tokenizer.eos_token_id), *of_model})
+        stop_token_ids = sorted(_eos_token_ids(policy, tokenizer))
     return SamplingParams(
         temperature=generation.temperature,
         top_p=generation.top_p,
@@ -156,6 +176,20 @@ def sampling_params(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) ->
         stop_token_ids=tuple(stop_token_ids),
         stop_strings=tuple(generation.stop_strings or ()),
     )
+
+
+def end_token_ids(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Tokens that mark the end of a turn: the end-of-sequence tokens, and the special tokens that rollouts stop at."""
+    generation = policy.generation
+    special = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    stops = {token_id for token_id in generation.stop_token_ids or () if token_id in special}
+    return _eos_token_ids(policy, tokenizer) | stops | {key for key, token in special.items() if token in (generation.stop_strings or ())}
+
+
+def _eos_token_ids(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    file = Path(policy.model_name) / "generation_config.json"
+    of_model = _token_ids(json.loads(file.read_text()).get("eos_token_id")) if file.is_file() else []
+    return {*_token_ids(tokenizer.eos_token_id), *of_model}
 
 
 def _token_ids(value: object) -> list[int]:

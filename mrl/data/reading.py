@@ -24,9 +24,9 @@ from conversion.files.durable import write_atomic
 from mrl.config.datasets import PROCESSORS
 from mrl.config.own import find
 from mrl.config.texts import safe_text
+from mrl.data.fields import Fields, RowError, json_object
 from mrl.data.order import epoch_order
 from mrl.data.records import Record, records
-from mrl.data.rows import Fields, RowError, json_object
 
 if TYPE_CHECKING:
     from mrl.config.schema.data import DataConfig, DatasetConfig

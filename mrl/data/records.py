@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from conversion.files.reading import open_file
-from mrl.data.rows import MAX_LINE_BYTES
+from mrl.data.fields import MAX_LINE_BYTES
 
 TABLES = (".parquet", ".arrow")
 SUFFIXES = (*TABLES, ".jsonl", ".json", ".jsonl.gz", ".json.gz")

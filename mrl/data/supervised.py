@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mrl.data.chat import load_chat_format, load_tokenizer, use_chat_template, with_prompts
+from mrl.data.chat import load_chat_format, tokenizer_of, with_prompts
+from mrl.data.fields import Fields, RowError, optional_text
 from mrl.data.files import find_data_files
 from mrl.data.reading import LeftOut, Parsed, Reader, Rows, TooLong, read_split, with_processor
-from mrl.data.rows import Fields, Message, RowError, optional_text, parse_pair, parse_row
+from mrl.data.rendering import Conversation, fit, write
+from mrl.data.rows import parse_pair, parse_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,14 +53,6 @@ class SupervisedData:
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """Messages, and the tools that the assistant may call (None: the template hears of no tools)."""
-
-    messages: Sequence[Message]
-    tools: Sequence[Message] | None = None
-
-
-@dataclass(frozen=True)
 class ConversationFormat:
     """How a conversation becomes tokens; the fields are the config keys of these names."""
 
@@ -74,8 +68,7 @@ def load_examples(config: RunConfig) -> SupervisedData:
 
     A ValueError names the setting or file that is wrong, or up to 20 bad rows of a data set.
     """
-    tokenizer = load_tokenizer(config.policy.tokenizer.name)
-    use_chat_template(tokenizer, config.policy.tokenizer)
+    tokenizer = tokenizer_of(config)
 
     def finish(example_id: str, example: Example) -> Example:
         return dataclasses.replace(example, example_id=example_id)
@@ -101,10 +94,10 @@ def _reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreT
     def parse(fields: Fields) -> Parsed[Example]:
         if config.learns_pairs:
             pair = parse_pair(fields, dataset)
-            conversations = [Conversation([*pair.messages, *reply]) for reply in (pair.chosen, pair.rejected)]
+            conversations = [Conversation([*pair.messages, *reply], pair.tools) for reply in (pair.chosen, pair.rejected)]
         else:
             row = parse_row(fields, dataset)
-            conversations = [Conversation([*row.messages, *([] if row.reply is None else [row.reply])], row.tools or None)]
+            conversations = [Conversation([*row.messages, *([] if row.reply is None else [row.reply])], row.tools)]
         sequences = []
         for conversation in conversations:
             prompted = dataclasses.replace(conversation, messages=with_prompts(conversation.messages, chat, around="first"))
@@ -128,16 +121,13 @@ def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how
     if not answers:
         raise RowError("no message has the role assistant, so there is nothing to learn")
 
-    def render(count: int, *, add_generation_prompt: bool = False) -> str:
-        # Templates take what transformers' annotations leave out: contents and tools of any JSON.
-        shown: Any = list(messages[:count])
-        extra: dict[str, Any] = {**how.template_kwargs, "tools": conversation.tools, "add_generation_prompt": add_generation_prompt}
-        try:
-            return str(tokenizer.apply_chat_template(shown, tokenize=False, **extra))
-        except Exception as error:  # the template is the model's, written in Jinja, and raises what it likes
-            raise RowError(f"the chat template cannot render the conversation: {type(error).__name__}: {error}") from error
+    shown, text = fit(conversation, tokenizer, how.template_kwargs, add_generation_prompt=False)
 
-    texts = [render(len(messages))]
+    def render(count: int, *, add_generation_prompt: bool = False) -> str:
+        part = Conversation(shown.messages[:count], shown.tools)
+        return write(part, tokenizer, how.template_kwargs, add_generation_prompt=add_generation_prompt)
+
+    texts = [text]
     for index in answers[-1:] if how.only_unmask_final else answers:
         before, after = render(index) if index else "", render(index + 1)
         if not texts[0].startswith(before) or not texts[0].startswith(after):

@@ -16,7 +16,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 from datasets.exceptions import DatasetsError
 
-from mrl.data.rows import Fields
+from mrl.data.fields import Fields
 
 BATCH_ROWS = 64
 """Rows in memory at once. Parquet stores a repeated text once, but each row that is read has its own copy."""

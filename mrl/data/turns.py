@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-import jinja2
 import numpy as np
 
 from mrl.config.texts import MAX_TEXT_CHARACTERS, safe_text
+from mrl.data.fields import RowError
+from mrl.data.rendering import OLDER_ROLES, Conversation, lost_part, renamed, write
 from mrl.types import Rollout, Transcript, Verdict
 
 if TYPE_CHECKING:
@@ -31,10 +32,14 @@ _ANSWER = "the-answer-stands-here"
 class TurnFormat:
     """Reads and writes the turns of a rollout, with a tokenizer and its chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, template_kwargs: Mapping[str, object] | None) -> None:
-        """`template_kwargs` are those of the prompts, policy.tokenizer.chat_template_kwargs."""
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, template_kwargs: Mapping[str, object] | None, end_ids: Collection[int] = ()
+    ) -> None:
+        """`template_kwargs` are those of the prompts, policy.tokenizer.chat_template_kwargs; `end_ids` end a turn."""
         self.tokenizer = tokenizer
-        self._template_kwargs: dict[str, Any] = dict(template_kwargs or {})
+        self._template_kwargs = template_kwargs
+        self._end_ids = frozenset(end_ids)
+        self._has_warned = False
 
     def texts(self, rollout: Rollout) -> tuple[str, ...]:
         """The text of each turn of the model, without special tokens but with `MARKUP`, as `safe_text`."""
@@ -70,27 +75,31 @@ class TurnFormat:
     def tail_ids(self, last_token_id: int, observation: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids between the model's last token and its next turn: the rest of its message, the observation, the head of the next one.
 
-        The chat template writes them behind an assistant's message. If they begin with the model's last token, which marks the end, that
-        token is left out.
+        The chat template writes them behind an assistant's message. If they begin with a mark of the end, and the model has written that
+        one or another already, it is left out.
         """
-        messages = [{"role": "user", "content": ""}, {"role": "assistant", "content": _ANSWER}, *map(dict, observation)]
-        if not self._knows_tools:  # then their results are messages of the user
-            messages = [{**message, "role": message["role"].replace("tool", "user")} for message in messages]
-        try:
-            text: Any = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self._template_kwargs)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template of {self.tokenizer.name_or_path} does not take the observation: {error}") from error
-        ids: list[int] = self.tokenizer(text.rpartition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
-        return ids[1:] if ids[:1] == [last_token_id] else ids
+        ids: list[int] = self.tokenizer(self._tail(observation), add_special_tokens=False)["input_ids"]
+        has_ended = ids[:1] == [last_token_id] or {last_token_id, *ids[:1]} <= self._end_ids
+        return ids[1:] if has_ended else ids
 
-    @cached_property
-    def _knows_tools(self) -> bool:
-        messages = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}, {"role": "tool", "content": _ANSWER}]
-        try:
-            return _ANSWER in str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template_kwargs))
-        except jinja2.TemplateError:
-            logger.warning("The chat template knows no tools: results of tools are written as the user's messages")
-            return False
+    def _tail(self, observation: Sequence[Mapping[str, str]]) -> str:
+        answers = Conversation([dict(message) for message in observation])
+        reason = ""
+        for roles in ({}, OLDER_ROLES, OLDER_ROLES | {"tool": "user", "function": "user"}):
+            messages = [{"role": "user", "content": ""}, {"role": "assistant", "content": _ANSWER}, *renamed(answers.messages, roles)]
+            try:
+                text = write(Conversation(messages), self.tokenizer, self._template_kwargs, add_generation_prompt=True)
+            except RowError as error:
+                reason = reason or str(error)
+                continue
+            tail = text.rpartition(_ANSWER)[2]
+            if (lost := lost_part(answers, tail)) is None:
+                if "tool" in roles and not self._has_warned:
+                    logger.warning("The chat template knows no tools: results of tools are written as the user's messages")
+                    self._has_warned = True
+                return tail
+            reason = reason or f"it leaves {lost} out"
+        raise ValueError(f"the chat template of {self.tokenizer.name_or_path} does not take the observation: {reason}")
 
     @cached_property
     def _hidden_ids(self) -> frozenset[int]:

@@ -103,10 +103,12 @@ def outcome(returned: object) -> Outcome:
 
 
 def _number(value: object, what: str) -> float:
-    # numpy's numbers are Real too.
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    # numpy's booleans and torch's scalars are no Real; `item` makes them one. True and False are 1 and 0, as in verl.
+    item = getattr(value, "item", None)
+    found = item() if callable(item) else value
+    if not isinstance(found, numbers.Real):
         raise TypeError(f"{what} is {value!r:.100}, a {type(value).__name__}, not a number")
-    return float(value)
+    return float(found)
 
 
 def _messages(value: object) -> tuple[Mapping[str, str], ...]:

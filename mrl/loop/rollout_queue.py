@@ -40,7 +40,7 @@ class GroupSource(Protocol):
 
 
 class NoSignal(ValueError):
-    """Dynamic sampling did not find enough groups whose rewards differ."""
+    """Dynamic sampling did not find enough groups whose rewards differ, or too many steps in a row had none."""
 
 
 @dataclass(frozen=True)

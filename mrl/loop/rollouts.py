@@ -14,11 +14,13 @@ from mrl.cluster.session import RolloutSession, start_session
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import make_batches
 from mrl.data.prompts import PromptData, load_prompts, validation_sampling
+from mrl.data.steps import num_steps_of
 from mrl.loop.critic import Critic
 from mrl.loop.preflight import check_start
-from mrl.loop.rollout_queue import RolloutQueue, open_queue
+from mrl.loop.rollout_queue import NoSignal, RolloutQueue, open_queue
 from mrl.loop.run import Budget, Run, StepData, Stopped, Training
 from mrl.loop.saving import open_saver
+from mrl.loop.signal_watch import SignalWatch
 from mrl.store.about import about_refit
 from mrl.store.identity import identity_of
 from mrl.store.run_folder import RunFolder
@@ -40,6 +42,7 @@ class RolloutSupplier:
     folder: RunFolder
     session: RolloutSession
     queue: RolloutQueue
+    watch: SignalWatch
 
     def prove_weights(self) -> None:
         refit = self.session.refit
@@ -59,6 +62,9 @@ class RolloutSupplier:
             sequences, signals = sequences_to_teach(supplied.groups), dict[str, float]()
         else:
             sequences, signals = train_sequences(supplied.groups, grpo, compares_rollouts=self.config.compares_rollouts)
+            uses_rewards = self.config.compares_rollouts or self.config.has_critic
+            if uses_rewards and (problem := self.watch.note(state.step + 1, supplied.groups, sequences)):
+                raise Stopped from NoSignal(problem)
         if self.config.teachers:
             with clock.phase("teacher"):
                 sequences = self.session.taught(sequences, [group.prompt.teacher for group in supplied.groups for _ in group.rollouts])
@@ -103,7 +109,7 @@ def prepare(config: RunConfig) -> Training[RolloutSupplier]:
     """Checks config, model and data before any process starts; returns the run, ready to start. ValueError: the input is at fault."""
     config = check_start(config)
     data, grpo = load_prompts(config), config.rollouts
-    config.num_steps = num_steps = min(grpo.max_num_steps, grpo.max_num_epochs * len(data.train) // grpo.num_prompts_per_step)
+    config.num_steps = num_steps = min(grpo.max_num_steps, num_steps_of(config, len(data.train)))
 
     @contextmanager
     def open_run(folder: RunFolder, budget: Budget) -> Iterator[Run[RolloutSupplier]]:
@@ -117,7 +123,7 @@ def prepare(config: RunConfig) -> Training[RolloutSupplier]:
                 budget.check()
 
             queue = open_queue(config, data, session.collector, folder.ledger, last_step=num_steps, on_wait=on_wait)
-            supplier = RolloutSupplier(config, data, folder, session, queue)
+            supplier = RolloutSupplier(config, data, folder, session, queue, SignalWatch(grpo.max_steps_without_signal))
             yield Run(config, folder, supplier, saver, budget, num_steps, Critic(config, session) if config.has_critic else None)
 
     return Training(config, num_steps, data.left_out, identity_of(config, data.train, data.left_out), open_run)

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 
 class Stopped(Exception):
-    """The run ends before its last step, while nothing is being trained: a signal came, or the prompts are used up."""
+    """The run ends before its last step, while nothing is being trained: a signal came, the prompts are used up, or its cause is raised
+    once the last step is saved."""
 
 
 @dataclass(frozen=True)

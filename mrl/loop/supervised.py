@@ -19,6 +19,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.data.batch import batch_examples
 from mrl.data.order import prompts_of_step
 from mrl.data.planning import SequenceCost, sequence_cost
+from mrl.data.steps import num_steps_of
 from mrl.data.supervised import Example, SupervisedData, load_examples
 from mrl.loop.preflight import check_start
 from mrl.loop.run import Budget, Run, StepData, Training
@@ -88,13 +89,7 @@ def prepare(config: RunConfig) -> Training[ExampleSupplier]:
     """Checks config, model and data before any process starts; returns the run, ready to start. ValueError: the input is at fault."""
     config = check_start(config)
     data = load_examples(config)
-    training, batch_size = config.training, config.policy.train_global_batch_size
-    num_steps = training.max_num_epochs * len(data.train) // batch_size
-    if num_steps == 0:
-        raise ValueError(
-            f"policy.train_global_batch_size={batch_size}: {training.max_num_epochs} epochs of {len(data.train)} rows do not fill one batch"
-            f"; lower it or raise {config.algorithm}.max_num_epochs"
-        )
+    training, num_steps = config.training, num_steps_of(config, len(data.train))
     # Only the data tell how many steps an epoch has.
     num_steps = num_steps if training.max_num_steps < 0 else min(num_steps, training.max_num_steps)
     config = with_value(config, f"{config.algorithm}.max_num_steps", num_steps)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.config.rules.tokens import num_choices
 from mrl.phases import ModelName, role_of
 
 if TYPE_CHECKING:
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
 def vocab_size_of(config: RunConfig, model: ModelName) -> int:
     """Tokens among which a model chooses: those of its config.json, but a teacher only among the student's.
 
-    Models of one tokenizer may differ in the rows of their embeddings, which are rounded up: 151,936 and 152,064 in Qwen 2.5.
+    Models of one tokenizer may differ in the rows of their embeddings, which are rounded up: 151,936 and 152,064 in Qwen 2.5. Engines draw
+    none of the tokens that the tokenizer does not have.
     """
     names = [config.of_model(model).policy.model_name]
     if role_of(model) == "teacher":
         names.append(config.policy.model_name)
-    return min(int(json.loads((Path(name) / "config.json").read_text())["vocab_size"]) for name in names)
+    sizes = [int(json.loads((Path(name) / "config.json").read_text())["vocab_size"]) for name in names]
+    return min([*sizes, num_choices(config) or sizes[0]] if config.has_engines else sizes)
 
 
 # fp32 copies of given logits live for this many rows at a time: 4 bytes x 1024 x V/tp, 0.27 GB for 131,072 columns at tp 2.

@@ -20,9 +20,10 @@ from typing import IO
 
 from conversion.files.durable import sync_file, write_atomic
 from mrl.config.rules.data import environment_of_agent
+from mrl.data.fields import Fields, RowError, json_object, text_of
 from mrl.data.files import SUFFIXES
+from mrl.data.gym import gym_conversation
 from mrl.data.records import TABLES, records
-from mrl.data.rows import Fields, RowError, gym_conversation, json_object, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +176,7 @@ def problem_of(fields: Fields) -> Problem:
     message = prompt[0] if isinstance(prompt, list) and prompt else None
     if not isinstance(message, dict) or not isinstance(message.get("content"), str) or not isinstance(reward_model, dict):
         raise RowError("a row must have prompt[0].content and reward_model.ground_truth")
-    answer = text_of(reward_model, ("ground_truth",))
+    answer = text_of(reward_model, ("ground_truth",)).strip()
     if answer.startswith("[") and answer.endswith("]"):
         # Skywork lists the answers that count, as JSON.
         try:

@@ -69,13 +69,15 @@ class Engine:
         keeps_routes: bool = False,
         keeps_kv_cache: bool = False,
         tokenizer: str | None = None,
+        num_tokens: int = 0,
     ) -> None:
         """Starts the engine with the weights of `model_dir`, read by vLLM's own loader; see `engine_arguments`.
 
         A call of its workers (all that moves, compares or lists weights) hangs when it takes longer than `worker_timeout_s`.
         With `keeps_routes` its rollouts tell which experts their tokens went through. With `keeps_kv_cache` requests that a new weight
         version finds running go on with the keys, values and states of the old one; else they compute them anew. `tokenizer` is the
-        folder of the tokenizer in whose text stop strings are looked for, if requests have any; `callers` ask in its text, too.
+        folder of the tokenizer in whose text stop strings are looked for, if requests have any; `callers` ask in its text, too. Only the
+        first `num_tokens` tokens are drawn; 0: all of the model's.
         """
         self._worker_timeout_s = worker_timeout_s
         self._max_model_len = config.vllm_cfg.max_model_len
@@ -83,6 +85,8 @@ class Engine:
         self.llm = LLMEngine.from_engine_args(
             engine_arguments(model_dir, config, seed=seed, device_ids=device_ids, keeps_routes=keeps_routes, tokenizer=tokenizer)
         )
+        if num_tokens:
+            self._workers("limit_vocabulary", num_tokens)
         self._keeps_kv_cache = keeps_kv_cache
         self.callers = Callers(config.vllm_cfg.num_http_slots)
         """Requests of other threads, which steps take in and answer beside the rollouts."""
@@ -332,6 +336,9 @@ def _sampling_params(request: RolloutRequest, *, max_model_len: int) -> Sampling
         # A token may complete a string and bring more: all of it is kept.
         stop=list(sampling.stop_strings),
         detokenize=bool(sampling.stop_strings),
+        # A stop string may be a special token, or hold one.
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

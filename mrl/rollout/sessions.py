@@ -154,6 +154,5 @@ def continued(sampled_ids: Sequence[int], answered_ids: Sequence[int], whole_ids
             f"without one of the tokens {sorted(end_ids)} behind each answer a conversation cannot go on from the tokens that were sampled"
         )
     end = ends[num_ends - 1]
-    # An answer that was cut off at its longest has no end mark of its own.
-    kept = sampled_ids[:-1] if sampled_ids[-1] == whole_ids[end] else sampled_ids
-    return [*kept, *whole_ids[end:]]
+    # An answer that was cut off at its longest has no end mark of its own; one that has another than the template's gets no second.
+    return [*sampled_ids, *whole_ids[end + (sampled_ids[-1] in end_ids) :]]

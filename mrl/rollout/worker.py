@@ -114,6 +114,24 @@ class RefitWorker:
             return error
         return None
 
+    def limit_vocabulary(self, num_tokens: int) -> None:
+        """No token from this id on is drawn any more. Rows of the embedding that no token of the tokenizer has stand for no text."""
+        config = self.model_runner.vllm_config
+        if num_tokens >= config.model_config.get_vocab_size():
+            return
+        if config.parallel_config.enable_batch_sharded_sampling:
+            raise ValueError("vllm_kwargs.enable_batch_sharded_sampling=true draws padding of the embedding, too; leave it out")
+        model = self.get_model()
+        compute: Callable[..., Tensor | None] = getattr(model, "compute_logits")  # noqa: B009  (of vLLM's models, not of nn.Module)
+
+        def limited(*arguments: object, **named: object) -> Tensor | None:
+            logits = compute(*arguments, **named)
+            if logits is not None:
+                logits[..., num_tokens:] = float("-inf")
+            return logits
+
+        setattr(model, "compute_logits", limited)  # noqa: B010  (a method is replaced)
+
     def record_routes(self, layers: Sequence[int]) -> None:
         self.recorder = RouteRecorder(self.model_runner, layers)
 

@@ -45,6 +45,6 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (model / "config.json").write_text(json.dumps(TINY_CONFIG))
     (model / "model.safetensors").touch()
     for name in ("train.jsonl", "validation.jsonl", "train_preferences.jsonl", "validation_preferences.jsonl"):
-        (data / name).write_text('{"question": "1+1=", "answer": "2"}\n')
+        (data / name).write_text('{"question": "1+1=", "answer": "2"}\n' * 64)
     monkeypatch.chdir(tmp_path)
     return tmp_path

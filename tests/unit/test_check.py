@@ -65,6 +65,36 @@ def test_a_machine_that_has_all_passes_the_strict_check(said, workplace: Path):
     assert code == 2 and lines_of(output, "To be provided: 1")[0].startswith("data.train.data_path=prepared/tiny/data/train.jsonl: no such")
 
 
+SETS = "data.train.datasets=[{data_path: prepared/tiny/data/train.jsonl}]"
+ROWS = "rows do not fill one step"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (
+            ["grpo_tiny.yaml", "grpo={num_prompts_per_step: 99, max_num_epochs: 1}"],
+            f"grpo.num_prompts_per_step=99: 1 epochs of 64 {ROWS}",
+        ),
+        (["ppo_tiny.yaml", "ppo={num_prompts_per_step: 99, max_num_epochs: 1}"], f"ppo.num_prompts_per_step=99: 1 epochs of 64 {ROWS}"),
+        (
+            ["distillation_tiny.yaml", "distillation={num_prompts_per_step: 65, max_num_epochs: 1}", SETS],
+            f"distillation.num_prompts_per_step=65: 1 epochs of 64 {ROWS}",
+        ),
+        (
+            ["sft_tiny.yaml", "policy.train_global_batch_size=100", "data.train.split_validation_size=0.5", "sft.max_num_epochs=3"],
+            f"policy.train_global_batch_size=100: 3 epochs of 32 {ROWS}",
+        ),
+    ],
+)
+def test_fewer_rows_than_a_step_takes_are_refused(said, workplace: Path, words: list[str], problem: str):
+    code, output = said(*words)
+    assert code == 2 and problem in output
+    path = workplace / "prepared/tiny/data/train.jsonl"
+    path.write_text(path.read_text() * 4)
+    assert ROWS not in said(*words)[1]
+
+
 def test_a_strict_start_is_no_option():
     with pytest.raises(SystemExit):
         main(["grpo_tiny.yaml", check.STRICT])

@@ -127,7 +127,8 @@ def test_the_config_of_the_tutorial_is_a_run(tmp_path: Path, monkeypatch: pytest
     page = (DOCS / "tutorial.md").read_text()
     blocks = {kind: re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("yaml", "json", "text")}
     texts = {kind: match[1] for kind, match in blocks.items() if match}
-    files = {"my_run.yaml": texts["yaml"], "train.jsonl": texts["json"], "validation.jsonl": texts["json"], "prompt.txt": texts["text"]}
+    files = {"my_run.yaml": texts["yaml"], "train.jsonl": texts["json"] * 64, "validation.jsonl": texts["json"]}
+    files["prompt.txt"] = texts["text"]
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)

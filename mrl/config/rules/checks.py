@@ -15,7 +15,7 @@ from mrl.config.checkpoint_size import checkpoint_bytes
 from mrl.config.errors import ConfigError, NotKnown, Problems, Unchecked, Unprovided
 from mrl.config.model import ModelSizes, is_hub_id, read_model
 from mrl.config.passthrough import check_arguments
-from mrl.config.rules import algorithms, data, layout, models, own, speculation, teacher, training
+from mrl.config.rules import algorithms, data, layout, models, own, speculation, teacher, tokens, training
 from mrl.config.rules.models import Check, ModelCheck
 from mrl.config.schema.run import RunConfig
 
@@ -149,6 +149,7 @@ RULES: dict[str, Check] = {
     "parallel layout": layout.check_cluster,
     "profiler": layout.check_profiler,
     "teacher": teacher.check_teacher,
+    "tokens of the policy": tokens.check_vocabulary,
 }
 """What a group of rules is about -> the check that adds a problem for each of them that is broken."""
 ROLLOUT_RULES: dict[str, Check] = {

@@ -106,10 +106,13 @@ def _check_dataset(key: str, dataset: DatasetConfig, default: DataDefaultConfig,
         if is_prepared(path):
             way_out = "correct the path (`python -m mrl.prepare tiny` makes prepared/tiny/data)"
         problems.add(f"{key}.data_path", f"no such file or folder in {Path.cwd()}", way_out, Unprovided)
-    for name, path in (("prompt_file", dataset.prompt_file), ("system_prompt_file", dataset.system_prompt_file)):
-        file_key = key_of(name, default, dataset, key)
-        if path is not None and dataset.processor == GYM_PROCESSOR:
+    for name in ("prompt_file", "system_prompt_file", "system_prompt", "system_key"):
+        given, given_key = vars(dataset)[name], key_of(name, default, dataset, key)
+        if given is not None and dataset.processor == GYM_PROCESSOR:
             rule = f"processor={GYM_PROCESSOR} leaves conversations as the rows give them"
-            problems.add(file_key, rule, "set it to null, or use another processor")
-        elif path is not None and not os.path.isfile(path):
-            problems.add(file_key, f"no such file in {Path.cwd()}", "correct the path", Unprovided)
+            problems.add(given_key, rule, "set it to null, or use another processor")
+        elif given is not None and name.endswith("file") and not os.path.isfile(given):
+            problems.add(given_key, f"no such file in {Path.cwd()}", "correct the path", Unprovided)
+    if dataset.system_prompt is not None and dataset.system_prompt_file is not None:
+        rule = "system_prompt_file is set, too, and a conversation gets one system message"
+        problems.add(key_of("system_prompt", default, dataset, key), rule, "set one of them to null")

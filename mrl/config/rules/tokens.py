@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the tokens that several models of a run read: they are one tokenizer's, and each model's embedding has all of them."""
+"""Rules of the tokens that the models of a run read: they are one tokenizer's, and each model's embedding has all of them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,30 @@ from mrl.phases import ModelName, role_of
 
 SHOWN = 3
 """Tokens that a message names."""
+
+
+def check_vocabulary(config: RunConfig, problems: Problems) -> None:
+    """The policy has an embedding of each token of its tokenizer, as far as the files are here."""
+    problem = beyond_vocabulary(config, num_tokens(Path(config.policy.tokenizer.name)))
+    problems.extend([problem] if problem else [])
+
+
+def beyond_vocabulary(config: RunConfig, needed: int) -> str:
+    """Says that a tokenizer of so many tokens has some of which the policy has no embedding; "" if it has not, or nobody knows."""
+    columns = vocabulary_size(Path(config.policy.model_name))
+    if not 0 < columns < needed:
+        return ""
+    rule = f"it has {needed:,} tokens, and vocab_size of policy.model_name={config.policy.model_name} is {columns:,}"
+    way_out = "take the model's own tokenizer, or enlarge its embedding (resize_token_embeddings of transformers)"
+    return f"policy.tokenizer.name={config.policy.tokenizer.name}: {rule}: the others would be trained nowhere; {way_out}"
+
+
+def num_choices(config: RunConfig) -> int:
+    """Tokens among which the policy draws: those of its tokenizer. Embeddings are rounded up, and further rows stand for no text.
+
+    0: no file tells.
+    """
+    return num_tokens(Path(config.policy.tokenizer.name))
 
 
 def check_tokens(config: RunConfig, model: ModelName, problems: Problems) -> None:
@@ -68,8 +92,17 @@ def num_tokens(tokenizer: Path) -> int:
     """One more than the largest id of a tokenizer, by its files; 0 if none of those that can be read is here."""
     for name in ("tokenizer.json", "vocab.json"):
         if (tokenizer / name).is_file():
-            return 1 + max(_ids(read_json(tokenizer / name)).values(), default=-1)
+            return 1 + max([*_ids(read_json(tokenizer / name)).values(), *_added_ids(tokenizer)], default=-1)
     return 0
+
+
+def _added_ids(tokenizer: Path) -> list[int]:
+    """Ids of tokens that older files add to those of tokenizer.json and vocab.json."""
+    paths = [tokenizer / name for name in ("tokenizer_config.json", "added_tokens.json")]
+    settings, added = (read_json(path) if path.is_file() else {} for path in paths)
+    decoder = settings.get("added_tokens_decoder") if isinstance(settings, dict) else None
+    values = list(added.values()) if isinstance(added, dict) else []
+    return [int(str(token_id)) for token_id in [*(decoder if isinstance(decoder, dict) else {}), *values]]
 
 
 def _ids(tokenizer: object) -> dict[str, int]:

@@ -145,6 +145,9 @@ class GrpoConfig:
     """Train only on groups whose rewards differ, and ask further prompts until a step has enough (arXiv:2503.14476)."""
     dynamic_sampling_max_gen_batches: Positive = 10
     """The run ends if so many batches of prompts do not fill a step; used only with `use_dynamic_sampling`."""
+    max_steps_without_signal: Positive | None = None
+    """The run saves and ends, as failed, after so many steps in a row whose rollouts are all masked, or have all the same reward; null =
+    it only says so."""
     batch_multiplier: Annotated[float, Range(1, 2**15)] = 1.0
     """Prompts asked for at a time, in multiples of `num_prompts_per_step`; 1 without `use_dynamic_sampling`."""
     seed: Count = 42

@@ -21,7 +21,7 @@ class RowsConfig:
     split: str | None = None
     """Split that is read; null = the data set's own, or train."""
     input_key: str | None = None
-    """Key of the question; null = the first of question, problem, prompt, input."""
+    """Key of the question; null = the first of question, problem, prompt, input, after the text under `instruction`, if there is one."""
     output_key: str | None = None
     """Key of the answer; null = the first of expected_answer, answer, output."""
     prompt_key: str = "prompt"
@@ -33,13 +33,13 @@ class RowsConfig:
     chat_key: str = "messages"
     """Key of the conversation in rows of OpenAI's chat format."""
     system_key: str | None = None
-    """Key of a system message that stands beside the conversation; null = none."""
+    """Key of a system message in rows of any kind; null = none."""
     system_prompt: str | None = None
-    """System message of conversations without one; null = none."""
+    """System message of rows without one; null = none."""
     tool_key: str = "tools"
-    """Key of the tools that a conversation may call."""
+    """Key of the tools that a conversation may call, in rows of any kind."""
     processor: str = "math_data_processor"
-    """How a row becomes a prompt: nemo_gym_data_processor ignores prompt files, NeMo RL's others apply them.
+    """How a row becomes a prompt: nemo_gym_data_processor applies no prompt files and system messages, NeMo RL's others do.
 
     `package.module:name` is a function of yours (docs/extend/processor.md), and the prompt files apply.
     """

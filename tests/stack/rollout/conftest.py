@@ -57,6 +57,7 @@ def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
         keeps_routes: bool = False,
         keeps_kv_cache: bool = False,
         tokenizer: Path | None = None,
+        num_tokens: int = 0,
         speculation: Mapping[str, object] | None = None,
         **vllm_cfg: int | str,
     ) -> Engine:
@@ -77,6 +78,7 @@ def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
                 keeps_routes=keeps_routes,
                 keeps_kv_cache=keeps_kv_cache,
                 tokenizer=None if tokenizer is None else str(tokenizer),
+                num_tokens=num_tokens,
             )
         )
         return alive[0]

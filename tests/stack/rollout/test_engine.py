@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 
+from mrl.recipes.tokenizer import byte_tokenizer
 from mrl.types import Transcript
 from tests import models, routes
 from tests.parity import Parity, hf_scores
@@ -208,6 +210,28 @@ def test_running_requests_may_keep_what_they_have_cached(
     seen = {key: (rollout.weight_version, rollout.num_weight_versions) for key, rollout in rollouts.items()}
     assert seen == {one.request_id: (0, 3) if index < 12 else (2, 1) for index, one in enumerate(REQUESTS)}
     assert differences(alone, rollouts) == [] and not preempted
+
+
+def test_stop_strings_may_be_special_tokens_and_padding_is_never_drawn(start_engine: StartEngine, tmp_path: Path) -> None:
+    byte_tokenizer(4096).save_pretrained(tmp_path)
+    reserved = 262  # <|reserved_0|>; the two tokens from 262 on are no text
+    engine = start_engine(0, tokenizer=tmp_path, num_tokens=reserved)
+    engine.set_weight_version(0)
+    free = [rollout.token_ids.tolist() for rollout in run(engine, REQUESTS).values()]
+    assert max(max(ids) for ids in free) < reserved
+    # The likeliest special token that is drawn, and where a rollout first has it.
+    stop, rollout_index = next((token_id, index) for index, ids in enumerate(free) for token_id in ids if token_id >= 256)
+    text = str(byte_tokenizer(4096).decode([stop]))
+    one = REQUESTS[rollout_index]
+    stopped = run(engine, [replace(one, sampling=replace(one.sampling, stop_strings=(text,)))])[one.request_id]
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids.tolist() == free[rollout_index][: free[rollout_index].index(stop) + 1]
+    # The distribution is that of transformers over the tokens that are left.
+    prompt, drawn = list(one.token_ids), free[rollout_index]
+    with torch.inference_mode():
+        logits = models.nemotron_h(0)(input_ids=torch.tensor([[*prompt, *drawn]])).logits[0, len(prompt) - 1 : -1, :reserved].float()
+    expected = logits.log_softmax(dim=-1)[range(len(drawn)), drawn].numpy()
+    np.testing.assert_allclose(run(engine, [one])[one.request_id].generator_logprobs, expected, atol=1e-4)
 
 
 @pytest.mark.smoke

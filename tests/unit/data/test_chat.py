@@ -22,7 +22,7 @@ from mrl.data.chat import (
     use_chat_template,
     with_prompts,
 )
-from mrl.data.rows import Message, RowError
+from mrl.data.fields import Message, RowError
 from mrl.recipes.tokenizer import byte_tokenizer
 from tests.unit.data.test_rows import dataset
 from tests.waiting import HANG_S
@@ -69,16 +69,6 @@ def test_template_arguments_and_tools_reach_the_template():
     tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking %}?{% endif %}{% if tools %}{{ tools[0].name }}{% endif %}"
     assert ask("q", tokenizer, ChatFormat()) == tuple(b"q")
     assert ask("q", tokenizer, ChatFormat(template_kwargs={"enable_thinking": True}), [{"name": "add"}]) == tuple(b"q?add")
-
-
-def test_arguments_of_calls_reach_the_template_as_objects():
-    tokenizer = byte_tokenizer(4096)
-    tokenizer.chat_template = "{{ messages[0].tool_calls[0].function.arguments.a }}"
-    call: Message = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    assert render([{"role": "assistant", "content": None, "tool_calls": [call]}], [], tokenizer, ChatFormat()) == "1"
-    call["function"] = {"name": "add", "arguments": "{"}
-    with pytest.raises(RowError, match="the chat template does not take this conversation"):
-        render([{"role": "assistant", "content": None, "tool_calls": [call]}], [], tokenizer, ChatFormat())
 
 
 def test_what_the_template_refuses_is_an_error_of_the_row():

@@ -10,6 +10,7 @@ import pytest
 
 from mrl.config.schema.data import DataConfig
 from mrl.data import reading
+from mrl.data.fields import Fields, RowError
 from mrl.data.reading import (
     MAX_ERRORS,
     LeftOut,
@@ -26,7 +27,6 @@ from mrl.data.reading import (
     with_processor,
     write_quarantine,
 )
-from mrl.data.rows import Fields, RowError
 
 GOOD = b'{"value": 1}\n'
 STRICT = DataConfig()

@@ -10,8 +10,8 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from mrl.data import records, rows
-from mrl.data.rows import RowError, json_object
+from mrl.data import fields, records
+from mrl.data.fields import RowError, json_object
 
 ROWS = [{"question": f"{index}+1=", "answer": str(index + 1), "extra": {"index": index, "tags": ["a", None]}} for index in range(700)]
 LINES = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
@@ -75,7 +75,7 @@ def test_mark_line_ends_and_blank_lines_are_no_error(tmp_path: Path):
 
 def test_an_overlong_line_is_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(records, "MAX_LINE_BYTES", 64)
-    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 64)
+    monkeypatch.setattr(fields, "MAX_LINE_BYTES", 64)
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a": 1}\n{"a": "' + b"x" * 500 + b'"}\n{"a": 2}\n')
     found = list(records.records(path))

@@ -10,7 +10,8 @@ import pytest
 
 from mrl.config.datasets import DATASETS
 from mrl.config.schema.data import DatasetConfig
-from mrl.data.rows import Fields, ParsedRow, RowError, parse_pair, parse_row
+from mrl.data.fields import Fields, RowError
+from mrl.data.rows import ParsedRow, gold_of, parse_pair, parse_row
 
 GSM8K = Path(__file__).parent / "gsm8k" / "rows.jsonl"
 
@@ -40,6 +41,10 @@ def assistant(text: str) -> Fields:
     return {"role": "assistant", "content": text}
 
 
+def calls(arguments: object) -> Fields:
+    return {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": arguments}}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "question", "answer"),
     [
@@ -48,11 +53,17 @@ def assistant(text: str) -> Fields:
         ({"prompt": "1+1=", "answer": "2"}, "1+1=", "2"),
         ({"input": "1+1=", "output": "2"}, "1+1=", "2"),
         ({"input": "1+1=", "expected_answer": "2", "output": "because 2"}, "1+1=", "2"),
-        ({"question": " 1+1= ", "answer": "one and one\n#### 2\n"}, "1+1=", "2"),
+        ({"question": " 1+1= ", "answer": "one and one\n#### 2\n"}, " 1+1= ", "2"),
+        ({"instruction": "Translate to French", "input": "two", "output": "deux"}, "Translate to French\n\ntwo", "deux"),
+        ({"instruction": "Name a colour.", "input": "", "output": "red"}, "Name a colour.", "red"),
+        ({"instruction": "Name a colour.", "output": "red"}, "Name a colour.", "red"),
+        ({"instruction": "Add.", "prompt": "Add. 1+1", "output": "2"}, "Add. 1+1", "2"),
         ({"question": "q", "answer": "a #### 1 #### 1,234,567"}, "q", "1234567"),
         ({"question": "q", "answer": "(1, 2)"}, "q", "(1, 2)"),
         ({"question": "q", "answer": 46}, "q", "46"),
         ({"question": "q", "answer": 0.5}, "q", "0.5"),
+        ({"question": "q", "answer": 1e16}, "q", "10000000000000000"),
+        ({"question": "q", "answer": 1e-05}, "q", "0.00001"),
         ({"question": "ä\u2028€", "answer": "2"}, "ä\u2028€", "2"),
         ({"question": "judged otherwise", "answer": None}, "judged otherwise", ""),
     ],
@@ -61,6 +72,92 @@ def test_questions_and_answers(fields: Fields, question: str, answer: str):
     row = parse(fields)
     assert (row.messages, row.question, row.answer) == ([user(question)], question, answer)
     assert (row.row_id, row.env_name, row.agent, row.tools) == (None, None, None, [])
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("Add.\n#### 42", "42"),
+        ("Add.\n#### 18\nThe answer is: 18", "18"),
+        ("Add.\n#### $1,234.50\n", "$1234.50"),
+        ("Solve.\n#### (1, 2)", "(1, 2)"),
+        ("Solve.\n#### [1,234]", "[1,234]"),
+        ("Solve.\n#### 1, 2, 3", "1, 2, 3"),
+        ("#### Note\nthe unit is cm", "#### Note\nthe unit is cm"),
+        ("#### 18\nThe answer is: 180", "#### 18\nThe answer is: 180"),
+        ("work ####  ", "work ####"),
+    ],
+)
+def test_what_follows_the_mark_is_the_answer_if_it_is_one_thing(answer: str, gold: str):
+    assert gold_of(answer) == gold
+    assert parse({"question": "q", "answer": answer}).answer == gold
+
+
+def test_white_space_of_texts_is_kept():
+    code: Fields = {"question": "def f(x):\n", "answer": "    return x\n"}
+    row = parse(code)
+    assert [row.messages[0], row.reply] == [user("def f(x):\n"), assistant("    return x\n")]
+    pair = parse_pair({"prompt": "def f(x):\n", "chosen": "    return x\n", "rejected": "\treturn\n"}, dataset())
+    assert (pair.messages, pair.chosen, pair.rejected) == (
+        [user("def f(x):\n")], [assistant("    return x\n")], [assistant("\treturn\n")],
+    )  # fmt: skip
+
+
+SYSTEM: Fields = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"question": "q", "answer": "a"},
+        {"messages": [user("q"), assistant("a")]},
+        {"prompt": [user("q")], "reward_model": {"ground_truth": "a"}},
+        {"responses_create_params": {"input": "q"}},
+    ],
+)
+def test_system_messages_stand_before_rows_of_all_kinds(fields: Fields):
+    assert parse(fields, system_prompt="Be brief.").messages == [SYSTEM, user("q")]
+    beside = parse(fields | {"system": "Be brief."}, system_key="system", system_prompt="Be long.")
+    assert beside.messages == [SYSTEM, user("q")]
+    if "responses_create_params" not in fields:
+        assert "system" not in beside.rest
+    assert parse(fields | {"system": ""}, system_key="system").messages == [user("q")]
+
+
+def test_pairs_have_system_messages_and_tools():
+    tool: Fields = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "strict": None}}
+    fields: Fields = {"prompt": "q", "chosen": "a", "rejected": "b", "system": "Be brief.", "tools": [tool]}
+    pair = parse_pair(fields, dataset(system_key="system"))
+    assert pair.messages == [SYSTEM, user("q")]
+    assert pair.tools == [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def test_two_different_system_messages_are_refused():
+    own: Fields = {"messages": [{"role": "system", "content": "Be long."}, user("q")], "system": "Be brief."}
+    with pytest.raises(RowError, match="system and the first message are two different system messages"):
+        parse(own, system_key="system")
+    assert parse(own | {"system": "Be long."}, system_key="system").messages == own["messages"]
+
+
+def test_replies_of_several_turns_that_begin_alike_keep_their_prompt():
+    chosen, rejected = ([assistant("Which?"), user("the first"), assistant(text)] for text in ("1", "2"))
+    pair = parse_pair({"prompt": "Choose.", "chosen": chosen, "rejected": rejected}, dataset())
+    assert pair.messages == [user("Choose."), assistant("Which?"), user("the first")]
+
+
+def test_nulls_of_other_rows_are_no_part_of_tools_and_calls():
+    filled = {"a": 1, "b": None, "of": {"c": None, "d": [None, {"e": None}]}}
+    tool: Fields = {"type": "function", "function": {"name": "add", "parameters": filled}}
+    row = parse({"messages": [user("q"), calls(filled), calls('{"a": null}'), assistant("a")], "tools": [tool]})
+    kept = {"a": 1, "of": {"d": [None, {}]}}
+    assert row.tools == [{"type": "function", "function": {"name": "add", "parameters": kept}}]
+    # A null in JSON text is the row's own.
+    assert row.messages[1:] == [calls(kept), calls('{"a": null}')]
+
+
+def test_calls_as_openai_had_them_before_tools():
+    older: Fields = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}}
+    assert parse({"messages": [user("q"), older, assistant("a")]}).messages[1] == calls("{}")
 
 
 def test_keys_of_a_response_dataset():
@@ -191,7 +288,8 @@ def test_contents_in_parts_and_calls_without_content():
         ({"question": "q\0", "answer": "a"}, "question contains a NUL"),
         ({"question": "\ud800", "answer": "a"}, "half of a surrogate pair"),
         ({"question": "q", "answer": ""}, "answer is empty"),
-        ({"question": "q", "answer": "work ####  "}, "nothing follows ####"),
+        ({"question": "q", "answer": float("nan")}, "answer is nan"),
+        ({"question": "q", "answer": float("inf")}, "answer is inf"),
         ({"question": ["q"], "answer": "a"}, "question must be a string, not list"),
         ({"question": "q", "answer": True}, "answer must be a string, not bool"),
         ({"question": "q", "answer": "a", "id": {}}, "id must be a string, not dict"),
@@ -205,6 +303,11 @@ def test_contents_in_parts_and_calls_without_content():
         ({"messages": [assistant("a")]}, "messages has no message of the user before the reply"),
         ({"messages": [user("q")], "tools": "{"}, "tools is a text that is not JSON"),
         ({"messages": [user("q")], "tools": ["add"]}, "tools must be a list of objects"),
+        ({"messages": [user("q")], "tools": 3}, "tools must be a list of objects"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["add"]}]}, "messages[0].tool_calls must be a list of objects"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "a call has no function.name"),
+        ({"messages": [calls("{")]}, "the arguments of add are no JSON object"),
+        ({"messages": [calls('"{}"')]}, "the arguments of add are no JSON object (not an object)"),
         ({"prompt": [user("q")], "reward_model": {}}, "no key ground_truth"),
     ],
 )  # fmt: skip
@@ -333,8 +436,7 @@ def test_requests_become_conversations():
     parsed = parse_row({"responses_create_params": request}, dataset())
     call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"name": "Bob"}'}}
     assert parsed.messages == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "system", "content": "Use tools."},
+        {"role": "system", "content": "Be brief.\n\nUse tools."},
         {"role": "user", "content": "Mail Bob."},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "bob@example.com"},
@@ -344,13 +446,51 @@ def test_requests_become_conversations():
     assert parse_row({"responses_create_params": {"input": "Hi"}}, dataset()).messages == [{"role": "user", "content": "Hi"}]
 
 
+def test_one_turn_of_a_request_is_one_message():
+    """As nemo_gym/responses_converter.py of NeMo Gym 07d6b0d makes of the same requests."""
+
+    def call(name: str, call_id: str) -> Fields:
+        return {"type": "function_call", "name": name, "arguments": "{}", "call_id": call_id}
+
+    def called(name: str, call_id: str) -> Fields:
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": "{}"}}
+
+    entries: list[Fields] = [
+        user("A and B?"),
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I ask both."}]},
+        call("a", "1"),
+        call("b", "2"),
+        {"type": "function_call_output", "call_id": "1", "output": "1"},
+        {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "2"}]},
+        assistant("x"),
+        assistant("y"),
+        {"role": "developer", "content": "Hurry."},
+        user("Sum?"),
+    ]
+    tool: Fields = {"type": "function", "parameters": {"type": "object", "properties": {}}, "name": "a", "strict": False}
+    parsed = parse_row({"responses_create_params": {"input": entries, "tools": [tool]}}, dataset())
+    assert parsed.messages == [
+        user("A and B?"),
+        {"role": "assistant", "content": "<think>hm</think>I ask both.", "tool_calls": [called("a", "1"), called("b", "2")]},
+        {"role": "tool", "tool_call_id": "1", "content": "1"},
+        {"role": "tool", "tool_call_id": "2", "content": "2"},
+        {"role": "assistant", "content": "xy"},
+        {"role": "developer", "content": "Hurry."},
+        user("Sum?"),
+    ]
+    assert json.dumps(parsed.tools) == json.dumps(
+        [{"type": "function", "function": {"name": "a", "parameters": {"type": "object", "properties": {}}}}]
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
         ({"responses_create_params": None}, "no object responses_create_params"),
         ({"responses_create_params": {"input": []}}, "input must be a text or a list of messages, not empty"),
         ({"responses_create_params": {"input": "q"}, "_hf_placeholder": {"row": 1}}, "python -m mrl.prepare nano3"),
-        ({"responses_create_params": {"input": [{"type": "reasoning"}]}}, r"input\[0\] is a reasoning of role None"),
+        ({"responses_create_params": {"input": [{"type": "web_search_call"}]}}, r"input\[0\] is a web_search_call of role None"),
         ({"responses_create_params": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}}, "is input_image; only text"),
         ({"responses_create_params": {"input": "q", "tools": [{"type": "web_search"}]}}, r"tools\[0\] must be an object of type function"),
         ({"responses_create_params": {"input": "q"}, "agent_ref": {"name": 3}}, "agent_ref.name must be a string"),

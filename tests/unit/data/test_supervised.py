@@ -11,10 +11,11 @@ import pytest
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import batch_examples
+from mrl.data.fields import RowError
 from mrl.data.packing import RowSequence, pack_row
 from mrl.data.planning import SequenceCost
-from mrl.data.rows import RowError
-from mrl.data.supervised import Conversation, ConversationFormat, load_examples, tokenize
+from mrl.data.rendering import Conversation
+from mrl.data.supervised import ConversationFormat, load_examples, tokenize
 from mrl.recipes.tokenizer import byte_tokenizer
 
 QUESTION = {"role": "user", "content": "1+1="}

@@ -92,6 +92,31 @@ def test_a_template_without_tools_hears_of_their_results_from_the_user():
     assert turns.tail_ids(END_ID, results) == ids(turns, "<|user|>1<|user|>2<|assistant|>")
 
 
+# Of the kind that drops what it does not know.
+SILENT = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize("role", ["environment", "function", "tool"])
+def test_observations_of_roles_that_the_template_drops_are_the_users(role: str):
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = SILENT
+    turns = TurnFormat(tokenizer, template_kwargs=None)
+    assert turns.tail_ids(END_ID, [{"role": role, "content": "seen"}]) == ids(turns, "<|user|>seen<|end|>")
+    with pytest.raises(ValueError, match="does not take the observation: it leaves message 1 of role judge out"):
+        turns.tail_ids(END_ID, [{"role": "judge", "content": "1"}])
+
+
+def test_a_turn_that_ended_with_another_mark_of_the_end_gets_no_second_one():
+    """As Llama's, whose calls end with the end of a message, where its template writes the end of a turn."""
+    tokenizer = byte_tokenizer(4096)
+    other = 262  # <|reserved_0|>
+    turns = TurnFormat(tokenizer, template_kwargs=None, end_ids=[END_ID, other])
+    observation = [{"role": "user", "content": "go"}]
+    assert turns.tail_ids(other, observation) == turns.tail_ids(END_ID, observation) == ids(turns, "<|user|>go<|assistant|>")
+    # A stop that is no mark of the end leaves the turn open.
+    assert turns.tail_ids(ord("x"), observation) == ids(turns, "<|end|><|user|>go<|assistant|>")
+
+
 def test_an_observation_that_the_template_refuses_is_an_error():
     with pytest.raises(ValueError, match="does not take the observation"):
         TurnFormat(byte_tokenizer(4096), template_kwargs=None).tail_ids(END_ID, [{"role": "judge", "content": "1"}])

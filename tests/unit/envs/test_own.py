@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import numpy as np
 import pytest
+import torch
 
 from mrl.envs.own import make, outcome
 from mrl.envs.task import Outcome, Task
@@ -52,6 +53,10 @@ def test_a_function_that_cannot_be_called_is_refused(function: str, message: str
     [
         (1, Outcome(1.0)),
         (np.float32(0.5), Outcome(0.5)),
+        (True, Outcome(1.0)),
+        (np.bool_(False), Outcome(0.0)),
+        (torch.tensor(0.25), Outcome(0.25)),
+        ({"score": np.bool_(True), "form": False}, Outcome(1.0, components={"form": 0.0})),
         ({"form": 1, "facts": 0.25}, Outcome(1.25, components={"form": 1.0, "facts": 0.25})),
         ({"reward": 2.0, "form": 1}, Outcome(2.0, components={"form": 1.0})),
         ({"reward": 2.0, "mask_sample": True, "extracted": 3}, Outcome(2.0, "3", flags=("mask_sample",))),
@@ -62,7 +67,7 @@ def test_returned_values(returned: object, expected: Outcome):
     assert outcome(returned) == expected
 
 
-@pytest.mark.parametrize("returned", [None, "1", True, (1.0,), {}, {"extracted": "a"}, {"reward": None}, {"reward": 1, "form": "x"}])
+@pytest.mark.parametrize("returned", [None, "1", (1.0,), np.array(["a"]), {}, {"extracted": "a"}, {"reward": None}, {"form": "x"}])
 def test_returned_values_that_are_no_reward(returned: object):
     with pytest.raises(TypeError):
         outcome(returned)

@@ -107,8 +107,8 @@ def test_an_answer_that_was_cut_off_gets_the_end_mark_of_the_template():
     assert continued([11, 220, 17], [11, 1001, 2], [11, 1001, 2, 21, 40], {2}) == [11, 220, 17, 2, 21, 40]
 
 
-def test_another_stop_token_than_the_templates_stays():
-    assert continued([11, 220, 3], [11, 1001, 2], [11, 1001, 2, 21, 40], {2, 3}) == [11, 220, 3, 2, 21, 40]
+def test_another_end_mark_than_the_templates_stays_alone():
+    assert continued([11, 220, 3], [11, 1001, 2], [11, 1001, 2, 21, 40], {2, 3}) == [11, 220, 3, 21, 40]
 
 
 def test_thoughts_that_the_template_drops_from_earlier_turns_stay():

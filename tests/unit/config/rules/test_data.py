@@ -52,8 +52,15 @@ def test_what_is_wrong_with_a_data_set(workplace: Path, override: str, problem: 
 
 def test_conversations_of_nemo_gym_take_no_prompt_file(workplace: Path):
     (workplace / "cot.txt").write_text("{}")
-    (problem,) = find_problems(load("data.default.processor=nemo_gym_data_processor", "data.default.prompt_file=cot.txt"))
-    assert problem.startswith("data.default.prompt_file=cot.txt: processor=nemo_gym_data_processor leaves conversations as the rows give")
+    for setting in ("prompt_file=cot.txt", "system_prompt=s", "system_key=s"):
+        (problem,) = find_problems(load("data.default.processor=nemo_gym_data_processor", f"data.default.{setting}"))
+        assert problem.startswith(f"data.default.{setting}: processor=nemo_gym_data_processor leaves conversations as the rows give")
+
+
+def test_a_data_set_has_one_system_message(workplace: Path):
+    (workplace / "system.txt").write_text("Be brief.")
+    (problem,) = find_problems(load("data.default.system_prompt=s", "data.default.system_prompt_file=system.txt"))
+    assert problem.startswith("data.default.system_prompt=s: system_prompt_file is set, too")
 
 
 def test_named_data_sets_need_no_path_and_bring_their_validation(workplace: Path):

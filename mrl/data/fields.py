@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checked access to the fields of a row: texts, conversations, calls of tools. A `RowError` says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from decimal import Decimal
+
+MAX_LINE_BYTES = 16 << 20
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "environment")
+Fields = dict[str, object]
+Message = dict[str, object]
+"""`role`, `content` (a text, or None beside tool calls), and what else OpenAI's chat format gives a message, e.g. `tool_calls`."""
+
+
+class RowError(Exception):
+    """What is wrong with one row."""
+
+
+def json_object(line: bytes) -> Fields:
+    """The object in a line of JSON. Raises RowError if there is none."""
+    if len(line) > MAX_LINE_BYTES:
+        raise RowError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
+    if b"\0" in line:
+        raise RowError(f"NUL byte at column {line.index(0) + 1}")
+    try:
+        fields = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise RowError(f"invalid UTF-8 at byte {error.start + 1}: {error.reason}") from error
+    except json.JSONDecodeError as error:
+        raise RowError(f"invalid JSON at column {error.colno}: {error.msg}") from error
+    except RecursionError as error:
+        raise RowError("invalid JSON: nested too deeply") from error
+    except ValueError as error:  # a number of more digits than Python converts
+        raise RowError(f"invalid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise RowError(f"a row must be a JSON object, not {type(fields).__name__}")
+    return fields
+
+
+def text_of(fields: Fields, keys: Sequence[str]) -> str:
+    """The text under the first of `keys` that is there, with its white space; it has more than that. Numbers count as text."""
+    key = first_key(fields, keys)
+    return checked_text(fields[key], key)
+
+
+def optional_text(fields: Fields, key: str) -> str | None:
+    """The text under `key`, without surrounding white space; None if it is absent or null."""
+    return None if fields.get(key) is None else text_of(fields, (key,)).strip()
+
+
+def first_key(fields: Fields, keys: Sequence[str]) -> str:
+    """The first of `keys` that is there and not null. Raises RowError if none is."""
+    key = next((key for key in keys if fields.get(key) is not None), None)
+    if key is None:
+        raise RowError(f"no key {' or '.join(keys)} (the row has {', '.join(map(repr, sorted(fields)[:8])) or 'none'})")
+    return key
+
+
+def checked_text(value: object, name: str) -> str:
+    """`value` as a text of more than white space; errors call it `name`."""
+    text = plain_text(value, name)
+    if not text.strip():
+        raise RowError(f"{name} is empty")
+    return text
+
+
+def plain_text(value: object, name: str) -> str:
+    """`value` as a text, unchanged; numbers count as text, which has them in full, as people write them: 0.00001, not 1e-05."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise RowError(f"{name} is {value}, as tables write where nothing was given; give a text or a number")
+        value = format(Decimal(repr(value)), "f")
+    elif isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str):
+        raise RowError(f"{name} must be a string, not {type(value).__name__}")
+    if "\0" in value:
+        raise RowError(f"{name} contains a NUL character")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RowError(f"{name} contains half of a surrogate pair") from error
+    return value
+
+
+def said(role: str, text: str) -> Message:
+    """A message of this role."""
+    return {"role": role, "content": text}
+
+
+def messages_of(value: object, name: str) -> list[Message]:
+    """A conversation: a list of objects with role and content, at least one. Joins contents in parts; they may only be texts."""
+    if not isinstance(value, list) or not value:
+        raise RowError(f"{name} must be a list of messages, not {_kind(value)}")
+    return [message_of(entry, f"{name}[{index}]") for index, entry in enumerate(value)]
+
+
+def message_of(entry: object, name: str) -> Message:
+    """One message of a conversation, as `messages_of` has it."""
+    if not isinstance(entry, dict):
+        raise RowError(f"{name} must be an object with role and content, not {_kind(entry)}")
+    role, content, calls = entry.get("role"), entry.get("content"), entry.get("tool_calls")
+    if role not in ROLES:
+        raise RowError(f"{name}.role is {role!r}; use one of {', '.join(ROLES)}")
+    if entry.get("function_call"):  # as OpenAI's format had it before tools
+        calls = [{"type": "function", "function": entry["function_call"]}]
+    if content is None and not calls:
+        raise RowError(f"{name} has no content")
+    # Tables hold every key that any row has.
+    message: Message = {key: value for key, value in entry.items() if value is not None and key not in ("tool_calls", "function_call")}
+    message |= {"role": role, "content": None if content is None else content_text(content, f"{name}.content")}
+    if calls:
+        message["tool_calls"] = calls_of(calls, name)
+    return message
+
+
+def calls_of(calls: object, name: str) -> list[Fields]:
+    """Calls of tools, without the nulls of other rows. Their arguments are an object, or one as JSON text, in which nulls stay."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise RowError(f"{name}.tool_calls must be a list of objects, not {_kind(calls)}")
+    kept = []
+    for call in calls:
+        call = {key: without_nulls(value) for key, value in call.items() if value is not None}
+        function = call.get("function", call)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowError(f"{name}.tool_calls: a call has no function.name")
+        try:
+            arguments = function.get("arguments") or {}
+            if not isinstance(json.loads(arguments) if isinstance(arguments, str) else arguments, dict):
+                raise ValueError("not an object")
+        except ValueError as error:
+            raise RowError(f"{name}.tool_calls: the arguments of {function['name']} are no JSON object ({error}); correct them") from error
+        kept.append(call)
+    return kept
+
+
+def content_text(content: object, name: str) -> str:
+    """The text of a message's content, which is a text or a list of parts of text."""
+    if not isinstance(content, list):
+        return plain_text(content, name)
+    texts = []
+    for index, part in enumerate(content):
+        text = part.get("text") if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else _kind(part)
+            raise RowError(f"{name}[{index}] is {kind}; only text is supported")
+        texts.append(plain_text(text, f"{name}[{index}]"))
+    return "".join(texts)
+
+
+def _kind(value: object) -> str:
+    return "empty" if value == [] else "missing" if value is None else type(value).__name__
+
+
+def without_nulls(value: object) -> object:
+    """The value without the nulls of objects at any depth: tables give every object each key that another row's has.
+
+    Lists of tables have no such nulls, and keep theirs.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value

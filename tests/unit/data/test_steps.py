@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+from pathlib import Path
+
+import pytest
+
+from mrl.config.load import load_config
+from mrl.config.schema.run import RunConfig
+from mrl.data.prompts import load_prompts
+from mrl.data.steps import find_few_rows, num_steps_of
+from mrl.recipes.tokenizer import byte_tokenizer
+
+
+def configured(folder: Path, num_rows: int, *overrides: str) -> RunConfig:
+    byte_tokenizer(4096).save_pretrained(folder / "model")
+    for name in ("train", "validation"):
+        lines = [json.dumps({"question": f"{index}+1=", "answer": str(index + 1)}) + "\n" for index in range(num_rows)]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    paths = [f"data.{name}.data_path={folder}/{name}.jsonl" for name in ("train", "validation")]
+    return load_config(
+        "grpo_tiny.yaml", [f"policy.model_name={folder / 'model'}", "grpo={num_prompts_per_step: 8, max_num_epochs: 1}", *paths, *overrides]
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "overrides", "is_enough"),
+    [
+        (7, [], False),
+        (8, [], True),
+        (4, ["grpo.max_num_epochs=2"], True),
+        (4, ["data.train.repeat=2"], True),
+        (20, ["data.train.max_samples=7"], False),
+        (10, ["data.train.split_validation_size=3"], False),
+        (15, ["data.train.split_validation_size=0.5"], False),
+        (16, ["data.train.split_validation_size=0.5"], True),
+        (1000, ["data.train.split_validation_size=0.5"], True),
+    ],
+)
+def test_the_check_counts_the_rows_that_a_run_trains_on(tmp_path: Path, num_rows: int, overrides: list[str], is_enough: bool):
+    config = configured(tmp_path, num_rows, *overrides)
+    num_kept = len(load_prompts(config).train)
+    if is_enough:
+        assert num_steps_of(config, num_kept) == config.grpo.max_num_epochs * num_kept // 8 >= 1
+        assert find_few_rows(config) == []
+    else:
+        with pytest.raises(ValueError, match=r"grpo.num_prompts_per_step=8: . epochs of . rows do not fill one step"):
+            num_steps_of(config, num_kept)
+        assert f"epochs of {num_kept} rows do not fill one step" in find_few_rows(config)[0]
+
+
+def test_data_that_are_not_here_are_not_counted(tmp_path: Path):
+    config = configured(tmp_path, 4, "data.train.data_path=openai/gsm8k")
+    assert find_few_rows(config) == []

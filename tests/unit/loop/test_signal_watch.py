@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+import logging
+
+import pytest
+
+from mrl.algo.advantages import train_sequences
+from mrl.config.schema.algo import GrpoConfig
+from mrl.loop.signal_watch import NUM_EQUAL_STEPS, SignalWatch
+from mrl.types import RolloutGroup
+from tests.unit.algo.groups import group
+
+CONFIG = GrpoConfig(num_prompts_per_step=2, num_generations_per_prompt=2)
+EQUAL = [group([0.0, 0.0], name="a"), group([0.0, 0.0], name="b")]
+MASKED = [group([0.0, 0.0], name="a", invalid=[0, 1])]
+APART = [group([0.0, 0.0], name="a"), group([1.0, 1.0], name="b")]
+
+
+def note(watch: SignalWatch, step: int, groups: list[RolloutGroup]) -> str | None:
+    return watch.note(step, groups, train_sequences(groups, CONFIG)[0])
+
+
+def test_masked_steps_and_several_of_equal_rewards_are_said(caplog: pytest.LogCaptureFixture):
+    watch = SignalWatch(None)
+    with caplog.at_level(logging.INFO):
+        assert note(watch, 1, APART) is None and caplog.messages == []
+        assert note(watch, 2, MASKED) is None
+        assert caplog.messages.pop().startswith(
+            "No signal in step 2: all 2 rollouts are masked, most often because of: error; steps in a row without a signal: 1."
+        )
+        caplog.clear()
+        assert note(watch, 3, APART) is None
+        for step in range(4, 4 + NUM_EQUAL_STEPS):
+            assert caplog.messages == []
+            assert note(watch, step, EQUAL) is None
+        (said,) = caplog.messages
+    assert said.startswith("No signal in step 6: all 4 rewards are 0; steps in a row without a signal: 3.")
+
+
+def test_a_key_ends_the_run_after_some_in_a_row():
+    watch = SignalWatch(2)
+    assert [note(watch, step, groups) is None for step, groups in enumerate((EQUAL, APART, MASKED), 1)] == [True] * 3
+    problem = note(watch, 4, EQUAL)
+    assert problem is not None and "in a row without a signal: 2. grpo.max_steps_without_signal=2 ends the run" in problem
