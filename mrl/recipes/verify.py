@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from conversion.families.registry import family
-from conversion.files.hf_folder import INDEX_FILE, HeaderTensor, read_config, read_header, weight_files
+from conversion.files.hf_folder import INDEX_FILE, SINGLE_FILE, HeaderTensor, files_to_hide, read_config, read_header, weight_files
 from conversion.files.reading import open_file
 from mrl.doctor.findings import Finding
 
@@ -61,6 +61,9 @@ def _check_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[
         files = weight_files(folder)
     except ValueError as error:
         return [Finding("model", "problem", f"{error}; {AGAIN}")]
+    if hidden := files_to_hide(folder):
+        text = f"{folder}: {SINGLE_FILE} is read, as in transformers, and these are not: {', '.join(hidden[:3])}; remove it, or them"
+        return [Finding("model", "problem", text)]
     problems: list[str] = []
     stored: dict[str, HeaderTensor] = {}
     for path in files:
