@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -26,9 +26,9 @@ INDEX_FILE = "model.safetensors.index.json"
 REWARD_HEAD = "score.weight"
 """The head of reward models and critics, as transformers' models for sequence classification call it."""
 ADAPTER_CONFIG = "adapter_config.json"
-GENERATION_CONFIG = "generation_config.json"
-
-COMPANIONS = ("*.json", "*.model", "*.model.v*", "*.txt", "*.jinja", "*.py", "additional_chat_templates/*.jinja")
+OF_THE_MODEL = ("generation_config.json", "*.py")
+TEMPLATES = ("*.jinja", "additional_chat_templates/*.jinja")
+COMPANIONS = ("*.json", "*.model", "*.model.v*", "*.txt", *TEMPLATES, *OF_THE_MODEL)
 """Tokenizer, chat templates, generation settings, and the code that `auto_map` names."""
 # Those among them that are about weights.
 _OF_WEIGHTS = ("*.index.json", "config.json", "manifest.json", ADAPTER_CONFIG)
@@ -152,9 +152,9 @@ def write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def copy_companions(source: Path, folder: Path) -> None:
+def copy_companions(source: Path, folder: Path, patterns: Sequence[str] = COMPANIONS) -> None:
     """Copies tokenizer, chat templates, generation settings and code of a Hugging Face folder."""
-    for pattern in COMPANIONS:
+    for pattern in patterns:
         for path in sorted(source.glob(pattern)):
             if path.is_file() and not any(fnmatchcase(path.name, of_weights) for of_weights in _OF_WEIGHTS):
                 target = folder / path.relative_to(source)

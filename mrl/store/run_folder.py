@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conversion.files.durable import write_atomic
+from conversion.files.hf_folder import OF_THE_MODEL, TEMPLATES, copy_companions
 from mrl import spans
 from mrl.config.load import changes_since, resolved_yaml
 from mrl.config.schema.run import RunConfig
@@ -277,6 +278,9 @@ class RunFolder:
         for path in Path(self.config.policy.tokenizer.name).iterdir():
             if path.is_file() and path.suffix not in (".safetensors", ".bin"):
                 shutil.copy2(path, target / path.name)
+        copy_companions(Path(self.config.policy.tokenizer.name), target, TEMPLATES)
+        # Wherever the tokenizer is from, what is said of sampling, and code, goes with the weights.
+        copy_companions(Path(self.config.of_model(model).policy.model_name), target, OF_THE_MODEL)
         if self.config.policy.tokenizer.chat_template != OWN_TEMPLATE:
             # transformers looks here first: prompts must have the template that the model was trained with.
             (target / "chat_template.jinja").write_text(template_text(self.config.policy.tokenizer.chat_template), encoding="utf-8")
