@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from mrl import check, env, startup
-from mrl.cluster.agreement import Disagreement
+from mrl.algo.agreement import Disagreement
 from mrl.cluster.errors import ActorLost, DeadlineExceeded, NoCluster
 from mrl.cluster.nodes import watch_hosts
 from mrl.config.files import find_config

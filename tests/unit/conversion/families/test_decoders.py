@@ -353,7 +353,7 @@ LONG = YARN | dict(rope_theta=1e6, original_max_position_embeddings=1024)
     ],
 )
 def test_rotary_positions_said_twice_are_those_of_transformers(changes: dict[str, object], tmp_path: Path):
-    hf_config = tiny("qwen3", rope_parameters=dict(rope_type="default", rope_theta=1e6)) | changes
+    hf_config = {**tiny("qwen3", rope_parameters=dict(rope_type="default", rope_theta=1e6)), **changes}
     if "rope_theta" not in changes:
         del hf_config["rope_theta"]
     (tmp_path / "config.json").write_text(json.dumps(hf_config))
@@ -365,7 +365,7 @@ def test_rotary_positions_said_twice_are_those_of_transformers(changes: dict[str
 
 def test_a_base_that_transformers_would_not_see_is_refused():
     """transformers takes its default of 10,000 here, without a word."""
-    hf_config = tiny("qwen3", rope_parameters=dict(rope_type="default", rope_theta=1e6), rope_scaling=YARN)
+    hf_config = {**tiny("qwen3", rope_parameters=dict(rope_type="default", rope_theta=1e6), rope_scaling=YARN)}
     del hf_config["rope_theta"]
     with pytest.raises(ValueError, match=r"rope_scaling replaces rope_parameters, and lacks rope_theta; give it 1000000.0 there"):
         family(hf_config).canonical(hf_config)
