@@ -83,8 +83,7 @@ class Refit:
         self.schedule = build_schedule(config, inputs)
         self.inputs = inputs.signed(self.schedule)
         self.has_experts = bool(family(inputs.hf_config).expert_layers(inputs.hf_config))
-        stored = stored_tensors(Path(config.policy.model_name))
-        self.rounded = inputs.rounded({name: DTYPES[tensor.dtype] for name, (_, tensor) in stored.items()})
+        self.model = Path(config.policy.model_name)
         logger.info("Refit schedule: %s", self.schedule.summary)
         for line in self.schedule.casts():
             logger.info("%s", line)
@@ -157,7 +156,8 @@ class Refit:
         if witness is not None:
             for index, workers in self.engines.call(EngineVerbs.live_digest).items():
                 for before, after in zip(witness[index], workers, strict=True):
-                    changed |= set(check_unchanged(before, after, self.rounded))
+                    if before != after:
+                        changed |= set(check_unchanged(before, after, self._rounded()))
             if changed:
                 logger.info(
                     "Refit zero: %d tensors of the engines were in the files' wider dtype, now they are as the trainer rounds them: %s",
@@ -172,6 +172,9 @@ class Refit:
             verified_bytes=sum(report.num_bytes for report in reports),
             padding_bytes=sum(report.padding_bytes for report in reports),
         )
+
+    def _rounded(self) -> frozenset[Slot]:
+        return self.inputs.rounded({name: DTYPES[tensor.dtype] for name, (_, tensor) in stored_tensors(self.model).items()})
 
     def _run_rounds(self, engines: Sequence[int]) -> list[VerifyReport]:
         """Has everybody run all rounds at the same time; reports of all workers. Those that take no part in an exchange are not asked."""

@@ -46,7 +46,7 @@ class RolloutSupplier:
         refit = self.session.refit
         report = refit.zero()
         self.folder.note_refit(about_refit(refit.schedule, verified_bytes=report.verified_bytes, padding_bytes=report.padding_bytes))
-        if self.config.policy.generation.compare_at_start:
+        if self.config.policy.generation.compare_at_start and len(self.data.train):
             figures = compare_at_start(self.session, self.data.train, pad_token_id=self.data.pad_token_id)
             logger.info("Trainer and engine compute the same model: %s", figures)
 
