@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +19,8 @@ from conversion.families.common import HfConfig, MegatronParallel
 from conversion.families.registry import family
 from conversion.files.checkpoint_metadata import METADATA_FILE
 from conversion.files.durable import IO_TIMEOUT_S, built_aside
-from conversion.files.hf_folder import REWARD_HEAD, copy_companions, read_config, write_json
+from conversion.files.hf_folder import REWARD_HEAD, copy_companions, without_lost_code, write_json
+from conversion.files.hf_weights import check_hf, is_tied_copy, read_model_config
 from conversion.files.manifest import (
     MANIFEST,
     TABLE_VERSION,
@@ -65,21 +67,20 @@ def convert_hf_to_mcore(
     """Writes the Megatron checkpoint of a Hugging Face folder, loadable at any parallel layout.
 
     `parallel` only says how data are cut into files: one for each (tp, pp, ep, etp) rank, which then reads no other; by default, files of
-    at most 5 GB. Tensors keep the dtypes of the source, unless `dtype` ("bfloat16" or "float32") names one for all. The next call with
-    the same arguments continues a call that was killed.
+    at most 5 GB. Tensors keep the dtypes of the source, unless `dtype` ("bfloat16" or "float32") names one for all but those that every
+    holder keeps in float32. Tensors that Megatron has in one are stored in a dtype that holds the values of all. The next call with the
+    same arguments continues a call that was killed.
     """
     if not (hf / "config.json").exists():
         raise ValueError(f"--hf {hf} has no config.json; name the folder of a Hugging Face model")
-    hf_config = read_config(hf / "config.json")
-    model = family(hf_config)
+    hf_config = read_model_config(hf)
+    model, canonical = family(hf_config), check_hf(hf)
     with SafetensorsFolder(hf) as source:
-        canonical = _checked_shapes(source, hf_config)
         head = _head_layout(canonical[REWARD_HEAD]) if REWARD_HEAD in canonical else Layout()
         if dtype is not None and (hf / MANIFEST).exists():
             # The checksums of tensors say nothing of what they are cast to.
             check_files(hf, [path.name for path in source.files])
-        dtypes = {name: dtype or dtype_name(source.dtype(name)) for name in canonical}
-        layout = _with_dtypes(model.torch_dist_layout(hf_config, "float32") | head, dtypes)
+        layout, dtypes = _with_dtypes(model.torch_dist_layout(hf_config, "float32") | head, _dtypes(source, canonical, dtype, hf_config))
         if parallel == NO_RANKS:
             files = files_of_size(layout, MAX_FILE_BYTES, MAX_CHUNK_BYTES)
         else:
@@ -114,19 +115,13 @@ def convert_hf_to_mcore(
             seal(folder, origin, tensors, {f"{ITERATION_FOLDER}/{name}": record for name, record in data.items()})
 
 
-def check_hf(hf: Path) -> None:
-    """Returns if the tensors of a Hugging Face folder are those of its config.json, and perhaps a reward head. Reads the files' headers."""
-    with SafetensorsFolder(hf) as source:
-        _checked_shapes(source, read_config(hf / "config.json"))
-
-
 def convert_mcore_to_hf(
     mcore: Path, out: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES, dtype: str | None = None, progress: Progress | None = None
 ) -> None:
     """Writes the Hugging Face folder of a Megatron checkpoint: weights, config.json, tokenizer files and generation settings.
 
-    Tensors keep the dtypes of the checkpoint, unless `dtype` names one for all. If the checkpoint has a manifest, all that is read is
-    compared with it. The next call with the same arguments continues a call that was killed.
+    Tensors keep the dtypes of the checkpoint, unless `dtype` names one, as for `convert_hf_to_mcore`. If the checkpoint has a manifest,
+    all that is read is compared with it. The next call with the same arguments continues a call that was killed.
     """
     opened = open_checkpoint(mcore)
     source, iteration = opened.tensors, opened.paths.iteration
@@ -140,22 +135,23 @@ def convert_mcore_to_hf(
     states = _states([path for path in sorted(iteration.iterdir()) if path.is_file()])
     origin = {"format": "torch_dist", "folder": str(iteration.resolve()), "files": states}
     plan = {"source": origin, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "table_version": TABLE_VERSION}
-    target = None if dtype is None else torch_dtype(dtype)
-    report = counter(progress, sum(math.prod(source.shape(name)) * (target or source.dtype(name)).itemsize for name in source.names))
+    config = {**opened.paths.hf_config}
+    dtypes = _dtypes(source, source.names, dtype, config)
+    report = counter(progress, sum(math.prod(source.shape(name)) * dtypes[name].itemsize for name in source.names))
     with built_aside(out, plan) as folder:
-        tensors, files = write_safetensors(folder, source, source.names, max_shard_bytes=max_shard_bytes, dtype=target, progress=report)
+        tensors, files = write_safetensors(folder, source, source.names, max_shard_bytes=max_shard_bytes, dtypes=dtypes, progress=report)
         check_same_tensors(root, tensors)
-        config = {**opened.paths.hf_config}
-        # transformers 5 writes "dtype", older versions "torch_dtype".
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype or dtype_name(opened.folder.dtype(EMBEDDING_KEY))
+        # transformers 5 writes "dtype", older versions "torch_dtype"; a folder that both have edited has both.
+        for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
+            config[key] = dtype or dtype_name(opened.folder.dtype(EMBEDDING_KEY))
         if REWARD_HEAD in source.names:
             # As transformers' models for sequence classification say it.
             config["num_labels"] = 1
-        write_json(folder / "config.json", config)
         if opened.paths.tokenizer is None:
             logger.warning("no tokenizer folder beside %s: the export has none", root)
         else:
             copy_companions(opened.paths.tokenizer, folder)
+        write_json(folder / "config.json", without_lost_code(config, folder))
         seal(folder, origin, tensors, files)
 
 
@@ -199,15 +195,6 @@ def open_checkpoint(mcore: Path) -> OpenCheckpoint:
     return OpenCheckpoint(paths, folder, MergedTensors(factors, adapters), factors, adapters)
 
 
-def _checked_shapes(source: SafetensorsFolder, hf_config: HfConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of a Hugging Face folder, by name. ValueError: some are missing, or have no rule."""
-    shapes = dict(family(hf_config).canonical(hf_config))
-    if REWARD_HEAD in source.names:
-        shapes[REWARD_HEAD] = (1, int(str(hf_config["hidden_size"])))
-    source.check(shapes)
-    return shapes
-
-
 def _head_layout(shape: tuple[int, ...]) -> Layout:
     return {Slot(REWARD_HEAD_KEY): SlotLayout(shape, "float32", (Piece(REWARD_HEAD, full(shape), full(shape)),))}
 
@@ -217,16 +204,21 @@ def _states(paths: Iterable[Path]) -> dict[str, list[int]]:
     return {path.name: file_state(path) for path in paths}
 
 
-def _with_dtypes(layout: Layout, dtypes: Mapping[str, str]) -> Layout:
+def _dtypes(source: BoxSource, names: Iterable[str], dtype: str | None, hf_config: HfConfig) -> dict[str, torch.dtype]:
+    """The dtype to write each tensor in: its own, or `dtype`, but not less than its own for those that every holder keeps in float32."""
+    if dtype is None:
+        return {name: source.dtype(name) for name in names}
+    wanted, kept = torch_dtype(dtype), family(hf_config).float32_tensors(hf_config)
+    return {name: torch.promote_types(source.dtype(name), wanted) if name in kept else wanted for name in names}
+
+
+def _with_dtypes(layout: Layout, dtypes: Mapping[str, torch.dtype]) -> tuple[Layout, dict[str, str]]:
+    """The layout, each slot in a dtype that holds the values of all its tensors, and the dtype in which each tensor is stored by that."""
     stored: Layout = {}
     for slot, content in layout.items():
-        found = {dtypes[piece.name] for piece in content.pieces}
-        if len(found) > 1:
-            raise ValueError(
-                f"tensors of {slot} have several dtypes ({sorted(found)}): {content.pieces[0].name} and others; set --dtype to store one"
-            )
-        stored[slot] = replace(content, dtype=found.pop())
-    return stored
+        common = functools.reduce(torch.promote_types, {dtypes[piece.name] for piece in content.pieces})
+        stored[slot] = replace(content, dtype=dtype_name(common))
+    return stored, {piece.name: content.dtype for content in stored.values() for piece in content.pieces}
 
 
 def differences(first: Path, second: Path) -> Iterator[str]:
@@ -270,8 +262,8 @@ def faults_against_manifest(folder: Path) -> Iterator[str]:
 
 def _opened(folder: Path, stack: ExitStack) -> tuple[set[str], BoxSource]:
     if (folder / "config.json").exists():
-        source = stack.enter_context(SafetensorsFolder(folder))
-        return source.names, source
+        source, config = stack.enter_context(SafetensorsFolder(folder)), read_model_config(folder)
+        return {name for name in source.names if not is_tied_copy(name, config)}, source
     tensors = open_checkpoint(folder).tensors
     return set(tensors.names), tensors
 

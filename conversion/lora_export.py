@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +19,15 @@ from conversion.families.registry import family
 from conversion.files.durable import built_aside
 from conversion.files.hf_folder import read_config, write_json
 from conversion.files.torch_dist import CanonicalTensors, CheckpointPaths, TorchDistFolder
-from conversion.tensors import merge_lora, read_whole
+from conversion.tensors import BoxSource, merge_lora, read_whole
 
 RUN_CONFIG_FILE = "run_config.yaml"
 _PEFT_WEIGHTS, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX = "base_model.model."
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)")
+_GATED = re.compile(r"\.experts\.0\.(gate_proj|w1)\.")
+_UNGATED = ("up_proj", "down_proj")
+"""Projections of experts without a gate, in the order in which PEFT wraps them."""
 
 
 @dataclass(frozen=True)
@@ -86,21 +93,36 @@ class MergedTensors:
         target.copy_(merge_lora(base, a[:, columns], b[rows], self._adapters.scale))
 
 
-def write_peft(tensors: CanonicalTensors, adapters: CheckpointAdapters, hf_config: Mapping[str, object], out: Path) -> None:
+def write_peft(tensors: BoxSource, adapters: CheckpointAdapters, hf_config: Mapping[str, object], out: Path) -> None:
     """Writes a folder as the library PEFT reads it: adapter_model.safetensors and adapter_config.json.
 
-    Each weight of a fused layer gets its rows of B and a copy of the shared A.
+    Each weight of a fused layer gets its rows of B and a copy of the shared A. Experts without a gate get one A and one B for all of a
+    layer, as PEFT has it for what transformers holds in one parameter; it makes that of gated ones itself.
+
+    Raises:
+        ValueError: PEFT would refuse adapters of these layers, or pass over them without a word.
     """
-    content = {}
+    canonical = family(hf_config).canonical(hf_config)
+    _check_expressible([name.removesuffix(".weight") for name in adapters.factors], canonical)
+    content, targets, parameters = dict[str, Tensor](), set[str](), set[str]()
+    stacked: dict[tuple[str, str], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for weight, pair in adapters.factors.items():
-        for letter, factor in zip("AB", pair, strict=True):
-            content[f"base_model.model.{weight.removesuffix('.weight')}.lora_{letter}.weight"] = read_whole(tensors, factor)
-    adapted, weights, targets = set(adapters.factors), family(hf_config).canonical(hf_config), set()
-    for weight in adapted:
-        module = weight.removesuffix(".weight")
+        module, (a, b) = weight.removesuffix(".weight"), (read_whole(tensors, factor) for factor in pair)
+        expert = _EXPERT.fullmatch(module)
+        if expert is not None and expert[2] in _UNGATED and f"{expert[1]}.0.gate_proj.weight" not in canonical:
+            stacked[expert[1], expert[2]].append((a, b))
+            continue
+        content |= {f"{_PREFIX}{module}.lora_A.weight": a, f"{_PREFIX}{module}.lora_B.weight": b}
         last = module.rpartition(".")[2]
         # The last part of a name, where all modules that end so are adapted; else the full name.
-        targets.add(last if all(name in adapted for name in weights if name.endswith(f".{last}.weight")) else module)
+        alike = [name for name in canonical if name.endswith(f".{last}.weight")]
+        targets.add(last if all(name in adapters.factors for name in alike) else module)
+    for (experts, name), factors in stacked.items():
+        # PEFT wraps the wrapper of the first parameter, where both are adapted.
+        inner = ".base_layer" if name == _UNGATED[0] and (experts, _UNGATED[1]) in stacked else ""
+        content[f"{_PREFIX}{experts}{inner}.lora_A.weight"] = torch.cat([a for a, _ in factors])
+        content[f"{_PREFIX}{experts}{inner}.lora_B.weight"] = torch.stack([b for _, b in factors], dim=-1).flatten(1)
+        parameters.add(f"{experts[experts.index('layers.') :]}.{name}")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -114,6 +136,28 @@ def write_peft(tensors: CanonicalTensors, adapters: CheckpointAdapters, hf_confi
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+    if parameters:
+        config["target_parameters"] = sorted(parameters)
     with built_aside(out, {"adapters": adapters.layers}) as folder:
         save_file(content, folder / _PEFT_WEIGHTS, {"format": "pt"})
         write_json(folder / _PEFT_CONFIG, config)
+
+
+def _check_expressible(modules: Sequence[str], canonical: Mapping[str, object]) -> None:
+    """Returns if PEFT (0.21 was tried) loads adapters of these modules, all of them."""
+    last = {module.rpartition(".")[2] for module in modules}
+    of_experts = {found[2] for module in modules if (found := _EXPERT.fullmatch(module))}
+    is_mamba, is_gated = any(name.endswith("A_log") for name in canonical), any(_GATED.search(name) for name in canonical)
+    of_dense = {module.rpartition(".")[2] for module in modules if not _EXPERT.fullmatch(module)} & {"gate_proj", "up_proj", "down_proj"}
+    what, way_out = "", ""
+    if is_mamba and "out_proj" in last:
+        what, way_out = "refuses adapters of Mamba's out_proj", "exclude_modules=[out_proj]"
+    elif is_gated and of_experts & {"w1", "gate_proj"} and not of_experts & {"w2", "down_proj"}:
+        what, way_out = "passes over adapters of experts' linear_fc1 without linear_fc2", "target_modules that name both, or neither"
+    elif is_gated and of_dense:
+        what, way_out = "takes the dense MLPs' gate_proj, up_proj and down_proj for those of experts", "exclude_modules of the dense layers"
+    if what:
+        raise ValueError(
+            f"PEFT {what}, so that the adapters of this checkpoint cannot be used with it; mcore-to-hf writes the model with them merged. "
+            f"For adapters alone, train with policy.megatron_cfg.peft.{way_out}"
+        )

@@ -16,12 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from conversion.files.hf_weights import describe_dtypes
 from mrl.cluster.deadlines import all_deadlines
 from mrl.config.dialect.translate import Migration
 from mrl.config.errors import ConfigError, NotKnown, Unchecked, Unprovided
 from mrl.config.files import find_config
 from mrl.config.load import changes_since, read_run
-from mrl.config.model import find_missing_weights, read_model, with_cached_folders
+from mrl.config.model import find_missing_weights, find_wrong_weights, read_model, with_cached_folders
 from mrl.config.rules.checks import find_problems
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import RunConfig
@@ -137,6 +138,8 @@ def examine(name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: boo
             problems = [*problems, *find_missing_weights(config)]
         config = with_cached_folders(config)
         problems = [*problems, *find_problems(config, to_evaluate=to_evaluate), *([] if to_evaluate else find_few_rows(config))]
+        with suppress(NotKnown):
+            problems += find_wrong_weights(config)
     checked = Checked(config, migration, problems, path, [] if config is None else find_doubts(config))
     if config is not None and config.cluster.gpus_per_node and not (to_evaluate or checked.refused or checked.unchecked):
         try:
@@ -203,6 +206,13 @@ def _model(config: RunConfig) -> str:
     return (
         f"{policy.model_name}, {policy.precision}: {sizes.num_parameters / 1e9:.3g} billion parameters, {sizes.num_layers} layers{experts}"
     )
+
+
+def _weights(config: RunConfig) -> str:
+    try:
+        return describe_dtypes(Path(config.policy.model_name), config.policy.precision)
+    except (OSError, ValueError):
+        return "not here, or not readable"
 
 
 def _batch(config: RunConfig) -> str:
@@ -299,6 +309,7 @@ def _checkpoints(config: RunConfig) -> str:
 ROWS: dict[str, Callable[[RunConfig], str]] = {
     "algorithm": lambda config: config.algorithm,
     "model": _model,
+    "weights": _weights,
     "slots": _slots,
     "trainer": _trainer,
     "teacher": _teachers,

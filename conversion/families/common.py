@@ -180,6 +180,12 @@ class Family:
         """Names of the tensors of the Hugging Face checkpoint that are of MTP layers."""
         return frozenset(tensor.name for rule in self.model(hf_config, None).mtp for tensor in rule.cut.tensors)
 
+    def float32_tensors(self, hf_config: HfConfig) -> frozenset[str]:
+        """Names of the tensors that every holder keeps in float32, whatever the dtype of the model."""
+        return frozenset(
+            tensor.name for _, rule in self.model(hf_config, None).all() if rule.dtype == "float32" for tensor in rule.cut.tensors
+        )
+
     def expert_layers(self, hf_config: HfConfig) -> tuple[int, ...]:
         """Indices of the layers that choose experts for each token, ascending; empty for a model without experts."""
         layers = self.model(hf_config, None).layers

@@ -121,15 +121,23 @@ def check_no_window(hf_config: HfConfig) -> None:
 
 
 def rope_settings(hf_config: HfConfig) -> tuple[float, str, dict[str, object]]:
-    """Base, kind and other numbers of the rotary positions, from `rope_parameters` of transformers 5 or `rope_theta` and `rope_scaling`."""
-    key = "rope_parameters" if hf_config.get("rope_parameters") else "rope_scaling"
+    """Base, kind and other numbers of the rotary positions, from `rope_parameters` of transformers 5 or `rope_theta` and `rope_scaling`.
+
+    As in transformers 5, and so in vLLM, `rope_scaling` replaces `rope_parameters`.
+    """
+    key = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
     given = hf_config.get(key) or {}
     if not isinstance(given, dict):
         raise ValueError(f"config.json: {key}={given!r} must be a mapping")
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"config.json: {key}.partial_rotary_factor={given['partial_rotary_factor']!r} is not supported; only 1.0 is")
-    base = positive_number({"rope_theta": given.get("rope_theta", hf_config.get("rope_theta"))}, "rope_theta")
-    return base, str(given.get("rope_type", given.get("type", "default"))), given
+    theta, hidden = given.get("rope_theta", hf_config.get("rope_theta")), hf_config.get("rope_parameters")
+    if theta is None and isinstance(hidden, dict) and hidden.get("rope_theta") is not None:
+        raise ValueError(
+            f"config.json: rope_scaling replaces rope_parameters, and lacks rope_theta; give it {hidden['rope_theta']!r} there"
+        )
+    kind = str(given.get("rope_type", given.get("type", "default")))
+    return positive_number({"rope_theta": theta}, "rope_theta"), kind, given
 
 
 def read_rope(hf_config: HfConfig) -> Rope:

@@ -4,26 +4,44 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+import re
 import shutil
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from conversion.boxes import DTYPE_BYTES
-from conversion.files.reading import read_json
+from conversion.files.reading import open_file, read_json
+
+logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 REWARD_HEAD = "score.weight"
 """The head of reward models and critics, as transformers' models for sequence classification call it."""
+ADAPTER_CONFIG = "adapter_config.json"
+OF_THE_MODEL = ("generation_config.json", "*.py")
+TEMPLATES = ("*.jinja", "additional_chat_templates/*.jinja")
+COMPANIONS = ("*.json", "*.model", "*.model.v*", "*.txt", *TEMPLATES, *OF_THE_MODEL)
+"""Tokenizer, chat templates, generation settings, and the code that `auto_map` names."""
+# Those among them that are about weights.
+_OF_WEIGHTS = ("*.index.json", "config.json", "manifest.json", ADAPTER_CONFIG)
 
-# Files that describe weights; all others next to them are tokenizer, template or generation settings.
-_WEIGHT_FILES = (SINGLE_FILE, INDEX_FILE, "config.json", "manifest.json")
-_COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja")
+# Files of weights that are not read, and how to make those that are.
+_OTHER_WEIGHTS = {
+    ADAPTER_CONFIG: "it holds adapters of the library PEFT alone: merge them into their base model with PEFT's merge_and_unload(), save "
+    "that with save_pretrained, and name its folder",
+    "*.bin": "its weights are pickled (.bin): load them with transformers, save them with save_pretrained, which writes safetensors",
+    "*.pth": "its weights are pickled (.pth): take the model's Hugging Face files in safetensors",
+    "*.gguf": "its weights are quantised for llama.cpp (.gguf): take the model's Hugging Face files in safetensors",
+    "*.safetensors": f"its safetensors files are neither {SINGLE_FILE} nor named by {INDEX_FILE}: rename the one, or download the index",
+}
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
@@ -54,22 +72,58 @@ def weights_by_file(hf: Path) -> dict[str, str]:
 
 
 def weight_files(hf: Path) -> list[Path]:
-    """The files that hold the weights of a Hugging Face folder, sorted by name."""
-    index = hf / INDEX_FILE
-    if not index.exists() and (hf / SINGLE_FILE).exists():
+    """The files that hold the weights of a Hugging Face folder, sorted by name: as in transformers, the single file, else the index's."""
+    if (hf / SINGLE_FILE).exists():
         return [hf / SINGLE_FILE]
     try:
         return sorted({hf / name for name in weights_by_file(hf).values()})
     except (OSError, ValueError) as error:
-        raise ValueError(f"{hf}: no readable {INDEX_FILE} or {SINGLE_FILE} ({error}); name a Hugging Face folder") from error
+        reason = next((reason for pattern, reason in _OTHER_WEIGHTS.items() if next(hf.glob(pattern), None)), "name a Hugging Face folder")
+        cause = "" if isinstance(error, FileNotFoundError) else f" ({error})"
+        raise ValueError(f"{hf}: no readable {INDEX_FILE} or {SINGLE_FILE}{cause}; {reason}") from error
+
+
+def files_to_hide(hf: Path) -> list[str]:
+    """Names of the files beside `SINGLE_FILE` that vLLM would read in its place, or with it: an index, and other safetensors files."""
+    if not (hf / SINGLE_FILE).exists():
+        return []
+    has_index = (hf / INDEX_FILE).exists()
+    if has_index and set(weights_by_file(hf).values()) == {SINGLE_FILE}:
+        return []
+    return sorted({path.name for path in hf.glob("*.safetensors")} - {SINGLE_FILE}) + [INDEX_FILE] * has_index
+
+
+def stored_tensors(hf: Path) -> dict[str, tuple[Path, HeaderTensor]]:
+    """File and place of every tensor of a Hugging Face folder, by the headers of its weight files, which are as the index says."""
+    files = weight_files(hf)
+    file_of = None if files == [hf / SINGLE_FILE] else weights_by_file(hf)
+    tensors: dict[str, tuple[Path, HeaderTensor]] = {}
+    for path in files:
+        try:
+            file = open_file(path)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error}; download it again") from error
+        try:
+            found = read_header(file, path)
+        finally:
+            os.close(file)
+        if unlisted := {name for name in found if file_of is not None and file_of.get(name) != path.name}:
+            raise ValueError(f"{path} holds tensors that {INDEX_FILE} does not place there: {listed(unlisted)}")
+        tensors |= {name: (path, tensor) for name, tensor in found.items()}
+    if file_of is not None and (lost := file_of.keys() - tensors.keys()):
+        raise ValueError(f"{hf}: the files of {INDEX_FILE} lack tensors that it places there: {listed(lost)}; download them again")
+    return tensors
+
+
+def listed(names: Collection[str]) -> str:
+    """Some of the names, for a message."""
+    shown = ", ".join(sorted(names)[:6])
+    return f"{shown} and {len(names) - 6} more" if len(names) > 6 else shown or "none"
 
 
 def has_reward_head(hf: Path) -> bool:
     """Whether the weights of a Hugging Face folder have the head of a reward model. ValueError: they cannot be read."""
-    if (hf / INDEX_FILE).exists():
-        return REWARD_HEAD in weights_by_file(hf)
-    with open(hf / SINGLE_FILE, "rb") as file:
-        return REWARD_HEAD in read_header(file.fileno(), hf / SINGLE_FILE)
+    return REWARD_HEAD in stored_tensors(hf)
 
 
 def without_mtp(missing: Collection[str]) -> str:
@@ -98,12 +152,26 @@ def write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def copy_companions(source: Path, folder: Path) -> None:
-    """Copies tokenizer, chat template and generation settings of a Hugging Face folder."""
-    for pattern in _COMPANIONS:
+def copy_companions(source: Path, folder: Path, patterns: Sequence[str] = COMPANIONS) -> None:
+    """Copies tokenizer, chat templates, generation settings and code of a Hugging Face folder."""
+    for pattern in patterns:
         for path in sorted(source.glob(pattern)):
-            if path.is_file() and path.name not in _WEIGHT_FILES:
-                shutil.copyfile(path, folder / path.name)
+            if path.is_file() and not any(fnmatchcase(path.name, of_weights) for of_weights in _OF_WEIGHTS):
+                target = folder / path.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
+
+
+def without_lost_code(config: Mapping[str, object], folder: Path) -> dict[str, object]:
+    """The contents of config.json without an `auto_map` whose code is not in the folder: transformers could not load the model."""
+    auto_map = config.get("auto_map")
+    names = re.findall(r"([\w./-]+)\.\w+", json.dumps(auto_map)) if isinstance(auto_map, dict) else []
+    # "owner/name--module.Class" is code of another repository.
+    lost = sorted({f"{name}.py" for name in names if "--" not in name and not (folder / f"{name}.py").exists()})
+    if not lost:
+        return dict(config)
+    logger.warning("config.json loses its auto_map: %s is not there; transformers' own class of this model_type reads it", ", ".join(lost))
+    return {key: value for key, value in config.items() if key != "auto_map"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +181,7 @@ class HeaderTensor:
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    num_bytes: int
 
 
 def read_header(file: int, path: Path) -> dict[str, HeaderTensor]:
@@ -135,7 +204,7 @@ def read_header(file: int, path: Path) -> dict[str, HeaderTensor]:
             dtype = DTYPES.get(entry["dtype"])
             if start != end or (dtype and stop - start != DTYPE_BYTES[dtype] * math.prod(shape)):
                 raise ValueError(f"{path}: {name} has {stop - start} bytes at {start}, which does not fit its header")
-            tensors[name] = HeaderTensor(entry["dtype"], shape, 8 + length + start)
+            tensors[name] = HeaderTensor(entry["dtype"], shape, 8 + length + start, stop - start)
             end = stop
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} has a damaged header: {str(error)[:200]!r}; download the file again") from error

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -23,8 +24,8 @@ from conversion.files.hf_folder import (
     SINGLE_FILE,
     HeaderTensor,
     read_header,
+    weight_files,
     weights_by_file,
-    without_mtp,
     write_json,
 )
 from conversion.files.manifest import Checksums, FileRecord, FinishedFiles, HashedFile, TensorRecord
@@ -44,15 +45,16 @@ class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
         self._lock = threading.Lock()
         self._open_files: dict[str, tuple[int, dict[str, HeaderTensor]]] = {}
         try:
-            if (self._folder / INDEX_FILE).exists():
-                self._file_of = weights_by_file(self._folder)
-            else:
-                file = SINGLE_FILE
-                if self._folder.is_file():
-                    file, self._folder = self._folder.name, self._folder.parent
+            file = SINGLE_FILE
+            if self._folder.is_file():
+                file, self._folder = self._folder.name, self._folder.parent
+            if (self._folder / file).exists():
                 self._file_of = dict.fromkeys(self._open(file)[1], file)
+                return
         except (OSError, ValueError) as error:
-            raise ValueError(f"{self._folder}: no readable {INDEX_FILE} or {SINGLE_FILE} ({error}); name a Hugging Face folder") from error
+            raise ValueError(f"{self._folder}: no readable {SINGLE_FILE} ({error}); name a Hugging Face folder") from error
+        weight_files(self._folder)
+        self._file_of = weights_by_file(self._folder)
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         for descriptor, _ in self._open_files.values():
@@ -85,23 +87,6 @@ class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
                 f"{self._folder}: {name} has shape {found.shape}, but box {box} of it is needed; the weights do not fit config.json"
             )
         read_stored(descriptor, StoredTensor(self._folder / self._file_of[name], found.offset, dtype, found.shape), box, target)
-
-    def check(self, canonical: Mapping[str, tuple[int, ...]]) -> None:
-        """Returns if the folder holds exactly these tensors, also in files but not in the index. Opens every file."""
-        missing, unknown = canonical.keys() - self.names, self.names - canonical.keys()
-        if missing or unknown:
-            raise ValueError(
-                f"{self._folder}: the weights do not fit config.json; missing: {_listed(missing)}; "
-                f"unknown to this model_type: {_listed(unknown)}{without_mtp(missing)}"
-            )
-        for name, shape in canonical.items():
-            if self.shape(name) != shape:
-                raise ValueError(f"{self._folder}: {name} has shape {self.shape(name)}; by config.json it must be {shape}")
-        # All files are open by now: the index names none without a tensor.
-        for file, (_, tensors) in self._open_files.items():
-            unlisted = {name for name in tensors if self._file_of.get(name) != file}
-            if unlisted:
-                raise ValueError(f"{self._folder / file} holds tensors that {INDEX_FILE} does not place there: {_listed(unlisted)}")
 
     def _open(self, file: str) -> tuple[int, dict[str, HeaderTensor]]:
         with self._lock:
@@ -145,16 +130,16 @@ def write_safetensors(
     names: Sequence[str],
     *,
     max_shard_bytes: int,
-    dtype: torch.dtype | None = None,
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     progress: Report | None = None,
 ) -> tuple[dict[str, TensorRecord], dict[str, FileRecord]]:
     """Writes tensors as one file or as several with an index; checksums of the tensors and of their files.
 
-    Tensors keep their dtypes unless `dtype` names one for all. One larger than `max_shard_bytes` gets a file of its own. Keeps files that
+    Tensors keep their dtypes unless `dtypes` has another. One larger than `max_shard_bytes` gets a file of its own. Keeps files that
     an interrupted call has finished, if they are right. The library's own save_file needs a whole file in memory.
     """
     report = progress or counter(None, 0)
-    dtypes = {name: dtype or source.dtype(name) for name in names}
+    dtypes = {name: dtypes.get(name) or source.dtype(name) for name in names}
     sizes = {name: math.prod(source.shape(name)) * dtypes[name].itemsize for name in names}
     groups: list[list[str]] = [[]]
     num_bytes = 0
@@ -206,8 +191,3 @@ def _write_file(file: HashedFile, dtypes: Mapping[str, torch.dtype], source: Box
         file.write(byte_view(block))
         report(block.nbytes)
     return {name: checksum.values() for name, checksum in checksums.items()}
-
-
-def _listed(names: set[str]) -> str:
-    shown = ", ".join(sorted(names)[:6])
-    return f"{shown} and {len(names) - 6} more" if len(names) > 6 else shown or "none"

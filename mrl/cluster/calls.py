@@ -125,9 +125,12 @@ class Actors(Generic[V]):
         answers = wait_all(pending, deadline_s=self.deadline_s if deadline_s is None else deadline_s, what=what, beside=self.beside)
         return {name.index: answer for name, answer in answers.items()}
 
-    def apply(self, function: Callable[..., T], *arguments: object, deadline_s: float | None = None) -> list[T]:
-        """`function(object, *arguments)` in every actor's process; answers by index."""
-        pending = {self.name(index): actor.apply.remote(*self.target, function, *arguments) for index, actor in enumerate(self.handles)}
+    def apply(
+        self, function: Callable[..., T], *arguments: object, deadline_s: float | None = None, only: Sequence[int] | None = None
+    ) -> list[T]:
+        """`function(object, *arguments)` in every actor's process, or in those of `only`; answers by index."""
+        asked = range(len(self.handles)) if only is None else only
+        pending = {self.name(index): self.handles[index].apply.remote(*self.target, function, *arguments) for index in asked}
         return list(self.wait(pending, deadline_s=deadline_s, what="apply").values())
 
 

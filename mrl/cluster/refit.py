@@ -20,6 +20,8 @@ import ray
 
 from conversion.boxes import Slot
 from conversion.families.common import EngineDtypes
+from conversion.families.registry import family
+from conversion.files.hf_folder import DTYPES, listed, stored_tensors
 from conversion.files.reading import read_file
 from conversion.reshard import ScheduleError
 from conversion.schedule import NUM_BUFFERS, Schedule
@@ -81,6 +83,8 @@ class Refit:
         inputs = refit_inputs(config, placement, policies, engines)
         self.schedule = build_schedule(config, inputs)
         self.inputs = inputs.signed(self.schedule)
+        self.has_experts = bool(family(inputs.hf_config).expert_layers(inputs.hf_config))
+        self.model = Path(config.policy.model_name)
         logger.info("Refit schedule: %s", self.schedule.summary)
         for line in self.schedule.casts():
             logger.info("%s", line)
@@ -149,11 +153,18 @@ class Refit:
         if witness is not None:
             unknown = [index for index in range(self.engines.num_engines) if index not in witness]
             witness |= self.engines.call(EngineVerbs.live_digest, only=unknown)
-        reports = self._run_rounds(engines)
+        reports, changed = self._run_rounds(engines), set[Slot]()
         if witness is not None:
             for index, workers in self.engines.call(EngineVerbs.live_digest).items():
                 for before, after in zip(witness[index], workers, strict=True):
-                    check_unchanged(before, after)
+                    if before != after:
+                        changed |= set(check_unchanged(before, after, self._rounded()))
+            if changed:
+                logger.info(
+                    "Refit zero: %d tensors of the engines were in the files' wider dtype, now they are as the trainer rounds them: %s",
+                    len(changed),
+                    listed(set(map(str, changed))),
+                )
         # Only now do all engines hold what was verified; and all ranks have made room for their KV caches.
         self.engines.call(EngineVerbs.serve, self.weight_version, only=engines)
         return RefitReport(
@@ -162,6 +173,9 @@ class Refit:
             verified_bytes=sum(report.num_bytes for report in reports),
             padding_bytes=sum(report.padding_bytes for report in reports),
         )
+
+    def _rounded(self) -> frozenset[Slot]:
+        return self.inputs.rounded({name: DTYPES[tensor.dtype] for name, (_, tensor) in stored_tensors(self.model).items()})
 
     def _run_rounds(self, engines: Sequence[int]) -> list[VerifyReport]:
         """Has everybody run all rounds at the same time; reports of all workers. Those that take no part in an exchange are not asked."""

@@ -121,7 +121,7 @@ class RolloutSession:
         # The policy saves between a refit or a validation and the next rollouts.
         deadline_s = checkpoint_deadline(self.config).seconds
         # The policy saves from where it is: engines need not make room for it.
-        with self._without_cache(deadline_s) if len(self.trained_models) > 1 else nullcontext():
+        with self.without_cache(deadline_s) if len(self.trained_models) > 1 else nullcontext():
             for group in self.trained_models.values():
                 group.call(PolicyVerbs.enter, "checkpoint", deadline_s=deadline_s)
             yield
@@ -132,7 +132,7 @@ class RolloutSession:
     def loading(self) -> Iterator[None]:
         """Inside the `with` block, between refit zero and the first refit, all models that are trained can load a checkpoint."""
         beside = [group for model, group in self.trained_models.items() if model != "policy"]
-        with self._without_cache(self.policies.start_s):
+        with self.without_cache(self.policies.start_s):
             for group in beside:
                 group.call(PolicyVerbs.enter, "load", deadline_s=group.start_s)
             yield
@@ -140,7 +140,7 @@ class RolloutSession:
                 group.call(PolicyVerbs.enter, "refit", deadline_s=group.start_s)
 
     @contextmanager
-    def _without_cache(self, deadline_s: float) -> Iterator[None]:
+    def without_cache(self, deadline_s: float) -> Iterator[None]:
         """Inside the `with` block colocated engines, which have been refitted, leave the memory of their KV caches to the models."""
         if self.engines.are_colocated:
             self.engines.enter("checkpoint", deadline_s=deadline_s)

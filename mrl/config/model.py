@@ -23,7 +23,8 @@ from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from conversion.families.registry import FAMILIES, family
-from conversion.files.hf_folder import INDEX_FILE, SINGLE_FILE, weight_files
+from conversion.files.hf_folder import COMPANIONS, files_to_hide, read_config, weight_files
+from conversion.files.hf_weights import check_hf, read_model_config
 from conversion.files.reading import read_json
 from mrl.config.errors import NotKnown, Unprovided, spell, value_at
 from mrl.config.schema.ppo import ValueConfig
@@ -34,9 +35,6 @@ from mrl.phases import ModelName
 logger = logging.getLogger(__name__)
 
 Section = TypeVar("Section")
-
-# Configuration and tokenizer.
-_COMPANIONS = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 
 def is_hub_id(model: str) -> bool:
@@ -63,7 +61,7 @@ def _snapshot(model: str, with_weights: bool, *, local_files_only: bool) -> Path
     """The folder of a Hub id, if all its files are there. Who used only the tokenizer has no weights; without a network, files may lack."""
     from huggingface_hub import snapshot_download
 
-    patterns = [*_COMPANIONS, "*.safetensors"] if with_weights else _COMPANIONS
+    patterns: list[str] = [*COMPANIONS, *(["*.safetensors"] if with_weights else [])]
     folder = Path(snapshot_download(model, allow_patterns=patterns, local_files_only=local_files_only))
     try:
         weights = weight_files(folder) if with_weights else []
@@ -154,11 +152,30 @@ def find_missing_weights(config: RunConfig) -> list[str]:
         if folder in found or not (folder / "config.json").is_file():
             continue
         try:
-            missing = [path.name for path in weight_files(folder) if not path.exists()]
-        except ValueError:
-            missing = [f"{INDEX_FILE} or {SINGLE_FILE}"]
+            missing = [f"no {path.name}" for path in weight_files(folder) if not path.exists()]
+        except ValueError as error:
+            missing = [str(error).removeprefix(f"{folder}: ")]
         if missing:
-            found[folder] = Unprovided(f"{prefix_of(model)}model_name={name}: the weights are not all here (no {missing[0]}); {reason}")
+            found[folder] = Unprovided(f"{prefix_of(model)}model_name={name}: the weights are not all here ({missing[0]}); {reason}")
+    return list(found.values())
+
+
+def find_wrong_weights(config: RunConfig) -> list[str]:
+    """A problem for each model whose weights are here, and are not those of its config.json, by the headers of their files."""
+    found: dict[Path, str] = {}
+    for model, section in config.sections.items():
+        folder = Path(section.model_name)
+        try:
+            if folder in found or not all(path.exists() for path in weight_files(folder)):
+                continue
+            family(read_config(folder / "config.json"))
+        except (OSError, ValueError):
+            # Without weights, or with such a config, other rules say so.
+            continue
+        try:
+            check_hf(folder)
+        except ValueError as error:
+            found[folder] = f"{prefix_of(model)}model_name={folder}: {error}"
     return list(found.values())
 
 
@@ -278,7 +295,9 @@ def overridden_config(hf_config: Mapping[str, object], overrides: Mapping[str, o
     rope = new if is_given else {**old, **new}
     rope.setdefault("rope_type", "default")
     rope.setdefault("rope_theta", old.get("rope_theta"))
-    merged["rope_parameters"] = rope
+    # transformers 4, and what is built on it, reads the older names alone, and takes other positions where they lack, without a word.
+    scaling = None if rope["rope_type"] == "default" else rope
+    merged |= {"rope_parameters": rope, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
     factor, length, longest = rope.get("factor"), rope.get("original_max_position_embeddings"), merged.get("max_position_embeddings")
     if rope["rope_type"] == "yarn" and "max_position_embeddings" not in overrides:
         if isinstance(factor, int | float) and isinstance(length, int) and isinstance(longest, int):
@@ -287,8 +306,8 @@ def overridden_config(hf_config: Mapping[str, object], overrides: Mapping[str, o
 
 
 def _rope(source: Mapping[str, object]) -> dict[str, object]:
-    """What `source` says of rotary positions, under the newer names."""
-    given = source.get("rope_parameters") or source.get("rope_scaling") or {}
+    """What `source` says of rotary positions, under the newer names. Where it says it twice, transformers 5 takes `rope_scaling`."""
+    given = source.get("rope_scaling") or source.get("rope_parameters") or {}
     rope = dict(given) if isinstance(given, dict) else {}
     if "type" in rope:
         rope.setdefault("rope_type", rope.pop("type"))
@@ -318,25 +337,28 @@ def find_override_problems(folder: Path, overrides: Mapping[str, object]) -> lis
 
 
 def overridden_folder(folder: Path, overrides: Mapping[str, object], *, beside: Path) -> Path:
-    """`folder` if the overrides change nothing in it; else a folder in `beside` that holds links to its files and the other config.json.
+    """`folder` if it is read as it is; else a folder in `beside` that holds links to its files and another config.json.
 
+    That has the overrides, and tied embeddings only where those of the weights are. Weights that only vLLM would read have no link.
     Equal ones are made once. Where `folder` is, all hosts that read the result must have it.
     """
     hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    merged = overridden_config(hf_config, overrides)
-    if merged == hf_config:
+    merged, hidden = overridden_config(read_model_config(folder), overrides), files_to_hide(folder)
+    if merged == hf_config and not hidden:
         return folder
     text = json.dumps(merged, indent=2, sort_keys=True)
-    digest = hashlib.sha256(f"{folder.absolute()}\n{text}".encode()).hexdigest()
+    digest = hashlib.sha256("\n".join([str(folder.absolute()), text, *hidden]).encode()).hexdigest()
     target = beside.absolute() / f"model-{digest[:16]}"
     if target.is_dir():
         return target
+    if hidden:
+        logger.warning("%s: the weights are those of model.safetensors, as in transformers; not read: %s", folder, ", ".join(hidden))
     beside.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=beside.absolute(), prefix=".model-"))
     try:
         made.chmod(0o755)
         for path in folder.absolute().iterdir():
-            if path.name != "config.json":
+            if path.name not in ("config.json", *hidden):
                 (made / path.name).symlink_to(path)
         (made / "config.json").write_text(text, encoding="utf-8")
         os.replace(made, target)

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import os
+
 from mrl.cluster.lifetime import Capacity
+from mrl.config.rules.sockets import ENGINE_SOCKET, MAX_PATH_BYTES, longest_folder
 from mrl.doctor.findings import Finding
 from mrl.doctor.gpus import Gpus
 from mrl.doctor.probe import GIB, TEMPORARY, UNLIMITED, Disk, HostFacts, Network, Ports
@@ -131,6 +134,11 @@ def _disk(use: str, disk: Disk) -> Finding:
         return Finding(name, "problem", f"{disk.folder} cannot be written to", "choose another folder, or change its owner")
     if disk.free_bytes < MIN_FREE_BYTES:
         return Finding(name, "problem", found, "free some, or choose another disk")
+    if use == TEMPORARY and (most := longest_folder(ENGINE_SOCKET)) < len(os.fsencode(disk.folder)):
+        found = f"{disk.folder} leaves no room for the names of sockets, whose paths have {MAX_PATH_BYTES} bytes: it may have {most}"
+        return Finding(
+            name, "problem", found, "let TMPDIR (RAY_TMPDIR of scripts/ray.sub) name a shorter folder of this host, such as /tmp"
+        )
     if use == TEMPORARY and disk.free_bytes < (1 - MAX_RAY_DISK_SHARE) * disk.total_bytes:
         remedy = "free some, or let TMPDIR (RAY_TMPDIR of scripts/ray.sub) name another disk of this host"
         return Finding(name, "problem", f"{found}; Ray stops when {MAX_RAY_DISK_SHARE:.0%} are taken", remedy)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from conversion.boxes import Slot
+from mrl.cluster.agreement import requests, sample, trainer_logprobs
 from mrl.cluster.environment import engine_variables, policy_variables
 from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.refit import RefitReport
@@ -28,16 +29,12 @@ from mrl.cluster.session import start_models
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
-from mrl.data.batch import max_row_tokens
-from mrl.data.packing import RowSequence, pack_row, padded_length
-from mrl.data.planning import first_fit_decreasing
 from mrl.data.prompts import PromptData, load_prompts
 from mrl.loop.preflight import check_start
-from mrl.types import Rollout, RolloutRequest, SamplingParams, request_seed
+from mrl.types import Rollout
 
 if TYPE_CHECKING:
     from mrl.policy.policy import Policy
-    from mrl.rollout.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +139,9 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Outco
         with stage(outcomes, CHANGED):
             outcomes.append(Outcome(CHANGED, True, changed_tensors(before, engines.call(EngineVerbs.live_digest))))
         with stage(outcomes, LOGPROBS):
-            sampled = engines.apply(_sample, requests(config, data), deadline_s=config.deadlines.generate_s)
+            sampled = engines.apply(
+                sample, requests(config, data.train[:NUM_PROMPTS], MAX_NEW_TOKENS), deadline_s=config.deadlines.generate_s
+            )
             engines.enter("logprob", deadline_s=policies.deadline_s)
             policies.call(PolicyVerbs.enter, "logprob")
             for index, rollouts in enumerate(sampled):
@@ -176,17 +175,6 @@ def changed_tensors(before: Mapping[int, Sequence[Mapping[Slot, int]]], after: M
     return f"{sum(len(new) for _, new in workers)} tensors, all changed"
 
 
-def requests(config: RunConfig, data: PromptData) -> list[RolloutRequest]:
-    """The first training prompts, sampled to the full length, stop tokens or not: the same requests every time."""
-    generation = config.policy.generation
-    length = min(generation.max_new_tokens, MAX_NEW_TOKENS)
-    sampling = SamplingParams(generation.temperature, generation.top_p, generation.top_k, length, stop_token_ids=())
-    return [
-        RolloutRequest(prompt.prompt_id, 0, 0, request_seed(config.rollouts.seed, 0, prompt.prompt_id, 0), prompt.token_ids, sampling)
-        for prompt in data.train[:NUM_PROMPTS]
-    ]
-
-
 def compare(
     rollouts: Sequence[Rollout], logprobs: Sequence[np.ndarray], precision: str, bounds: Mapping[str, float], *, subject: str
 ) -> Outcome:
@@ -212,25 +200,6 @@ def compare(
     return Outcome(LOGPROBS, is_ok, numbers, subject)
 
 
-def trainer_logprobs(policies: PolicyGroup, rollouts: Sequence[Rollout], config: RunConfig, *, pad_token_id: int) -> list[np.ndarray]:
-    """The trainer's log-probability of every generated token, float32 [L] per rollout, in the rollouts' order."""
-    policy = config.policy
-    lengths = [padded_length(len(rollout.request.token_ids) + len(rollout.token_ids), policy.sequence_multiple) for rollout in rollouts]
-    # Every data-parallel rank computes all rows: a few rollouts are not worth a plan.
-    sizes = {"divisible_by": policy.row_multiple, "sequence_multiple": policy.sequence_multiple, "pad_token_id": pad_token_id}
-    plan = first_fit_decreasing(lengths, max_row_tokens(policy, "logprob"))
-    rows = [pack_row([RowSequence(i, rollouts[i], 0.0, True) for i in row], **sizes) for row in plan]
-    answers = policies.call(PolicyVerbs.logprobs_of_rows, rows)
-    # Only the ranks of the last pipeline stage know; all of them give the same answer.
-    of_rows = next(answer for answer in answers.values() if answer)
-    found: dict[int, np.ndarray] = {}
-    for row, logprobs_T in zip(rows, of_rows, strict=True):
-        bounds = row.cu_seqlens.tolist()
-        for index, start, stop in zip(row.sequence_indices, bounds, bounds[1:], strict=False):
-            found[index] = logprobs_T[start:stop][row.generated_mask_T[start:stop].bool().numpy()]
-    return [found[index] for index in range(len(rollouts))]
-
-
 def float32_products(policies: PolicyGroup, config: RunConfig) -> str:
     """How a run in float32 multiplies, by library: as float32 (Triton: tf32x3), or as TF32, for which the bounds of float32 do not hold.
 
@@ -243,14 +212,6 @@ def float32_products(policies: PolicyGroup, config: RunConfig) -> str:
         variables = (policy_variables(config, policy), engine_variables(config, engine))
         found["Triton"] = " and ".join(sorted({chosen.get("TRITON_F32_DEFAULT", "TF32") for chosen in variables}))
     return ", ".join(f"{library} {precision}" for library, precision in found.items())
-
-
-def _sample(engine: Engine, requests: list[RolloutRequest]) -> list[Rollout]:
-    engine.add(requests)
-    rollouts: dict[str, Rollout] = {}
-    while engine.num_unfinished:
-        rollouts.update((rollout.request.request_id, rollout) for rollout in engine.step())
-    return [rollouts[request.request_id] for request in requests]
 
 
 def _float32_products(policy: Policy) -> dict[str, str]:

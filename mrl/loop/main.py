@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 from mrl import check, env, startup
+from mrl.algo.agreement import Disagreement
 from mrl.cluster.errors import ActorLost, DeadlineExceeded, NoCluster
 from mrl.cluster.nodes import watch_hosts
 from mrl.config.files import find_config
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with folder:
             is_done = run_attempt(training, folder, budget)
-    except NoSignal as error:
+    except (NoSignal, Disagreement) as error:
         logger.error("%s", error)
         return 2
     except (ActorLost, DeadlineExceeded, FolderLost, NoCluster, TimeoutError) as error:

@@ -12,6 +12,7 @@ from mrl.config.errors import ConfigError, Unprovided
 from mrl.config.model import (
     download_weights,
     find_missing_weights,
+    find_wrong_weights,
     is_downloaded,
     overridden_folder,
     with_cached_folders,
@@ -45,6 +46,8 @@ def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
     if missing := [problem for problem in find_missing_weights(config) if not is_downloaded(problem)]:
         raise ConfigError(missing)
     download_weights(config)
+    if wrong := find_wrong_weights(local):
+        raise ConfigError(wrong)
     for doubt in find_doubts(local):
         logger.warning("%s", doubt)
     beside = Path(config.checkpointing.checkpoint_dir)
@@ -53,10 +56,4 @@ def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
         local = with_section(local, model, with_value(section, "model_name", str(folder)))
     if (root := env.cache_root()) is not None:
         open_cache(root)
-    elif trains:
-        # The conversion into a cache would find what does not fit; it costs the import of torch.
-        from conversion.convert import check_hf
-
-        for section in local.sections.values():
-            check_hf(Path(section.model_name))
     return local

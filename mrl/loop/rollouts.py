@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mrl.algo.advantages import train_sequences
 from mrl.algo.distillation import sequences_to_teach
+from mrl.cluster.agreement import compare_at_start
 from mrl.cluster.session import RolloutSession, start_session
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import make_batches
@@ -48,6 +49,9 @@ class RolloutSupplier:
         refit = self.session.refit
         report = refit.zero()
         self.folder.note_refit(about_refit(refit.schedule, verified_bytes=report.verified_bytes, padding_bytes=report.padding_bytes))
+        if self.config.policy.generation.compare_at_start and len(self.data.train):
+            figures = compare_at_start(self.session, self.data.train, pad_token_id=self.data.pad_token_id)
+            logger.info("Trainer and engine compute the same model: %s", figures)
 
     def take(self, state: RunState, clock: Clock) -> StepData:
         """Scored rollouts, with advantages, in packed batches."""

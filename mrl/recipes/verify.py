@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from conversion.families.registry import family
-from conversion.files.hf_folder import INDEX_FILE, HeaderTensor, read_config, read_header, weight_files
+from conversion.families.settings import HfConfig
+from conversion.files.hf_folder import INDEX_FILE, SINGLE_FILE, HeaderTensor, files_to_hide, read_config, read_header, weight_files
+from conversion.files.hf_weights import is_tied_copy
 from conversion.files.reading import open_file
 from mrl.doctor.findings import Finding
 
@@ -53,21 +55,24 @@ def check_model(folder: Path) -> list[Finding]:
         findings.append(Finding("model", "problem", f"{folder}: {unfinished} files are downloaded in part; {AGAIN}"))
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         findings.append(Finding("model", "problem", f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}); {AGAIN}"))
-    return findings + _check_weights(folder, shapes)
+    return findings + _check_weights(folder, hf_config, shapes)
 
 
-def _check_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[Finding]:
+def _check_weights(folder: Path, hf_config: HfConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[Finding]:
     try:
         files = weight_files(folder)
     except ValueError as error:
         return [Finding("model", "problem", f"{error}; {AGAIN}")]
+    if hidden := files_to_hide(folder):
+        text = f"{folder}: {SINGLE_FILE} is read, as in transformers, and these are not: {', '.join(hidden[:3])}; remove it, or them"
+        return [Finding("model", "problem", text)]
     problems: list[str] = []
     stored: dict[str, HeaderTensor] = {}
     for path in files:
         try:
             file = open_file(path)
             try:
-                stored |= read_header(file, path)
+                stored |= {name: tensor for name, tensor in read_header(file, path).items() if not is_tied_copy(name, hf_config)}
             finally:
                 os.close(file)
         except FileNotFoundError:

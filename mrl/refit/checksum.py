@@ -6,7 +6,7 @@ Both sides of a refit hold their weights on the same kind of device, so they tak
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -74,19 +74,21 @@ def digest(tensors: Mapping[Slot, Tensor]) -> dict[Slot, int]:
     return {slot: checksum(tensor) for slot, tensor in tensors.items()}
 
 
-def check_unchanged(before: Mapping[Slot, int], after: Mapping[Slot, int]) -> None:
+def check_unchanged(before: Mapping[Slot, int], after: Mapping[Slot, int], rounded: Collection[Slot] = ()) -> list[Slot]:
     """Returns if refit zero, the first refit, of unchanged weights, has changed no tensor of the engine; both arguments are digests.
 
     The tables of both sides could share one error. What is in the engine before was written by vLLM's own loader, which knows nothing of
-    our tables.
+    our tables. Those of `rounded` may change, and are returned if they did: see `RefitInputs.rounded`.
     """
-    changed = sorted(str(slot) for slot in before.keys() | after.keys() if before.get(slot) != after.get(slot))
+    found = [slot for slot in before.keys() | after.keys() if before.get(slot) != after.get(slot)]
+    changed = sorted(str(slot) for slot in found if slot not in rounded)
     if changed:
         more = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
         raise RefitError(
             f"refit zero changed {len(changed)} of {len(before)} tensors of the engine: the conversion tables disagree with vLLM's loader "
             f"on {', '.join(changed[:_MAX_NAMED])}{more}"
         )
+    return found
 
 
 class _DeviceSums:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conversion.files.durable import read_whole, write_atomic
+from conversion.files.hf_folder import OF_THE_MODEL, copy_companions
 from mrl import spans
 from mrl.config.load import changes_since, resolved_yaml
 from mrl.config.schema.run import RunConfig
@@ -298,6 +299,8 @@ class RunFolder:
         for path in sorted({path for pattern in COPIED for path in source.glob(pattern) if path.is_file()}):
             (target / path.relative_to(source)).parent.mkdir(exist_ok=True)
             shutil.copy2(path, target / path.relative_to(source))
+        # Wherever the tokenizer is from, what is said of sampling, and code, goes with the weights.
+        copy_companions(Path(self.config.of_model(model).policy.model_name), target, OF_THE_MODEL)
         if self.config.policy.tokenizer.chat_template != OWN_TEMPLATE:
             # transformers looks here first: prompts must have the template that the model was trained with.
             (target / "chat_template.jinja").write_text(template_text(self.config.policy.tokenizer.chat_template), encoding="utf-8")

@@ -87,6 +87,8 @@ def rehearsal_config(shape: Shape, folder: Path) -> RunConfig:
         "policy.megatron_cfg.context_parallel_size=4",
         "policy.megatron_cfg.expert_model_parallel_size=8",
         "policy.generation.vllm_cfg.tensor_parallel_size=4",
+        # Stand-ins compute nothing that could be compared.
+        "policy.generation.compare_at_start=false",
         "cluster.gpus_per_node=8",
         f"cluster.num_nodes={shape.num_ranks // 8}",
         "grpo.val_at_start=false",

@@ -4,10 +4,17 @@
 from __future__ import annotations
 
 import json
+import math
+import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from conversion.boxes import DTYPE_BYTES
+from conversion.families.registry import family
+from conversion.files.hf_folder import DTYPES
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
@@ -36,6 +43,18 @@ TINY_CONFIG = {
 }
 
 
+def write_weights(folder: Path, hf_config: Mapping[str, object], dtype: str = "BF16") -> None:
+    """Writes the weights of a model, all of them zeros: checks read no more than their header."""
+    entries, end = {}, 0
+    for name, shape in family(hf_config).canonical(hf_config).items():
+        start, end = end, end + DTYPE_BYTES[DTYPES[dtype]] * math.prod(shape)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    header = json.dumps(entries).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + end)
+
+
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder, made the working directory, with the model and data files that grpo_tiny.yaml names; it passes every check."""
@@ -43,7 +62,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model.mkdir(parents=True)
     data.mkdir()
     (model / "config.json").write_text(json.dumps(TINY_CONFIG))
-    (model / "model.safetensors").touch()
+    write_weights(model, TINY_CONFIG)
     for name in ("train.jsonl", "validation.jsonl", "train_preferences.jsonl", "validation_preferences.jsonl"):
         (data / name).write_text('{"question": "1+1=", "answer": "2"}\n' * 64)
     monkeypatch.chdir(tmp_path)

@@ -2,6 +2,7 @@
 """`--check` says what a config means here, without a process, a GPU or a network."""
 
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from mrl import check, evaluate
 from mrl.config.load import load_config, resolved_yaml
 from mrl.loop.main import main
 from tests.sources import ROOT
+from tests.unit.conftest import write_weights
 from tests.waiting import HANG_S
 
 NEMO_RL = ROOT / "tests/data/nemo_rl"
@@ -118,12 +120,14 @@ def test_where_the_run_starts_and_what_changed_since_the_last_attempt(said, work
 def test_what_the_engine_s_kernels_cannot_do_is_refused(said, workplace: Path):
     path = workplace / "prepared/tiny/model/config.json"
     path.write_text(path.read_text().replace('"head_dim": 32', '"head_dim": 16'))
+    write_weights(path.parent, json.loads(path.read_text()))
     code, output = said("grpo_tiny.yaml")
     (refused,) = lines_of(output, "Refused: 1")
     assert code == 2 and refused.startswith("policy.model_name=prepared/tiny/model: the model's head_dim is 16, and vLLM's attention on")
     assert said("grpo_tiny.yaml", "cluster.gpus_per_node=4", "policy.generation.vllm_cfg.enforce_eager=false")[0] == 0
     assert said("sft_tiny.yaml")[0] == 0  # no engines
     path.write_text(path.read_text().replace("MEM*EME", "MEM-EME"))
+    write_weights(path.parent, json.loads(path.read_text()))
     assert said("grpo_tiny.yaml")[0] == 0  # no attention
 
 

@@ -15,7 +15,7 @@ from mrl.config.checkpoint_size import checkpoint_bytes
 from mrl.config.errors import ConfigError, NotKnown, Problems, Unchecked, Unprovided
 from mrl.config.model import ModelSizes, is_hub_id, read_model
 from mrl.config.passthrough import check_arguments
-from mrl.config.rules import algorithms, data, layout, models, own, speculation, teacher, tokens, training
+from mrl.config.rules import algorithms, data, layout, models, own, sockets, speculation, teacher, tokens, training
 from mrl.config.rules.models import Check, ModelCheck
 from mrl.config.schema.run import RunConfig
 
@@ -144,6 +144,7 @@ RULES: dict[str, Check] = {
     "optimizer": training.check_optimizer,
     "log-probabilities": training.check_logprobs,
     "ports": layout.check_ports,
+    "sockets": sockets.check_sockets,
     "reward model": algorithms.check_reward_model,
     "own functions and classes": own.check_own,
     "parallel layout": layout.check_cluster,

@@ -112,6 +112,8 @@ class GenerationConfig:
     """Tokens that end a rollout; null = the model's end-of-sequence tokens."""
     stop_strings: list[str] | None = None
     """Texts that end a rollout with the token that completes one; null = none."""
+    compare_at_start: bool = True
+    """Compare trainer and engine on a few tokens before the first step, and end a run in which they compute different models."""
     longest_first: bool = True
     """Ask for the rollouts first that were the longest in an earlier epoch. The metric `rollout/engine_idle_fraction` shows the effect."""
     num_cpu_engines: Positive = 1

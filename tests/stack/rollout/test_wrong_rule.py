@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from conversion.families import registry
 from conversion.families.common import Flavour, MegatronCoords, MegatronParallel
@@ -45,13 +47,14 @@ def swap_query_and_key(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 class OneRank:
     """The policy's part of a refit on one rank, which has read the folder by the table of this moment."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, precision: str = "float32") -> None:
         hf_config = json.loads((folder / "config.json").read_text())
+        self._precision = precision
         layout = registry.family(hf_config).megatron_layout(hf_config, *self.layout_arguments())
         self._arena = Arena(read_layout(folder, layout), name="test-arena")
 
     def layout_arguments(self) -> tuple[MegatronParallel, MegatronCoords, str, Flavour]:
-        return MegatronParallel(), MegatronCoords(), "float32", "local"
+        return MegatronParallel(), MegatronCoords(), self._precision, "local"
 
     def prepare_refit(self, inputs: RefitInputs, address: GroupAddress) -> GpuHandles:
         self._exchange = Exchange(inputs.schedule(), 0, self._arena.tensors(), self._arena.handle(), group=None)
@@ -92,10 +95,10 @@ def wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mrl.cluster.refit.wait_all", lambda pending, **_: pending)
 
 
-def refit_between(folder: Path, engine: Engine) -> Refit:
+def refit_between(folder: Path, engine: Engine, precision: str = "float32") -> Refit:
     """The run's own refit, between one rank and one engine of this process."""
     engine.enter("load")
-    return Refit(*one_slot(folder), engines_of(engine))
+    return Refit(*one_slot(folder, precision), engines_of(engine))
 
 
 def engines_of(engine: object) -> EngineGroup:
@@ -103,10 +106,10 @@ def engines_of(engine: object) -> EngineGroup:
     return cast(EngineGroup, Here(engine))
 
 
-def one_slot(folder: Path) -> tuple[RunConfig, Placement, PolicyGroup]:
-    config = load_config("grpo_tiny.yaml", [f"policy.model_name={folder}"])
+def one_slot(folder: Path, precision: str = "float32") -> tuple[RunConfig, Placement, PolicyGroup]:
+    config = load_config("grpo_tiny.yaml", [f"policy.model_name={folder}", f"policy.precision={precision}"])
     placement = SimpleNamespace(engines=(EngineSlots(0, (0,)),), node_of={0: 0})
-    return config, cast(Placement, placement), cast(PolicyGroup, Here(OneRank(folder)))
+    return config, cast(Placement, placement), cast(PolicyGroup, Here(OneRank(folder, precision)))
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +149,20 @@ def test_with_grouped_queries_the_schedule_refuses_it(checkpoint: Callable[[int]
     swap_query_and_key()
     with pytest.raises(ScheduleError, match="qkv_proj.weight"):
         build_schedule(config, inputs)
+
+
+def test_refit_zero_names_what_the_trainer_alone_rounds(
+    start_engine: StartEngine, multi_head: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As published files of a nemotron_h in bfloat16 have some tensors in float32: vLLM keeps Mamba's A and the router so, and rounds D."""
+    folder, wide = Path(shutil.copytree(multi_head, tmp_path / "wide")), ("A_log", "mixer.D", "gate.weight", "e_score_correction_bias")
+    tensors = {
+        name: tensor if name.endswith(wide) else tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    engine = start_engine(folder, precision="bfloat16")
+    with caplog.at_level("INFO", logger="mrl.cluster.refit"):
+        refit_between(folder, engine, "bfloat16").zero()
+    (said,) = [record.getMessage() for record in caplog.records if "wider dtype" in record.getMessage()]
+    assert "mixer.A" in said and "mixer.D" not in said and "e_score_correction_bias" not in said
+    assert run(engine, random_requests(1))

@@ -13,6 +13,7 @@ from mrl.config.load import load_config, load_run
 from mrl.config.model import find_override_problems, overridden_config, overridden_folder
 from mrl.config.rules.checks import find_problems
 from mrl.loop.preflight import check_start
+from tests.unit.conftest import write_weights
 
 QWEN = dict(
     model_type="qwen3",
@@ -40,15 +41,16 @@ def model(workplace: Path) -> Path:
     """The model of grpo_tiny.yaml, made a qwen3."""
     folder = workplace / "prepared/tiny/model"
     (folder / "config.json").write_text(json.dumps(OLDER))
-    (folder / "model.safetensors").write_bytes(b"weights")
+    write_weights(folder, OLDER)
     return folder
 
 
 @pytest.mark.parametrize("hf_config", [OLDER, NEWER], ids=["older", "newer"])
 @pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
 def test_yarn_keeps_the_base_and_lengthens_the_context(hf_config: dict[str, object], name: str):
-    merged = overridden_config(hf_config, {name: YARN})
-    assert merged == QWEN | dict(rope_parameters=YARN | dict(rope_theta=1e6), max_position_embeddings=8192)
+    merged, scaling = overridden_config(hf_config, {name: YARN}), YARN | dict(rope_theta=1e6)
+    # transformers 5 reads the first, transformers 4 the others.
+    assert merged == QWEN | dict(rope_parameters=scaling, rope_theta=1e6, rope_scaling=scaling, max_position_embeddings=8192)
     assert overridden_config(merged, {name: YARN}) == merged
     rounded = overridden_config(hf_config, {name: YARN | dict(factor=2.3, original_max_position_embeddings=3000)})
     assert rounded["max_position_embeddings"] == 6900, "2.3 x 3000 is a little less in floats"

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from conversion.convert import check_hf, convert_hf_to_mcore, convert_mcore_to_hf
+from conversion.convert import convert_hf_to_mcore, convert_mcore_to_hf
+from conversion.files.hf_weights import check_hf
 from tests.unit.conversion.hf_folders import tiny_config, write_folder
 
 WAY_OUT = (

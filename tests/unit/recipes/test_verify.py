@@ -103,7 +103,10 @@ def begin(folder: Path) -> None:
         (lambda folder: (folder / shard(13)).unlink(), f"{shard(13)} is missing"),
         (lambda folder: (folder / shard(2)).write_bytes(b""), f"{shard(2)} is no safetensors file, or an incomplete one"),
         (lambda folder: (folder / INDEX_FILE).unlink(), f"no readable {INDEX_FILE}"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b""), "model.safetensors is none of the files"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b""),
+            "model.safetensors is read, as in transformers, and these are not: model-00001",
+        ),
         (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
         (retouch(model_type="gpt2"), "model_type='gpt2' is not supported"),
         (retouch(vocab_size=640), "have another shape than by config.json"),

@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 
 from conversion.families.common import MegatronCoords, MegatronParallel, VllmParallel
+from conversion.families.registry import family
 from mrl.refit import RefitError
 from mrl.refit.inputs import RefitInputs
 from tests.unit.conversion.dense import TINY
+from tests.unit.conversion.hf_folders import tiny_config
 
 PARALLEL = MegatronParallel(tp=2)
 
@@ -48,3 +50,20 @@ def test_live_dtypes_come_before_those_of_the_table(inputs: RefitInputs):
     slot = next(copy.target for copy in inputs.schedule().class_of(0).copies())
     live = replace(inputs, workers={0: (0, ((slot.name, "float32"),)), 1: (1, ())})
     assert {copy.dtype for copy in live.schedule().class_of(0).copies() if copy.target == slot} == {"float32"}
+
+
+def test_refit_zero_may_change_what_the_trainer_alone_rounds(inputs: RefitInputs):
+    """As vLLM holds a nemotron_h in bfloat16: Mamba's A and the router in float32, D in bfloat16 as the trainer."""
+    hf_config = tiny_config("nemotron_h")
+    stored = dict.fromkeys(family(hf_config).canonical(hf_config), "bfloat16")
+    wide = {name: "float32" for name in stored if name.endswith(("A_log", "mixer.D", "gate.weight", "e_score_correction_bias"))}
+    live = tuple(
+        (f"model.layers.{index}.{name}", "float32")
+        for index in range(8)
+        for name in ("mixer.A", "mixer.gate.weight", "mixer.gate.e_score_correction_bias")
+    )
+    ranks = tuple((PARALLEL, MegatronCoords(tp=tp, etp=0), "bfloat16", "local") for tp in range(2))
+    mamba = replace(inputs, hf_config=hf_config, ranks=ranks, workers={0: (0, live), 1: (1, live)})
+    found = {slot.name.partition(".mixer.")[2] for slot in mamba.rounded(stored | wide)}
+    assert found == {"A", "gate.weight"}, "what both round to bfloat16, and the bias, which nobody rounds, must stay"
+    assert mamba.rounded(stored) == frozenset()

@@ -13,7 +13,7 @@ from mrl.config.schema.data import DataConfig, TrainDataConfig
 from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
 from mrl.config.schema.run import CheckpointingConfig, LoggerConfig, RunConfig
 from mrl.recipes.tokenizer import byte_tokenizer
-from mrl.store.checkpoints import CheckpointStore
+from mrl.store.checkpoints import Checkpoint, CheckpointStore
 from mrl.store.ledger import replay
 from mrl.store.ownership import FolderLost
 from mrl.store.run_folder import RunFolder
@@ -230,3 +230,30 @@ def test_what_earlier_steps_have_measured(tmp_path: Path):
     times = [{"time/total": 9.0, "time/start": 40.0}, {"time/total": 2.0}, {"time/total": 4.0}]
     (folder.path / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **row}) + "\n" for step, row in enumerate(times)) + '{"st')
     assert (folder.measured("time/total", num_steps=2), folder.measured("time/start", num_steps=1)) == (3.0, 40.0)
+
+
+def test_an_export_gets_what_the_model_s_folder_says_of_sampling(tmp_path: Path):
+    """Beside a tokenizer from a folder of its own, with a template of its own."""
+    model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
+    (tokenizer / "additional_chat_templates").mkdir(parents=True)
+    model.mkdir()
+    for path in (
+        tokenizer / "tokenizer.json",
+        tokenizer / "additional_chat_templates/tool_use.jinja",
+        tokenizer / "generation_config.json",
+    ):
+        path.write_text("of the tokenizer's folder")
+    for name in ("generation_config.json", "modeling_x.py", "tokenizer.json", "config.json"):
+        (model / name).write_text("of the model's folder")
+    run = config(tmp_path)
+    run.policy.tokenizer.name = str(tokenizer)
+    checkpoint = Checkpoint(1, tmp_path / "run/step_1")
+    RunFolder(run).copy_tokenizer(checkpoint)
+    folder = checkpoint.weights_of("policy").parent / "tokenizer"
+    found = {path.relative_to(folder).as_posix(): path.read_text().split()[2] for path in folder.rglob("*") if path.is_file()}
+    assert found == {
+        "tokenizer.json": "tokenizer's",
+        "additional_chat_templates/tool_use.jinja": "tokenizer's",
+        "generation_config.json": "model's",
+        "modeling_x.py": "model's",
+    }

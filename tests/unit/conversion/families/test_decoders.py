@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors import safe_open
+from transformers import AutoConfig
 
 from conversion.boxes import Slot
 from conversion.families.common import HfConfig, MegatronCoords, MegatronParallel, VllmParallel
+from conversion.families.decoder import rope_settings
 from conversion.families.registry import FAMILIES, family
 from tests import models
 from tests.unit.conversion.dense import build_layout, index_arrays
@@ -336,6 +338,37 @@ def test_both_spellings_of_rotary_positions_are_read():
 
 
 YARN = dict(rope_type="yarn", factor=4.0)
+LONG = YARN | dict(rope_theta=1e6, original_max_position_embeddings=1024)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(rope_scaling=LONG),
+        dict(rope_scaling=dict(type="yarn", factor=2.0, original_max_position_embeddings=512), rope_theta=5e5),
+        dict(rope_scaling=LONG, original_max_position_embeddings=2048),
+        dict(rope_scaling=dict(rope_type="default", rope_theta=3e4), rope_parameters=LONG),
+        dict(rope_scaling=None, rope_parameters=LONG, rope_theta=3e4),
+        dict(rope_scaling={}, rope_theta=3e4),
+    ],
+)
+def test_rotary_positions_said_twice_are_those_of_transformers(changes: dict[str, object], tmp_path: Path):
+    hf_config = {**tiny("qwen3", rope_parameters=dict(rope_type="default", rope_theta=1e6)), **changes}
+    if "rope_theta" not in changes:
+        del hf_config["rope_theta"]
+    (tmp_path / "config.json").write_text(json.dumps(hf_config))
+    expected = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    base, kind, given = rope_settings(hf_config)
+    numbers = ("factor", "original_max_position_embeddings")
+    assert (base, kind, *map(given.get, numbers)) == (expected["rope_theta"], expected["rope_type"], *map(expected.get, numbers))
+
+
+def test_a_base_that_transformers_would_not_see_is_refused():
+    """transformers takes its default of 10,000 here, without a word."""
+    hf_config = {**tiny("qwen3", rope_parameters=dict(rope_type="default", rope_theta=1e6), rope_scaling=YARN)}
+    del hf_config["rope_theta"]
+    with pytest.raises(ValueError, match=r"rope_scaling replaces rope_parameters, and lacks rope_theta; give it 1000000.0 there"):
+        family(hf_config).canonical(hf_config)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import pytest
 from conversion.files.hf_folder import INDEX_FILE, SINGLE_FILE, weight_files
 
 
-def test_weight_files_are_those_of_the_index_before_the_single_file(tmp_path: Path):
-    (tmp_path / SINGLE_FILE).touch()
-    assert weight_files(tmp_path) == [tmp_path / SINGLE_FILE]
+def test_weight_files_are_the_single_file_before_those_of_the_index(tmp_path: Path):
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "2.safetensors", "b": "1.safetensors", "c": "2.safetensors"}}))
     assert weight_files(tmp_path) == [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
+    (tmp_path / SINGLE_FILE).touch()
+    assert weight_files(tmp_path) == [tmp_path / SINGLE_FILE]
 
 
 @pytest.mark.parametrize("index", [None, "{", "{}", "[]", '{"weight_map": 3}'])

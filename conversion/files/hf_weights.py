@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of a Hugging Face folder against its config.json: names, shapes, dtypes, tied embeddings. Reads headers, without torch."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from conversion.boxes import DTYPE_BYTES
+from conversion.families.registry import family
+from conversion.families.settings import HfConfig
+from conversion.files.hf_folder import DTYPES, REWARD_HEAD, HeaderTensor, listed, read_config, stored_tensors, without_mtp
+from conversion.files.reading import open_file
+
+OUTPUT = "lm_head.weight"
+TIED = "tie_word_embeddings"
+_BLOCK_BYTES = 4 << 20
+
+Stored = Mapping[str, tuple[Path, HeaderTensor]]
+
+
+def read_model_config(hf: Path) -> dict[str, object]:
+    """The contents of config.json as the weights have them.
+
+    Embeddings that are said to be tied are not where the weights have another output layer than the embedding: transformers then keeps
+    both, and vLLM does as config.json says.
+    """
+    config = read_config(hf / "config.json")
+    if config.get(TIED) is not True:
+        return config
+    stored, untied = stored_tensors(hf), {**config, TIED: False}
+    embedding = next(iter(family(untied).canonical(untied)))
+    return untied if OUTPUT in stored and embedding in stored and not _are_equal(stored, embedding, OUTPUT) else config
+
+
+def is_tied_copy(name: str, config: HfConfig) -> bool:
+    """Whether a tensor of the weight files is a copy of the embedding that nobody reads."""
+    return name == OUTPUT and config.get(TIED) is True
+
+
+def check_hf(hf: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors to read of a Hugging Face folder. ValueError: they are not those of its config.json (and perhaps a head)."""
+    config, stored = read_model_config(hf), stored_tensors(hf)
+    shapes = dict(family(config).canonical(config))
+    if REWARD_HEAD in stored:
+        shapes[REWARD_HEAD] = (1, int(str(config["hidden_size"])))
+    check_tensors(hf, {name: tensor for name, (_, tensor) in stored.items() if not is_tied_copy(name, config)}, shapes)
+    return shapes
+
+
+def check_tensors(hf: Path, stored: Mapping[str, HeaderTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Returns if the weight files hold exactly these tensors, unquantised."""
+    for name in sorted(stored):
+        if stored[name].dtype not in DTYPES:
+            raise ValueError(f"{hf}: {name} has dtype {stored[name].dtype}; only unquantised weights are supported ({sorted(DTYPES)})")
+    missing, unknown = shapes.keys() - stored.keys(), stored.keys() - shapes.keys()
+    if missing or unknown:
+        raise ValueError(
+            f"{hf}: the weights do not fit config.json; missing: {listed(missing)}; "
+            f"unknown to this model_type: {listed(unknown)}{without_mtp(missing)}"
+        )
+    for name, shape in shapes.items():
+        if stored[name].shape != shape:
+            raise ValueError(f"{hf}: {name} has shape {stored[name].shape}; by config.json it must be {shape}")
+
+
+def describe_dtypes(hf: Path, precision: str) -> str:
+    """How many tensors have which dtype, and which of them a run in `precision` rounds, as trainer and engines both do."""
+    config, stored = read_model_config(hf), stored_tensors(hf)
+    kept = family(config).float32_tensors(config)
+    counts = Counter(DTYPES.get(tensor.dtype, tensor.dtype) for _, tensor in stored.values())
+    rounded = sorted(
+        name for name, (_, tensor) in stored.items() if name not in kept and is_rounded(DTYPES.get(tensor.dtype, ""), precision)
+    )
+    text = ", ".join(f"{count:,} {dtype}" for dtype, count in counts.most_common())
+    return f"{text}; {len(rounded):,} are rounded to {precision}, the first is {rounded[0]}" if rounded else text
+
+
+def is_rounded(dtype: str, precision: str) -> bool:
+    """Whether values of a dtype change in a precision."""
+    return DTYPE_BYTES.get(dtype, 0) > DTYPE_BYTES[precision] or (dtype, precision) == ("float16", "bfloat16")
+
+
+def _are_equal(stored: Stored, first: str, second: str) -> bool:
+    """Whether two tensors have the same dtype, shape and bytes."""
+    (path, one), (other_path, other) = stored[first], stored[second]
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    left, right = open_file(path), open_file(other_path)
+    try:
+        for start in range(0, one.num_bytes, _BLOCK_BYTES):
+            size = min(_BLOCK_BYTES, one.num_bytes - start)
+            if os.pread(left, size, one.offset + start) != os.pread(right, size, other.offset + start):
+                return False
+        return True
+    finally:
+        os.close(left)
+        os.close(right)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Differences between the trainer's and the engine's logprobs of the same tokens: which of them are rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MAX_MEAN_ERROR: Mapping[str, float] = {"float32": 0.01, "bfloat16": 0.05}
+"""By precision. Rounding gives 1e-6 in float32, 5e-4 in TF32, 0.02 in bfloat16; other positions or other weights give more."""
+MAX_MEAN_ERROR_OF_EXPERTS: Mapping[str, float] = {"float32": 0.01, "bfloat16": 0.1}
+FLIPPED_SHARE = 0.1
+"""Where scores of experts are nearly equal, rounding makes the two sides choose others for a few tokens, which then differ by nats: this
+share of the tokens, those that differ most, does not count."""
+
+
+class Disagreement(RuntimeError):
+    """Trainer and engine compute different models of equal weights."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far the log-probabilities of tokens differ."""
+
+    num_tokens: int
+    mean: float
+    largest: float
+    num_ruled_out: int
+    """Tokens that the trainer's top-k or top-p rules out, whatever the others say."""
+
+    @property
+    def figures(self) -> str:
+        return f"over {self.num_tokens} tokens logprobs differ by {self.mean:.2g} on average, by {self.largest:.2g} at most"
+
+
+def measure(generator: Sequence[np.ndarray], trainer: Sequence[np.ndarray], *, flipped_share: float) -> Errors:
+    """How far the trainer's logprobs are from the generator's; the mean without the `flipped_share` of the tokens that differ most."""
+    error_T = np.abs(np.concatenate(list(trainer)) - np.concatenate(list(generator)))
+    drawn_T = np.sort(error_T[~np.isinf(error_T)])
+    num_ruled_out = len(error_T) - len(drawn_T)
+    if not len(drawn_T) or np.isnan(drawn_T[-1]):
+        return Errors(len(error_T), float("nan"), float("nan"), num_ruled_out)
+    counted_T = drawn_T[: len(drawn_T) - int(flipped_share * len(drawn_T))]
+    return Errors(len(error_T), float(counted_T.mean()), float(drawn_T[-1]), num_ruled_out)
+
+
+def find_disagreement(errors: Errors, precision: str, *, chooses: bool) -> str:
+    """Why these errors are no rounding; "" if they are. `chooses`: each side routes tokens to experts by itself."""
+    limit = (MAX_MEAN_ERROR_OF_EXPERTS if chooses else MAX_MEAN_ERROR)[precision]
+    # NaN must not pass, so the claim is written as what has to hold.
+    if errors.mean <= limit and 2 * errors.num_ruled_out <= errors.num_tokens:
+        return ""
+    return (
+        f"trainer and engine compute different models of the same weights: {errors.figures}; in {precision} at most {limit} on average is "
+        f"rounding ({errors.num_ruled_out} tokens are ruled out by the trainer's top-k or top-p). Likely causes: config.json says "
+        "something twice that the two read differently (positions, tied embeddings), or policy.generation.vllm_kwargs, env_vars or "
+        "policy.megatron_cfg.model_overrides change one side alone. python -m mrl.doctor CONFIG --refit examines both; "
+        "policy.generation.compare_at_start=false starts without this check"
+    )

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exported adapters, applied as PEFT's documentation says, give the merged weights. A long test has PEFT itself apply them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from conversion.families.registry import FAMILIES, family
+from tests.unit.conversion.hf_folders import tiny_config
+from tests.unit.conversion.lora_cases import Patterns, export
+
+WITHOUT_OUT_PROJ = {"nemotron_h": ("out_proj",)}
+
+
+def random_weights(hf_config: dict[str, object]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(shape, generator=generator) for name, shape in family(hf_config).canonical(hf_config).items()}
+
+
+def applied(weights: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """The weights with an adapter of PEFT: W + alpha / r B A of a linear layer; of a parameter [experts, out, in] the same for each expert.
+
+    There A is [experts * r, in], expert by expert, and B [out, r * experts], rank by rank; the wrapper of a module's first parameter is the
+    base layer of that of its second.
+    """
+    config, factors = json.loads((folder / "adapter_config.json").read_text()), load_file(folder / "adapter_model.safetensors")
+    merged, scale = dict(weights), config["lora_alpha"] / config["r"]
+    by_parameter: dict[str, list[str]] = {}
+    for parameter in sorted(config.get("target_parameters", []), key=lambda name: ["up_proj", "down_proj"].index(name.rpartition(".")[2])):
+        by_parameter.setdefault(parameter.rpartition(".")[0], []).append(parameter.rpartition(".")[2])
+    for name in factors:
+        module = re.fullmatch(r"base_model\.model\.(.+)\.lora_A\.weight", name)
+        if module is None:
+            continue
+        a, b = (factors[f"base_model.model.{module[1]}.lora_{letter}.weight"] for letter in "AB")
+        if not module[1].removesuffix(".base_layer").endswith(".experts"):
+            assert any(module[1] == target or module[1].endswith(f".{target}") for target in config["target_modules"])
+            merged[f"{module[1]}.weight"] = merged[f"{module[1]}.weight"] + scale * b @ a
+            continue
+        experts = module[1].removesuffix(".base_layer")
+        wrapped = next(names for path, names in by_parameter.items() if experts.endswith(path))
+        parameter = wrapped[0] if module[1] != experts or len(wrapped) == 1 else wrapped[1]
+        num_experts = len(a) // config["r"]
+        stacked_a, stacked_b = a.reshape(num_experts, -1, a.shape[1]), b.reshape(len(b), -1, num_experts)
+        change = scale * torch.einsum("ore,eri->eoi", stacked_b, stacked_a)
+        for index in range(num_experts):
+            merged[f"{experts}.{index}.{parameter}.weight"] = merged[f"{experts}.{index}.{parameter}.weight"] + change[index]
+    return merged
+
+
+CASES: list[tuple[str, Patterns]] = [
+    *((name, ()) for name, found in FAMILIES.items() if found.can_train),
+    ("nemotron_h", ("linear_fc1",)),
+    ("nemotron_h", ("linear_fc2",)),
+    ("nemotron_h", ("decoder.layers.1.mlp.experts.linear_fc1", "decoder.layers.4.*", "linear_qkv")),
+    ("mixtral", ("linear_fc2", "linear_qkv")),
+]
+
+
+@pytest.mark.parametrize(("model_type", "targets"), CASES)
+def test_the_adapters_are_what_is_merged(model_type: str, targets: Patterns, tmp_path: Path):
+    hf_config = tiny_config(model_type)
+    weights = random_weights(hf_config)
+    merged = export(
+        hf_config, weights, tmp_path / "peft", targets=targets, excludes=() if targets else WITHOUT_OUT_PROJ.get(model_type, ())
+    )
+    by_peft = applied(weights, tmp_path / "peft")
+    assert any(not torch.equal(merged[name], weights[name]) for name in weights)
+    for name, expected in merged.items():
+        torch.testing.assert_close(by_peft[name], expected, atol=1e-5, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "targets", "overrides", "reason"),
+    [
+        (
+            "nemotron_h",
+            (),
+            {},
+            r"PEFT refuses adapters of Mamba's out_proj, .* train with policy.megatron_cfg.peft.exclude_modules=\[out_proj",
+        ),
+        ("qwen3_moe", ("linear_fc1",), {}, "PEFT passes over adapters of experts' linear_fc1 without linear_fc2"),
+        ("mixtral", ("linear_fc1", "linear_qkv"), {}, "PEFT passes over adapters of experts' linear_fc1 without linear_fc2"),
+        ("qwen3_moe", (), {"mlp_only_layers": [1]}, "PEFT takes the dense MLPs' gate_proj, up_proj and down_proj for those of experts"),
+    ],
+)
+def test_what_peft_cannot_express_is_refused(model_type: str, targets: Patterns, overrides: dict[str, object], reason: str, tmp_path: Path):
+    hf_config = tiny_config(model_type, **overrides)
+    with pytest.raises(ValueError, match=reason):
+        export(hf_config, random_weights(hf_config), tmp_path / "peft", targets=targets)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model folders as people publish them, there and back: what transformers computes of a folder, it computes of the export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conversion.convert import convert_hf_to_mcore, convert_mcore_to_hf, differences
+from conversion.files.hf_folder import INDEX_FILE, SINGLE_FILE, files_to_hide, weight_files
+from conversion.files.hf_weights import check_hf, describe_dtypes, read_model_config
+from mrl.config.model import overridden_folder
+from mrl.recipes.tokenizer import byte_tokenizer
+from tests import models
+
+EMBEDDING, OUTPUT, QUERY = "model.embed_tokens.weight", "lm_head.weight", "model.layers.0.self_attn.q_proj.weight"
+SMALL = dict(num_hidden_layers=1)
+
+
+def rewrite(folder: Path, **changes: Tensor) -> None:
+    save_file(load_file(folder / SINGLE_FILE) | changes, folder / SINGLE_FILE, {"format": "pt"})
+
+
+def configure(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def there_and_back(folder: Path) -> Path:
+    convert_hf_to_mcore(folder, folder.parent / "mcore")
+    convert_mcore_to_hf(folder.parent / "mcore", folder.parent / "back")
+    return folder.parent / "back"
+
+
+def logits(folder: Path) -> Tensor:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(torch.arange(40)[None]).logits
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    """A qwen3 with tied embeddings."""
+    return models.save_model(tmp_path / "hf", "qwen3", **SMALL)
+
+
+def test_a_stored_copy_of_tied_embeddings_is_passed_over(hf: Path):
+    """As Qwen3-0.6B is published."""
+    rewrite(hf, **{OUTPUT: load_file(hf / SINGLE_FILE)[EMBEDDING].clone()})
+    assert OUTPUT not in check_hf(hf)
+    back = there_and_back(hf)
+    assert OUTPUT not in load_file(back / SINGLE_FILE) and read_model_config(back)["tie_word_embeddings"] is True
+    assert torch.equal(logits(back), logits(hf)) and list(differences(hf, back)) == []
+    assert overridden_folder(hf, {}, beside=hf.parent / "run") == hf, "vLLM passes over it, too"
+
+
+def test_another_output_layer_is_not_tied_whatever_the_config_says(hf: Path):
+    rewrite(hf, **{OUTPUT: load_file(hf / SINGLE_FILE)[EMBEDDING] * 2})
+    expected = logits(hf)
+    back = there_and_back(hf)
+    assert torch.equal(load_file(back / SINGLE_FILE)[OUTPUT], load_file(hf / SINGLE_FILE)[OUTPUT])
+    assert read_model_config(back)["tie_word_embeddings"] is False and torch.equal(logits(back), expected)
+    # vLLM believes config.json.
+    seen = overridden_folder(hf, {}, beside=hf.parent / "run")
+    assert json.loads((seen / "config.json").read_text())["tie_word_embeddings"] is False and torch.equal(logits(seen), expected)
+
+
+def test_a_single_file_wins_over_an_index_that_was_left_behind(hf: Path):
+    left, new = "model-00001-of-00001.safetensors", load_file(hf / SINGLE_FILE)
+    save_file({name: tensor * 0.5 for name, tensor in new.items()}, hf / left, {"format": "pt"})
+    (hf / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(new, left)}))
+    assert torch.equal(load_file(there_and_back(hf) / SINGLE_FILE)["model.norm.weight"], new["model.norm.weight"])
+    assert torch.equal(logits(hf.parent / "back"), logits(hf))
+    # vLLM reads the files of an index.
+    seen = overridden_folder(hf, {}, beside=hf.parent / "run")
+    assert files_to_hide(hf) == [left, INDEX_FILE] and not {left, INDEX_FILE} & {path.name for path in seen.iterdir()}
+    (hf / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(new, SINGLE_FILE)}))
+    assert files_to_hide(hf) == []
+
+
+def test_tensors_that_megatron_has_in_one_may_have_several_dtypes(hf: Path):
+    before = {name: tensor if "q_proj" in name else tensor.bfloat16() for name, tensor in load_file(hf / SINGLE_FILE).items()}
+    rewrite(hf, **before)
+    after = load_file(there_and_back(hf) / SINGLE_FILE)
+    assert all(torch.equal(after[name], tensor.to(after[name].dtype)) for name, tensor in before.items()), "no digit is lost"
+    assert after[QUERY].dtype == torch.float32 and after["model.norm.weight"].dtype == torch.bfloat16
+    assert describe_dtypes(hf, "float32") == "12 bfloat16, 1 float32"
+    assert describe_dtypes(hf, "bfloat16") == f"12 bfloat16, 1 float32; 1 are rounded to bfloat16, the first is {QUERY}"
+
+
+def test_both_keys_say_the_dtype_of_the_weights(hf: Path):
+    configure(hf, dtype="bfloat16", torch_dtype="bfloat16")
+    back = json.loads((there_and_back(hf) / "config.json").read_text())
+    assert (back["dtype"], back["torch_dtype"]) == ("float32", "float32")
+
+
+@pytest.mark.parametrize("has_code", [True, False])
+def test_auto_map_goes_with_its_code(hf: Path, has_code: bool):
+    configure(hf, auto_map={"AutoConfig": "configuration_x.Qwen3Config", "AutoModel": "some/one--modeling_x.Model"})
+    if has_code:
+        (hf / "configuration_x.py").write_text("from transformers import Qwen3Config")
+    back = there_and_back(hf)
+    assert ("auto_map" in read_model_config(back), (back / "configuration_x.py").exists()) == (has_code, has_code)
+
+
+def test_all_templates_of_a_tokenizer_are_kept(hf: Path):
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "TOOLS {{ messages }}"}
+    tokenizer.save_pretrained(hf)
+    assert AutoTokenizer.from_pretrained(there_and_back(hf)).chat_template == tokenizer.chat_template
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        (["adapter_config.json", "adapter_model.safetensors"], "it holds adapters of the library PEFT alone: merge them into their base"),
+        (["pytorch_model.bin", "pytorch_model.bin.index.json"], r"its weights are pickled \(.bin\): load them with transformers"),
+        (["consolidated.00.pth"], "its weights are pickled"),
+        (["x-Q4_K_M.gguf"], "quantised for llama.cpp"),
+        (["model-00001-of-00002.safetensors"], "neither model.safetensors nor named by model.safetensors.index.json"),
+    ],
+)
+def test_weights_of_other_kinds_are_refused_with_the_way_out(tmp_path: Path, files: list[str], reason: str):
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=reason):
+        weight_files(tmp_path)
