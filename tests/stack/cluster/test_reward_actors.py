@@ -41,7 +41,7 @@ OVERRIDES = [
     "++env.own.functions.slow=slow_rewards:slow",
     # Less than the batch takes: what waits for a child is no failure.
     "deadlines.reward_s=2",
-    "deadlines.notice_s=2",
+    "deadlines.notice_s=5",
 ]
 LIMIT_S = 60.0
 
