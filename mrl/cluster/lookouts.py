@@ -33,10 +33,10 @@ class Lookout:
     def __init__(self, name: str) -> None:
         die_with_parent()
         self._folder = signs_folder(name)
-        # Removes the folder when this process ends, in whatever way.
-        self._cleaner = subprocess.Popen(
-            ["sh", "-c", 'cat >/dev/null; rm -rf "$0"', str(self._folder)], stdin=subprocess.PIPE, start_new_session=True
-        )
+        # Removes the folder when this process ends, in whatever way: no child of it, as Ray kills the children of its workers.
+        command = ["sh", "-c", 'exec 3<&0; { cat <&3 >/dev/null; rm -rf "$0"; } &', str(self._folder)]
+        self._cleaner = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._cleaner.wait(ANSWER_TIMEOUT_S)
 
     def look(self) -> list[Reading]:
         """Readings of the node's processes."""

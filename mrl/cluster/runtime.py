@@ -95,6 +95,11 @@ def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[N
             watchdog.look_at(Lookouts(folder.name, watchdog.interval_s))
         with heartbeat(owner_file):
             yield
+    except RuntimeError as error:
+        if hangs.explained([]):
+            # Ray ends this process, too, once its daemons, which hang, have been killed.
+            logger.error("The attempt ended: %s. Logs of the actors: %s. The same command resumes.", error, log_folder)
+        raise
     finally:
         if watchdog is not None:
             watchdog.stop()

@@ -41,7 +41,7 @@ OVERRIDES = [
     "++env.own.functions.slow=slow_rewards:slow",
     # Less than the batch takes: what waits for a child is no failure.
     "deadlines.reward_s=2",
-    "deadlines.notice_s=2",
+    "deadlines.notice_s=5",
 ]
 
 
@@ -116,5 +116,9 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
         wait_until(lambda: "The run hangs: " in caplog.text, "name of the actor that hangs")
         os.kill(after[1][1], signal.SIGCONT)
         assert f"The run hangs: reward actor 1 (process {after[1][1]} on " in caplog.text and "state T" in caplog.text
-    folder = tmp_path / "logs"
+    folder, signs = tmp_path / "logs", Path(tempfile.gettempdir()) / Path(os.environ["MRL_RUN_FOLDER"]).name
+    end = time.monotonic() + LIMIT_S
+    while (left := list(signs.parent.glob(f"{signs.name}*"))) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert left == []
     assert "=== reward actor 0" in (folder / "stacks-1.txt").read_text() and "The run hangs" in (folder / "watchdog.log").read_text()
