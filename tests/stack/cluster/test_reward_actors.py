@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,8 +118,5 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
         os.kill(after[1][1], signal.SIGCONT)
         assert f"The run hangs: reward actor 1 (process {after[1][1]} on " in caplog.text and "state T" in caplog.text
     folder, signs = tmp_path / "logs", Path(tempfile.gettempdir()) / Path(os.environ["MRL_RUN_FOLDER"]).name
-    end = time.monotonic() + LIMIT_S
-    while (left := list(signs.parent.glob(f"{signs.name}*"))) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert left == []
+    wait_until(lambda: list(signs.parent.glob(f"{signs.name}*")) == [], "end of the folder of signs")
     assert "=== reward actor 0" in (folder / "stacks-1.txt").read_text() and "The run hangs" in (folder / "watchdog.log").read_text()

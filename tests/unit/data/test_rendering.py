@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
-from mrl.data.fields import Message, RowError
+from mrl.data.fields import RowError
 from mrl.data.prompts import load_prompts
 from mrl.data.rendering import Conversation, fit
 from mrl.data.supervised import load_examples
@@ -32,11 +33,13 @@ JOINS = TOJSON.replace("{{ c.function.arguments | tojson }}", "{{ '`' + c.functi
 PRINTS = TOJSON.replace("c.function.arguments | tojson", "c.function.arguments")
 ARGUMENTS = {"city": "Kyiv", "days": 2}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
-WEATHER: Message = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
-ASKED: Message = {"role": "user", "content": "Weather in Kyiv?"}
+Turn = dict[str, Any]
+
+WEATHER: Turn = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
+ASKED: Turn = {"role": "user", "content": "Weather in Kyiv?"}
 
 
-def called(arguments: object) -> Message:
+def called(arguments: object) -> Turn:
     call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
@@ -47,7 +50,7 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def configured(folder: Path, algorithm: str, rows: list[Message] | Path, *overrides: str, template: str = TOJSON) -> RunConfig:
+def configured(folder: Path, algorithm: str, rows: list[Turn] | Path, *overrides: str, template: str = TOJSON) -> RunConfig:
     tokenizer_of(template).save_pretrained(folder / "model")
     path = rows if isinstance(rows, Path) else folder / "rows.jsonl"
     if isinstance(rows, list):
@@ -60,7 +63,7 @@ def configured(folder: Path, algorithm: str, rows: list[Message] | Path, *overri
     return load_config(name, [f"algorithm={algorithm}", f"policy.model_name={folder / 'model'}", *lengths, *files, *overrides])
 
 
-def asked(folder: Path, rows: list[Message] | Path, *overrides: str, template: str = TOJSON) -> list[str]:
+def asked(folder: Path, rows: list[Turn] | Path, *overrides: str, template: str = TOJSON) -> list[str]:
     """The texts of a run's prompts."""
     tokenizer = tokenizer_of(template)
     return [
@@ -69,59 +72,59 @@ def asked(folder: Path, rows: list[Message] | Path, *overrides: str, template: s
     ]
 
 
-def learned(folder: Path, algorithm: str, rows: list[Message] | Path, *overrides: str, template: str = TOJSON) -> list[list[str]]:
+def learned(folder: Path, algorithm: str, rows: list[Turn] | Path, *overrides: str, template: str = TOJSON) -> list[list[str]]:
     """The texts of the sequences of a run's examples, of each up to the end of what is learned."""
     tokenizer = tokenizer_of(template)
     data = load_examples(configured(folder, algorithm, rows, "data.add_bos=false", *overrides, template=template))
     return [[str(tokenizer.decode(sequence.token_ids)) for sequence in example.sequences] for example in data.train]
 
 
-def rendered(messages: list[Message], tools: list[Message] | None = None, *, template: str = TOJSON, waits: bool = False) -> str:
-    shown: list[dict[str, str]] = messages  # type: ignore[assignment]
-    return str(tokenizer_of(template).apply_chat_template(shown, tools=tools, tokenize=False, add_generation_prompt=waits))  # type: ignore[arg-type]
+def rendered(messages: list[Turn], tools: list[Turn] | None = None, *, template: str = TOJSON, waits: bool = False) -> str:
+    shown: list[dict[str, str]] = messages
+    return str(tokenizer_of(template).apply_chat_template(shown, tools=tools, tokenize=False, add_generation_prompt=waits))
 
 
 @pytest.mark.parametrize("template", [TOJSON, JOINS, PRINTS])
 @pytest.mark.parametrize("given", [ARGUMENTS, json.dumps(ARGUMENTS)])
 def test_calls_and_tools_are_the_same_for_all_algorithms(tmp_path: Path, given: object, template: str):
     as_template_wants = ARGUMENTS if template == TOJSON else json.dumps(ARGUMENTS)
-    end: list[Message] = [{"role": "tool", "tool_call_id": "c1", "content": "12 C"}, {"role": "assistant", "content": "It is 12 C."}]
-    wanted: list[Message] = [ASKED, called(as_template_wants), *end]
-    row: Message = {"messages": [ASKED, called(given), *end], "tools": [WEATHER]}
+    end: list[Turn] = [{"role": "tool", "tool_call_id": "c1", "content": "12 C"}, {"role": "assistant", "content": "It is 12 C."}]
+    wanted: list[Turn] = [ASKED, called(as_template_wants), *end]
+    row: Turn = {"messages": [ASKED, called(given), *end], "tools": [WEATHER]}
     assert json.dumps(ARGUMENTS) in rendered(wanted, [WEATHER], template=template)
     assert learned(tmp_path, "sft", [row], template=template) == [[rendered(wanted, [WEATHER], template=template)]]
     assert asked(tmp_path, [row], template=template) == [rendered(wanted[:-1], [WEATHER], template=template, waits=True)]
-    pair: Message = {"prompt": [ASKED], "chosen": [called(given)], "rejected": "No idea.", "tools": [WEATHER]}
-    rejected: Message = {"role": "assistant", "content": "No idea."}
+    pair: Turn = {"prompt": [ASKED], "chosen": [called(given)], "rejected": "No idea.", "tools": [WEATHER]}
+    rejected: Turn = {"role": "assistant", "content": "No idea."}
     expected = [[rendered([ASKED, reply], [WEATHER], template=template) for reply in (wanted[1], rejected)]]
     assert learned(tmp_path, "dpo", [pair], template=template) == learned(tmp_path, "rm", [pair], template=template) == expected
 
 
 @pytest.mark.parametrize("save", [datasets.Dataset.to_parquet, datasets.Dataset.to_json])
 def test_rows_of_a_table_show_and_learn_their_own_tools_and_calls(tmp_path: Path, save: Callable[[datasets.Dataset, Path], int]):
-    def row(name: str, properties: Message, arguments: Message) -> Message:
-        tool: Message = {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+    def row(name: str, properties: Turn, arguments: Turn) -> Turn:
+        tool: Turn = {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
         call = {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
-        said: list[Message] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        said: list[Turn] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         return {"messages": [*said, {"role": "tool", "content": "r"}, {"role": "assistant", "content": "a"}], "tools": [tool]}
 
     rows = [row("look", {"city": {"type": "string"}}, {"city": "Kyiv"}), row("add", {"a": {"type": "integer"}}, {"a": 2})]
     path = tmp_path / ("rows.parquet" if save is datasets.Dataset.to_parquet else "rows.jsonl")
     save(datasets.Dataset.from_list(rows), path)
-    assert learned(tmp_path, "sft", path) == [[rendered(row["messages"], row["tools"])] for row in rows]  # type: ignore[arg-type]
+    assert learned(tmp_path, "sft", path) == [[rendered(row["messages"], row["tools"])] for row in rows]
 
 
 @pytest.mark.parametrize(("role", "older"), [("developer", "system"), ("environment", "user"), ("function", "tool")])
 def test_roles_that_the_template_drops_are_written_as_those_it_knows(tmp_path: Path, role: str, older: str):
-    def row(name: str) -> Message:
+    def row(name: str) -> Turn:
         turns = [{"role": name, "content": "In French."}, {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "quatre"}]
         return {"messages": turns, "answer": "4"}
 
-    wanted: list[Message] = row(older)["messages"]  # type: ignore[assignment]
+    wanted: list[Turn] = row(older)["messages"]
     assert learned(tmp_path, "sft", [row(role)]) == [[rendered(wanted)]]
     assert asked(tmp_path, [row(role)]) == [rendered(wanted[:-1], waits=True)]
     knows = TOJSON.replace("('system', ", f"('{role}', 'system', ")
-    as_given: list[Message] = row(role)["messages"]  # type: ignore[assignment]
+    as_given: list[Turn] = row(role)["messages"]
     tokenizer = tokenizer_of(knows)
     _, text = fit(Conversation(as_given), tokenizer, None, add_generation_prompt=False)
     assert text == rendered(as_given, template=knows)
@@ -145,13 +148,13 @@ FIRST_CALL = TOJSON.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
         (SILENT, [{"role": "system", "content": "Weather"}, {"role": "user", "content": "Weather"}], "message . of role"),
         (SILENT, [ASKED, called(ARGUMENTS) | {"content": ""}, ASKED], "the call of get_weather in message 2"),
         (CALLS_ALONE, [ASKED, called(ARGUMENTS) | {"content": "I look."}, ASKED], "message 2 of role assistant"),
-        (FIRST_CALL, [ASKED, {**called(ARGUMENTS), "tool_calls": [*called(ARGUMENTS)["tool_calls"]] * 2}], "the call of get_weather"),  # type: ignore[misc]
+        (FIRST_CALL, [ASKED, {**called(ARGUMENTS), "tool_calls": [*called(ARGUMENTS)["tool_calls"]] * 2}], "the call of get_weather"),
         (SILENT, [ASKED, {"role": "assistant", "content": "4", "reasoning_content": "add them"}], "the thoughts of message 2"),
         (SILENT.replace("m.content }}{% endif", "m.content.split('</think>')[-1] }}{% endif"),
          [ASKED, {"role": "assistant", "content": "<think>add them</think>4"}], "the thoughts of message 2"),
     ],
 )  # fmt: skip
-def test_what_the_template_drops_is_named(template: str, messages: list[Message], lost: str):
+def test_what_the_template_drops_is_named(template: str, messages: list[Turn], lost: str):
     with pytest.raises(RowError, match=f"the chat template leaves {lost}.* out"):
         fit(Conversation(messages), tokenizer_of(template), None, add_generation_prompt=False)
 
@@ -167,7 +170,7 @@ def test_what_the_template_drops_is_named(template: str, messages: list[Message]
         (SILENT, [{"role": "system", "content": ""}, {"role": "user", "content": " \n"}]),
     ],
 )  # fmt: skip
-def test_what_a_template_lays_out_anew_is_not_lost(template: str, messages: list[Message]):
+def test_what_a_template_lays_out_anew_is_not_lost(template: str, messages: list[Turn]):
     _, text = fit(Conversation(messages), tokenizer_of(template), None, add_generation_prompt=False)
     assert text == rendered(messages, template=template)
 
@@ -182,18 +185,18 @@ def test_a_template_that_knows_no_tools_is_told(caplog: pytest.LogCaptureFixture
 
 
 def test_system_messages_reach_every_algorithm(tmp_path: Path):
-    rows: list[Message] = [{"system": "Be brief.", "question": "2+2?", "answer": "4"}]
+    rows: list[Turn] = [{"system": "Be brief.", "question": "2+2?", "answer": "4"}]
     for override in ("data.default.system_key=system", "data.default.system_prompt=Be brief."):
         assert asked(tmp_path, rows, override) == ["<|system|>Be brief.<|user|>2+2?<|assistant|>"]
         assert learned(tmp_path, "sft", rows, override) == [["<|system|>Be brief.<|user|>2+2?<|assistant|>4<|end|>"]]
-    pairs: list[Message] = [{"system": "Be brief.", "prompt": "2+2?", "chosen": "4", "rejected": "5"}]
+    pairs: list[Turn] = [{"system": "Be brief.", "prompt": "2+2?", "chosen": "4", "rejected": "5"}]
     expected = [[f"<|system|>Be brief.<|user|>2+2?<|assistant|>{reply}<|end|>" for reply in "45"]]
     assert learned(tmp_path, "dpo", pairs, "data.default.system_key=system") == expected
     assert learned(tmp_path, "rm", pairs, "data.default.system_prompt=Be brief.") == expected
 
 
 def test_code_keeps_its_indentation(tmp_path: Path):
-    row: Message = {"question": "def f(x):\n", "answer": "    return x\n"}
+    row: Turn = {"question": "def f(x):\n", "answer": "    return x\n"}
     expected = [["<|user|>def f(x):\n<|assistant|>    return x\n<|end|>"]]
     assert learned(tmp_path, "sft", [row]) == expected
     turns = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
@@ -210,7 +213,7 @@ def test_code_keeps_its_indentation(tmp_path: Path):
     ],
 )
 def test_answers_that_no_reply_can_match_are_refused_where_they_are_compared(tmp_path: Path, answer: object, reason: str):
-    rows: list[Message] = [{"question": "q", "answer": answer}]
+    rows: list[Turn] = [{"question": "q", "answer": answer}]
     with pytest.raises(ValueError, match=reason):
         asked(tmp_path, rows)
     if isinstance(answer, str):
@@ -220,7 +223,7 @@ def test_answers_that_no_reply_can_match_are_refused_where_they_are_compared(tmp
 def test_prompts_without_the_token_that_the_tokenizer_begins_texts_with_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     from tokenizers.processors import TemplateProcessing
 
-    rows: list[Message] = [{"question": "q", "answer": "4"}]
+    rows: list[Turn] = [{"question": "q", "answer": "4"}]
     config = configured(tmp_path, "grpo", rows)
     tokenizer = byte_tokenizer(4096)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 257)])

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hand-written rows in the published form of each data set, and what they must come to."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
