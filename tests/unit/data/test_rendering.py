@@ -81,7 +81,9 @@ def learned(folder: Path, algorithm: str, rows: list[Turn] | Path, *overrides: s
 
 def rendered(messages: list[Turn], tools: list[Turn] | None = None, *, template: str = TOJSON, waits: bool = False) -> str:
     shown: list[dict[str, str]] = messages
-    return str(tokenizer_of(template).apply_chat_template(shown, tools=tools, tokenize=False, add_generation_prompt=waits))
+    return str(
+        tokenizer_of(template).apply_chat_template(shown, tools=[*tools] if tools else None, tokenize=False, add_generation_prompt=waits)
+    )
 
 
 @pytest.mark.parametrize("template", [TOJSON, JOINS, PRINTS])
