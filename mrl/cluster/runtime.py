@@ -48,8 +48,11 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 @contextmanager
-def ray_runtime(config: RunConfig) -> Iterator[None]:
-    """Ray, up inside the `with` block: a private local cluster on one node, the launcher's cluster (RAY_ADDRESS) on several."""
+def ray_runtime(config: RunConfig) -> Iterator[Path]:
+    """Ray, up inside the `with` block: a private local cluster on one node, the launcher's cluster (RAY_ADDRESS) on several.
+
+    Gives the session folder, which nobody else may enter, and which goes with the run.
+    """
     reclaim_dead_owners()
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     owner_file = folder / OWNER_FILE
@@ -78,7 +81,7 @@ def ray_runtime(config: RunConfig) -> Iterator[None]:
                 _temp_dir=str(folder / RAY_FOLDER),
             )
         with heartbeat(owner_file):
-            yield
+            yield folder
     finally:
         ray.shutdown()
         reaper.communicate(timeout=REAPER_TIMEOUT_S)
@@ -142,11 +145,11 @@ def reclaim_dead_owners() -> None:
 @contextmanager
 def placed_slots(config: RunConfig) -> Iterator[Placement]:
     """Ray, and a place for every slot, inside the `with` block."""
-    with ray_runtime(config):
+    with ray_runtime(config) as folder:
         deadlines = all_deadlines(config)
         for deadline in deadlines:
             logger.info("%s", deadline)
-        placement = Placement(config, timeout_s=deadlines[0].seconds)
+        placement = Placement(config, folder, timeout_s=deadlines[0].seconds)
         for line in placement.table():
             logger.info("%s", line)
         startup.lap("ray")
@@ -156,8 +159,10 @@ def placed_slots(config: RunConfig) -> Iterator[Placement]:
 class Placement:
     """The Ray placement group of a run, one bundle per slot, and the options that put an actor on a slot."""
 
-    def __init__(self, config: RunConfig, *, timeout_s: float) -> None:
+    def __init__(self, config: RunConfig, folder: Path, *, timeout_s: float) -> None:
         """Reserves the slots; raises RuntimeError if they do not fit within `timeout_s`, or only with an engine across two nodes."""
+        self.folder = folder
+        """The session folder, on the node of this process."""
         self.num_slots = config.num_slots
         self.num_policy_ranks = config.num_policy_ranks
         self.engines = engine_slots(config)
