@@ -16,6 +16,7 @@ from mrl.data.chat import load_chat_format, load_tokenizer, most_tokens, render,
 from mrl.data.files import find_data_files
 from mrl.data.reading import LeftOut, NoEnvironment, Parsed, Reader, Rows, read_split, with_processor
 from mrl.data.rows import Fields, RowError, agent_of, answer_keys, first_key, parse_row
+from mrl.data.trial import try_template
 from mrl.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def load_prompts(config: RunConfig) -> PromptData:
         question, answer = safe_text(rendered.question), safe_text(rendered.answer)
         return Prompt(prompt_id, token_ids, question, answer, rendered.env_name, rendered.row, rendered.teacher)
 
+    try_template(tokenizer, config.policy.tokenizer.chat_template_kwargs)
     train, validation, left_out = read_split(config.data, lambda key, dataset: _reader(key, dataset, config, tokenizer), finish)
     # What stands in padding is never looked at; it only has to be in the vocabulary.
     pad_token_id = next(iter(_token_ids(tokenizer.pad_token_id)), 0)

@@ -87,10 +87,11 @@ class RunFolder:
         """
         check_loggers(self.config.logger)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            # Rollouts are nobody else's to read. A folder that is there keeps its mode.
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._ownership.take()
             self._check_identity()
-            self.log_folder.mkdir(parents=True, exist_ok=True)
+            self.log_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.checkpoints.remove_unfinished()
             self.ledger = Ledger(self.path / "ledger.jsonl", check_owner=self._ownership.check)
             for line in changes_since(self.path / RUN_CONFIG, self.config):

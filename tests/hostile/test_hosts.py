@@ -125,7 +125,7 @@ def test_another_user_cannot_speak_to_the_store_of_the_ranks():
         address = GroupAddress(f"{folder}/{MEETING_FILE}", 0, "exchange 1", 1)
         address.store(timeout_s=HANG_S).set("rank 0", "is here")
         assert address.store(timeout_s=HANG_S).get("rank 0") == b"is here"
-        said = as_other_user(lambda: address.store(timeout_s=1.0).set("neighbour", "was here"))
+        said = as_other_user(lambda: address.store(timeout_s=HANG_S).set("neighbour", "was here"))
         assert "ermission denied" in said, said
         address.give_up(3)
         assert not address.store(timeout_s=HANG_S).check(["neighbour"])
