@@ -80,7 +80,8 @@ def _render_within_limits(tokenizer: PreTrainedTokenizerBase, template_kwargs: d
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, CPU_S), (resource.RLIMIT_AS, size + MEMORY_BYTES)):
         _, most = resource.getrlimit(limit)
-        resource.setrlimit(limit, (value if most == resource.RLIM_INFINITY else min(value, most),) * 2)
+        bound = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(limit, (bound, bound))
     for conversation in CONVERSATIONS:
         try:
             tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **template_kwargs)
