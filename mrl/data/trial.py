@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mrl.config.errors import Unchecked
 from mrl.data.chat import load_tokenizer, use_chat_template
 
 if TYPE_CHECKING:
@@ -33,12 +34,17 @@ CONVERSATIONS = ([_USER], [{"role": "system", "content": "Be brief."}, _USER], [
 
 
 def find_bad_template(config: RunConfig) -> list[str]:
-    """Says that the tokenizer of a run, if it is on this host, or its chat template cannot be used."""
+    """Says that the chat template of a run, if its tokenizer is on this host, cannot be used, or could not be tried."""
     folder = Path(config.policy.tokenizer.name)
     if not (folder / "tokenizer.json").is_file():
         return []
     try:
         tokenizer = load_tokenizer(str(folder))
+    except Exception as error:  # the tokenizers library raises what it likes
+        return [
+            Unchecked(f"policy.tokenizer.name={folder}: its chat template; the tokenizer cannot be read: {type(error).__name__}: {error}")
+        ]
+    try:
         use_chat_template(tokenizer, config.policy.tokenizer)
         try_template(tokenizer, config.policy.tokenizer.chat_template_kwargs)
     except ValueError as error:
