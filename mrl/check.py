@@ -28,6 +28,7 @@ from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import run_entry, start_logging
 from mrl.data.steps import find_few_rows
+from mrl.data.trial import find_bad_template
 from mrl.envs.workers import describe_workers, usable_cores
 from mrl.plan.hardware import local_gpu
 from mrl.plan.plan import prediction
@@ -141,6 +142,8 @@ def examine(name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: boo
         with suppress(NotKnown):
             problems += find_wrong_weights(config)
     checked = Checked(config, migration, problems, path, [] if config is None else find_doubts(config))
+    if config is not None and not checked.refused:
+        problems.extend(find_bad_template(config))
     if config is not None and config.cluster.gpus_per_node and not (to_evaluate or checked.refused or checked.unchecked):
         try:
             return replace(checked, prediction=prediction(config, local_gpu()))

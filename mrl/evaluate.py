@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             data = load_prompts(config)
             folder = Path(config.eval.save_path or Path(config.checkpointing.checkpoint_dir) / "evaluations").absolute()
             log_folder = folder / "logs"
-            log_folder.mkdir(parents=True, exist_ok=True)
+            log_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             report(config, folder / f"{target.name}.json", evaluate(config, data, log_folder=log_folder))
     except ValueError as error:
         logger.error("%s", error)

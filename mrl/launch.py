@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from mrl.check import examine
 from mrl.config.files import find_config
 from mrl.config.load import load_config
 from mrl.launchers import kubernetes, slurm
@@ -218,6 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     try:
         check_text(options)
+        if refused := examine(options.config, options.overrides).refused:
+            raise ValueError("; ".join([*refused, f"python -m mrl.train {options.config} ... --check says more"]))
         options.run(options)
     except ValueError as error:
         logger.error("[ERROR] %s", error)

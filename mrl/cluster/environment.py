@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from mrl import env, spans
+from mrl.cluster.caches import keep_caches_private
 from mrl.cluster.carrier import local_file
 from mrl.cluster.lifetime import die_with_parent, session_folder
 from mrl.config.secrets import start_logging
@@ -59,6 +60,7 @@ def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None
     die_with_parent()
     shield_process(passes_on=True)
     os.environ.update(secrets or {})
+    caches_warning = keep_caches_private()
     folder, spans_file = session_folder(), log_file.with_suffix(spans.SUFFIX)
     # Named as messages name the actor.
     stem = "reward-actor-0" if log_file.stem == "rewards" else log_file.stem.replace("rewards", "reward-actor")
@@ -75,12 +77,14 @@ def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None
     start_logging("actor", sys.stderr)
     spans.record_in(spans_file, by_thread=folder is None)
     logger.info("process %d", os.getpid())
+    if caches_warning:
+        logger.warning("%s", caches_warning)
 
 
 def policy_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
     """Variables that a policy rank starts with; `given` (policy.megatron_cfg.env_vars) wins."""
     # Megatron orders its communication behind its compute by queueing both on one hardware queue; it asks for this with TP or SP on GPUs.
-    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **_within_the_node(config)}
     if config.cluster.gpus_per_node:
         # Rows of varying length would leave holes of every size between segments.
         own |= _on_gpus(config.policy.precision, given, expandable_segments=True)
@@ -90,11 +94,20 @@ def policy_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, s
 def engine_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
     """Variables that an engine starts with, and its workers inherit; `given` (policy.generation.vllm_cfg.env_vars) wins."""
     has_gpu = config.cluster.gpus_per_node > 0
-    own = engine_environment(has_gpu=has_gpu)
+    own = engine_environment(has_gpu=has_gpu) | _within_the_node(config)
     if has_gpu:
         # vLLM cannot put memory in such segments to sleep (https://github.com/pytorch/pytorch/issues/147851).
         own |= _on_gpus(config.policy.generation.vllm_cfg.precision, given, expandable_segments=False)
     return {**own, **given}
+
+
+def _within_the_node(config: RunConfig) -> dict[str, str]:
+    """Variables by which the processes of a run of one node listen on loopback alone, and leave no temporary file behind."""
+    if config.cluster.num_nodes > 1:
+        return {}
+    chosen = {variable.name: variable.read() or "lo" for variable in (env.GLOO_SOCKET_IFNAME, env.NCCL_SOCKET_IFNAME)}
+    # vLLM leaves the file in which its workers meet (vllm_dist_...); it goes with the session folder.
+    return chosen | ({} if (folder := session_folder()) is None else {"TMPDIR": str(folder)})
 
 
 def _on_gpus(precision: str, given: Mapping[str, str], *, expandable_segments: bool) -> dict[str, str]:

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLICY_RANK = "policy rank"
+MEETING_FILE = "ranks"
+"""In the session folder of a run of one node: the store in which its ranks meet."""
 RankRows = tuple[tuple[int, ...], ...]
 """Rows of one dp rank, as indices into the batch."""
 
@@ -167,8 +169,12 @@ class Ranks:
             variables = policy_variables(config, {"OMP_NUM_THREADS": str(placement.num_threads(rank))} | given)
             log_file = log_folder / f"policy-rank-{rank}.log"
             self.handles.append(start_actor(PolicyActor, placement.options(rank, variables), log_file, secrets))
-        master = {ActorName(POLICY_RANK, 0): ask(self.handles[0], PolicyActor.address, config.cluster.master_ports)}
-        (self.master,) = wait_all(master, deadline_s=self.start_s, what="start").values()
+        if config.cluster.num_nodes == 1:
+            # A store that listens knows no secret: every user of the host could write to it.
+            self.master = str(placement.folder / MEETING_FILE), 0
+        else:
+            master = {ActorName(POLICY_RANK, 0): ask(self.handles[0], PolicyActor.address, config.cluster.master_ports)}
+            (self.master,) = wait_all(master, deadline_s=self.start_s, what="start").values()
         if (root := env.cache_root()) is not None:
             check_shared(root, self.handles, deadline_s=self.start_s)
 

@@ -65,10 +65,11 @@ MAX_REASON = 300
 
 
 @contextmanager
-def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[None]:
+def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[Path]:
     """Ray, up inside the `with` block: a private local cluster on one node, the launcher's cluster (RAY_ADDRESS) on several.
 
-    With `log_folder`, a watchdog looks at the run's processes, and writes there.
+    Gives the session folder, which nobody else may enter, and which goes with the run. With `log_folder`, a watchdog looks at the run's
+    processes, and writes there.
     """
     reclaim_dead_owners()
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
@@ -94,7 +95,7 @@ def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[N
         if watchdog is not None and config.cluster.num_nodes > 1:
             watchdog.look_at(Lookouts(folder.name, watchdog.interval_s))
         with heartbeat(owner_file):
-            yield
+            yield folder
     except RuntimeError as error:
         if hangs.explained([]):
             # Ray ends this process, too, once its daemons, which hang, have been killed.
@@ -212,11 +213,11 @@ def reclaim_dead_owners() -> None:
 @contextmanager
 def placed_slots(config: RunConfig, log_folder: Path | None = None) -> Iterator[Placement]:
     """Ray, and a place for every slot, inside the `with` block; see `ray_runtime`."""
-    with ray_runtime(config, log_folder):
+    with ray_runtime(config, log_folder) as folder:
         deadlines = all_deadlines(config)
         for deadline in deadlines:
             logger.info("%s", deadline)
-        placement = Placement(config, timeout_s=deadlines[0].seconds)
+        placement = Placement(config, folder, timeout_s=deadlines[0].seconds)
         for line in placement.table():
             logger.info("%s", line)
         startup.lap("ray")
@@ -226,8 +227,10 @@ def placed_slots(config: RunConfig, log_folder: Path | None = None) -> Iterator[
 class Placement:
     """The Ray placement group of a run, one bundle per slot, and the options that put an actor on a slot."""
 
-    def __init__(self, config: RunConfig, *, timeout_s: float) -> None:
+    def __init__(self, config: RunConfig, folder: Path, *, timeout_s: float) -> None:
         """Reserves the slots; raises RuntimeError if they do not fit within `timeout_s`, or only with an engine across two nodes."""
+        self.folder = folder
+        """The session folder, on the node of this process."""
         self.num_slots = config.num_slots
         self.num_policy_ranks = config.num_policy_ranks
         self.engines = engine_slots(config)

@@ -228,11 +228,39 @@ def _place(key: Key, value: object) -> tuple[bool, str, str]:
     return is_empty, ".".join(key), f"a section; set one of its keys: {', '.join(fields_of(section))}"
 
 
+TRL_NAMES = {
+    "learning_rate": "policy.megatron_cfg.optimizer.lr",
+    "num_generations": "grpo.num_generations_per_prompt",
+    "beta": "loss_fn.reference_policy_kl_penalty",
+    "epsilon": "loss_fn.ratio_clip_min",
+    "epsilon_high": "loss_fn.ratio_clip_max",
+    "max_completion_length": "policy.generation.max_new_tokens",
+    "max_prompt_length": "data.max_input_seq_length",
+    "max_length": "policy.max_total_sequence_length",
+    "per_device_train_batch_size": "policy.train_micro_batch_size",
+    "gradient_accumulation_steps": "policy.train_global_batch_size",
+    "gradient_checkpointing": "policy.megatron_cfg.activation_checkpointing",
+    "num_train_epochs": "grpo.max_num_epochs",
+    "max_steps": "grpo.max_num_steps",
+    "eval_steps": "grpo.val_period",
+    "save_steps": "checkpointing.save_period",
+    "output_dir": "checkpointing.checkpoint_dir",
+    "model_name_or_path": "policy.model_name",
+    "warmup_steps": "policy.megatron_cfg.scheduler.lr_warmup_iters",
+    "lr_scheduler_type": "policy.megatron_cfg.scheduler.lr_decay_style",
+    "vllm_gpu_memory_utilization": "policy.generation.vllm_cfg.gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "policy.generation.vllm_cfg.tensor_parallel_size",
+}
+"""Keys by the names that TRL and transformers give them, which are spelt unlike them."""
+
+
 def nearest_key(key: Key) -> str | None:
     """The known key that was most likely meant: a sibling spelt alike, the same name elsewhere, or one alike; None if none is."""
     *parents, name = key
     prefix = "".join(f"{parent}." for parent in parents)
     known, names = _known_keys()
+    if name in TRL_NAMES and name not in names:
+        return TRL_NAMES[name]
     siblings = list(dict.fromkeys(other.removeprefix(prefix).split(".")[0] for other in known if other.startswith(prefix)))
     if alike := difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
         return prefix + alike[0]

@@ -38,8 +38,9 @@ Section = TypeVar("Section")
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether `model` can only be an id of the Hub, `organisation/name`."""
-    return not os.path.exists(model) and re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None
+    """Whether `model` can only be an id of the Hub, `organisation/name`. Of the Hub's names none begins or ends with a dot or a dash."""
+    name = r"(?![.-])[\w.-]+(?<![.-])"
+    return not os.path.exists(model) and re.fullmatch(f"{name}/{name}", model, re.ASCII) is not None
 
 
 def is_prepared(path: str) -> bool:

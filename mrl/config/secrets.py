@@ -62,7 +62,10 @@ def redact(value: object, secrets: AbstractSet[str] = frozenset(), key: str = ""
 
 def redact_text(text: str, secrets: AbstractSet[str] = frozenset()) -> str:
     """`text` without `secrets`, the values of secret environment variables, and passwords in URLs."""
-    for secret in sorted(env.secret_values() | secrets, key=len, reverse=True):
+    known = env.secret_values() | secrets
+    # Of a key of several lines (PEM), a message may quote one.
+    lines = {line for secret in known for line in map(str.strip, secret.splitlines()) if len(line) >= env.MIN_SECRET_LENGTH}
+    for secret in sorted(known | lines, key=len, reverse=True):
         text = text.replace(secret, REDACTED)
     return _URL_TOKEN.sub(rf"\1{REDACTED}", _URL_PASSWORD.sub(rf"\1:{REDACTED}@", text))
 

@@ -19,6 +19,7 @@ from mrl.data.files import find_data_files
 from mrl.data.gym import agent_of
 from mrl.data.reading import LeftOut, NoEnvironment, Parsed, Reader, Rows, read_split, with_processor
 from mrl.data.rows import GOLD_MARK, answer_keys, parse_row
+from mrl.data.trial import try_template
 from mrl.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def load_prompts(config: RunConfig) -> PromptData:
         question, answer = safe_text(rendered.question), safe_text(rendered.answer)
         return Prompt(prompt_id, token_ids, question, answer, rendered.env_name, rendered.row, rendered.teacher)
 
+    try_template(tokenizer, config.policy.tokenizer.chat_template_kwargs)
     train, validation, left_out = read_split(config.data, lambda key, dataset: _reader(key, dataset, config, tokenizer), finish)
     begin = tokenizer.bos_token_id
     if begin is not None and tokenizer("x")["input_ids"][:1] == [begin] and begin not in train[0].token_ids[:2]:

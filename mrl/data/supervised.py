@@ -16,6 +16,7 @@ from mrl.data.files import find_data_files
 from mrl.data.reading import LeftOut, Parsed, Reader, Rows, TooLong, read_split, with_processor
 from mrl.data.rendering import Conversation, fit, write
 from mrl.data.rows import parse_pair, parse_row
+from mrl.data.trial import try_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,6 +74,7 @@ def load_examples(config: RunConfig) -> SupervisedData:
     def finish(example_id: str, example: Example) -> Example:
         return dataclasses.replace(example, example_id=example_id)
 
+    try_template(tokenizer, config.policy.tokenizer.chat_template_kwargs)
     train, validation, left_out = read_split(config.data, lambda key, dataset: _reader(key, dataset, config, tokenizer), finish)
     pad_token_id = tokenizer.pad_token_id
     return SupervisedData(train, validation, pad_token_id if isinstance(pad_token_id, int) else 0, left_out)

@@ -21,6 +21,7 @@ from megatron.core.transformer.moe import fused_a2a, moe_utils
 
 from conversion.families.common import MegatronCoords
 from mrl.policy import cpu
+from mrl.refit.group import file_store, is_file
 
 if TYPE_CHECKING:
     from mrl.config.schema.megatron import MegatronConfig
@@ -106,15 +107,20 @@ def in_turn(kind: type[T]) -> type[T]:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where ranks meet: at rank 0."""
+    """Where ranks meet: at rank 0, or in a file."""
 
     address: str
+    """Of rank 0; or the path of a file that nobody else may open, if all ranks are processes of one node."""
     port: int
+    """0 of a file."""
     listener: socket.socket | None = None
     """Of rank 0: bound to the port since it was chosen, so that nobody else has taken it by now. It is used up."""
 
     def place(self, world_size: int, timeout: timedelta) -> dict[str, Any]:
         """Arguments of `init_process_group`."""
+        if is_file(self.address):
+            store = file_store(self.address, timeout)
+            return {"store": dist.PrefixStore("default_pg", store)}
         if self.listener is None:
             return {"init_method": f"tcp://{self.address}:{self.port}"}
         store = dist.TCPStore(self.address, self.port, world_size, True, timeout=timeout, master_listen_fd=self.listener.detach())

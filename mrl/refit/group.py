@@ -30,19 +30,36 @@ _NEVER_SENT = 1
 _SAY_S = 10.0
 
 
+def is_file(address: str) -> bool:
+    """Whether processes meet in a file, and not at a host."""
+    return address.startswith("/")
+
+
+def file_store(path: str, timeout: timedelta) -> dist.FileStore:
+    """The store in a file: whoever may not open the file cannot speak to it, unlike a TCPStore, which knows no secret."""
+    store = dist.FileStore(path)
+    store.set_timeout(timeout)
+    return store
+
+
 @dataclass(frozen=True)
 class GroupAddress:
-    """Where a group meets: a TCPStore that runs already, and a name that no other group of this store has."""
+    """Where a group meets: the store of the ranks, and a name that no other group of this store has."""
 
     host: str
+    """Of a TCPStore that runs already; or the path of a file, if all participants are processes of one node."""
     port: int
+    """0 of a file."""
     name: str
     size: int
 
     def store(self, *, timeout_s: float) -> dist.Store:
         """The group's part of the store. RuntimeError: nobody answers there in time."""
         limit = timedelta(seconds=timeout_s)
-        store = dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=limit)
+        if is_file(self.host):
+            store = file_store(self.host, limit)
+        else:
+            store = dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=limit)
         return dist.PrefixStore(f"refit/{self.name}", store)
 
     def give_up(self, attempt: int) -> None:

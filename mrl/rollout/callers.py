@@ -48,6 +48,9 @@ class Callers:
         self._asked: dict[str, tuple[Question, int, int]] = {}
 
     def ask(self, question: Question) -> None:
+        """Queues a question. ValueError: it wants more answers than there are slots, and would block all others for ever."""
+        if question.params.n > self._num_slots:
+            raise ValueError(f"n={question.params.n}: there are {self._num_slots} slots")
         self._coming.put(question)
 
     def withdraw(self, question_id: str) -> None:

@@ -8,10 +8,12 @@ for headers or bodies, and its `limit_concurrency` would let strangers shut out 
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
@@ -44,6 +46,16 @@ MAX_ANSWERS = 1024
 """Answers of one request, over all its prompts."""
 # The longest prompt is seldom above 5 characters a token; a run of spaces may be one token of many.
 CHARACTERS_PER_TOKEN = 16
+CONSTRAINTS = ("structured_outputs", "response_format", "tools")
+"""Fields of a request that say which form its answers have."""
+MAX_CONSTRAINT_CHARACTERS = 64 * 2**10
+# At every token the engine, and training with it, waits until all of them have been looked at: 46 s for 50,000.
+MAX_ALTERNATIVES = 1024
+"""Entries of lists, and `|` of patterns and grammars, in a request's constraints."""
+MAX_SESSION_ID = 256
+"""Characters."""
+UNSUPPORTED = ("stream", "use_beam_search", "kv_transfer_params", "ec_transfer_params", "vllm_xargs")
+"""Fields that mean nothing here, or something else: an engine that streams, searches, or hands its cache to another one."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
@@ -197,7 +209,7 @@ def _gate(app: ASGIApp, *, api_key: str, max_body: int) -> ASGIApp:
             return
         connection: Connection = scope["state"][STATE]
         headers = dict(scope["headers"])
-        has_key = secrets.compare_digest(headers.get(b"authorization", b"").removeprefix(b"Bearer "), api_key.encode())
+        has_key = secrets.compare_digest(headers.get(b"authorization", b""), b"Bearer " + api_key.encode())
         connection.begin(is_trusted=has_key)
         try:
             outcome = find_refusal_by_headers(scope["path"], headers, has_key=has_key) or await read(receive)
@@ -244,10 +256,11 @@ def find_refusal(body: Mapping[str, object], limits: Limits, *, session_id: str 
     """Why the engine cannot answer a request; empty if it can."""
     if excess := find_excess(body, limits):
         return excess
-    if body.get("stream"):
-        return "stream=true: answers are not streamed; leave it out"
-    if body.get("use_beam_search"):
-        return "use_beam_search=true: there is no beam search; leave it out"
+    for name in UNSUPPORTED:
+        if body.get(name):
+            return f"{name}: answers are not streamed, there is no beam search, and extensions of vLLM take no arguments; leave it out"
+    if session_id is not None and len(session_id) > MAX_SESSION_ID:
+        return f"session_id: {len(session_id)} characters; it may have {MAX_SESSION_ID}"
     prompt = body.get("prompt")
     if session_id is not None and isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt):
         return "prompt: a session goes on with one prompt; send one request for each"
@@ -256,20 +269,26 @@ def find_refusal(body: Mapping[str, object], limits: Limits, *, session_id: str 
 
 def find_excess(body: Mapping[str, object], limits: Limits) -> str:
     """Why a request asks for too much; empty if it does not. Leaves out what vLLM refuses by itself."""
-    n, prompt = body.get("n"), body.get("prompt")
-    num_characters, texts = 0, [prompt, body.get("messages")]
-    while texts:
-        item = texts.pop()
-        if isinstance(item, str):
-            num_characters += len(item)
-        elif isinstance(item, list):
-            texts += item
-        elif isinstance(item, dict):
-            texts += item.values()
+    prompt = body.get("prompt")
+    # vLLM would take "4000" and 4000.0 for numbers.
+    num_answers = 1 if body.get("n") is None else body["n"]
+    if type(num_answers) is not int:
+        return "n: must be a whole number, not a text or a fraction"
+    num_characters = sum(map(len, _strings([prompt, body.get("messages")])))
     if num_characters > limits.max_model_len * CHARACTERS_PER_TOKEN:
         rule = f"policy.generation.vllm_cfg.max_model_len={limits.max_model_len} tokens hold no such text"
         return f"prompt or messages: {num_characters} characters; {rule}; shorten it"
-    num_answers = n if isinstance(n, int) else 1
+    constraints = {name: body[name] for name in CONSTRAINTS if name in body}
+    form = body.get("structured_outputs")
+    if isinstance(form, dict) and isinstance(form.get("json"), str):
+        with suppress(ValueError, RecursionError):  # vLLM refuses what is no JSON
+            constraints["schema"] = json.loads(form["json"])
+    texts = list(_strings(constraints, with_keys=True))
+    num_alternatives = sum(text.count("|") for text in texts) + sum(map(len, _lists(constraints)))
+    if num_alternatives > MAX_ALTERNATIVES or sum(map(len, texts)) > MAX_CONSTRAINT_CHARACTERS:
+        rule = f"they may have {MAX_ALTERNATIVES} and {MAX_CONSTRAINT_CHARACTERS}"
+        given = f"{num_alternatives} alternatives and entries of lists, {sum(map(len, texts))} characters"
+        return f"{', '.join(CONSTRAINTS)}: {given}; {rule}; ask for a simpler form"
     num_prompts = len(prompt) if isinstance(prompt, list) and any(isinstance(item, str | list) for item in prompt) else 1
     if num_answers > limits.num_slots:
         rule = f"requests over HTTP have {limits.num_slots} of the engine's slots (policy.generation.vllm_cfg.http_server_share)"
@@ -277,6 +296,28 @@ def find_excess(body: Mapping[str, object], limits: Limits) -> str:
     if num_answers * num_prompts > MAX_ANSWERS:
         return f"{num_prompts} prompts with n={num_answers}: a request has at most {MAX_ANSWERS} answers; send several requests"
     return ""
+
+
+def _strings(value: object, *, with_keys: bool = False) -> Iterator[str]:
+    """All texts in a value of JSON."""
+    for item in _items(value):
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict) and with_keys:
+            yield from item
+
+
+def _lists(value: object) -> Iterator[list]:
+    return (item for item in _items(value) if isinstance(item, list))
+
+
+def _items(value: object) -> Iterator[object]:
+    """The value and all values in it. Without recursion: clients may nest as deep as they like."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        waiting += item if isinstance(item, list) else item.values() if isinstance(item, dict) else ()
+        yield item
 
 
 def find_deviation(parameters: Mapping[str, object], sampling: SamplingParams) -> str:

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 
 MAX_SESSIONS = 4096
 """Sessions that an engine remembers. One more makes it forget the one that was used longest ago."""
+MAX_BYTES = 2**30
+"""What they may take together; more makes the engine forget in the same order."""
+BYTES_PER_NUMBER = 40
+"""Of Python's lists of numbers."""
 
 Message = Mapping[str, object]
 
@@ -47,8 +51,9 @@ class SessionTurn:
 class Sessions:
     """Sessions by id. For one thread."""
 
-    def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
-        self._max_sessions = max_sessions
+    def __init__(self, max_sessions: int = MAX_SESSIONS, max_bytes: int = MAX_BYTES) -> None:
+        self._max_sessions, self._max_bytes = max_sessions, max_bytes
+        self._bytes: dict[str, int] = {}
         self._turns: OrderedDict[str, list[SessionTurn]] = OrderedDict()
         self._said: dict[str, list[Said]] = {}
 
@@ -57,9 +62,9 @@ class Sessions:
         self._turns.setdefault(session_id, []).append(turn)
         self._said[session_id] = [said(message) for message in messages]
         self._turns.move_to_end(session_id)
-        if len(self._turns) > self._max_sessions:
-            oldest, _ = self._turns.popitem(last=False)
-            del self._said[oldest]
+        self._bytes[session_id] = _num_bytes(session_id, self._turns[session_id], self._said[session_id])
+        while len(self._turns) > self._max_sessions or sum(self._bytes.values()) > self._max_bytes:
+            self.forget(next(iter(self._turns)))
 
     def sampled_ids(self, session_id: str, messages: Sequence[Message]) -> list[int] | None:
         """Tokens of the session's last turn, if a conversation goes on from it; None where there is none, or it was rewritten.
@@ -93,6 +98,15 @@ class Sessions:
         """Drops a session, if there is one."""
         self._turns.pop(session_id, None)
         self._said.pop(session_id, None)
+        self._bytes.pop(session_id, None)
+
+
+def _num_bytes(session_id: str, turns: Sequence[SessionTurn], messages: Sequence[Said]) -> int:
+    """About what a session takes in memory."""
+    texts = [session_id, *(text for role, content, calls in messages for text in (role, content, *sum(calls, ())))]
+    num_numbers = sum(len(turn.prompt_token_ids) + len(turn.token_ids) + len(turn.logprobs) for turn in turns)
+    # An object has some hundred bytes besides its numbers or characters, of which each takes up to 4.
+    return 4 * sum(map(len, texts)) + 200 * len(texts) + BYTES_PER_NUMBER * num_numbers + 600 * len(turns)
 
 
 def said(message: Message) -> Said:

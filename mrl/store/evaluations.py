@@ -77,5 +77,5 @@ def write_results(path: Path, *, described: dict[str, object], scores: dict[str,
         }
         for group in groups
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomic(path, json.dumps({**described, "scores": scores, "prompts": prompts}, indent=1))

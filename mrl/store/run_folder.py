@@ -94,10 +94,11 @@ class RunFolder:
         """
         check_loggers(self.config.logger)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            # Rollouts are nobody else's to read. A folder that is there keeps its mode.
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._ownership.take()
             self._check_start()
-            self.log_folder.mkdir(parents=True, exist_ok=True)
+            self.log_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.checkpoints.remove_unfinished()
             for line in changes_since(self.path / RUN_CONFIG, self.config):
                 logger.info("Config since the last attempt: %s", line)

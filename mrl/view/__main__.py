@@ -118,9 +118,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "%s is no run folder: it has neither %s nor config.yaml; give the folder checkpointing.checkpoint_dir", folder, METRICS
             )
             return 2
-    token = secrets.token_urlsafe(TOKEN_BYTES)
+    token, runs = secrets.token_urlsafe(TOKEN_BYTES), Runs([folder.resolve() for folder in options.runs])
     try:
-        server = server_of(Runs([folder.resolve() for folder in options.runs]), options.port, token)
+        runs.page()
+    except (ValueError, RecursionError) as error:
+        logger.error("%s", error)
+        return 2
+    try:
+        server = server_of(runs, options.port, token)
     except OSError as error:
         logger.error("--port %d: %s; choose another, or 0", options.port, error)
         return 2

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from conversion.files.reading import open_file, read_file
 
 NAME = re.compile(r"(train|val)_data_step(\d+)\.jsonl(?:\.gz)?")
 SPLITS = {"train": "train", "val": "validation"}
@@ -18,6 +21,8 @@ NUM_INLINED_STEPS = 16
 NUM_INLINED_PROMPTS = 8
 NUM_EVALUATED_PROMPTS = 64
 MAX_CHARACTERS = 4_000
+MAX_LINE_BYTES = 2**26
+MAX_DUMP_BYTES = 2**32
 INLINED_BYTES = 3 * 2**20
 """Of all texts in a page, compressed, so that the page of a long run stays below 8 MB."""
 
@@ -53,20 +58,20 @@ def read_dump(path: Path, *, max_prompts: int | None = None) -> list[dict]:
             if max_prompts is not None and len(prompts) > max_prompts:
                 break
             rows.append(row)
-    except (OSError, EOFError, zlib.error):
+    except (OSError, EOFError, ValueError, zlib.error):
         # A disk may lose a file that a page still lists; a killed writer leaves none.
         return rows
     return rows
 
 
 def _rows(path: Path) -> Iterator[dict]:
-    opened = (
-        gzip.open(path, "rt", encoding="utf-8", errors="replace") if path.suffix == ".gz" else path.open(encoding="utf-8", errors="replace")
-    )
-    with opened as file:
-        for line in file:
+    with os.fdopen(open_file(path), "rb") as plain, gzip.open(plain) if path.suffix == ".gz" else plain as file:
+        num_bytes = 0
+        # A few KB unpack to lines without an end.
+        while num_bytes < MAX_DUMP_BYTES and (line := file.readline(MAX_LINE_BYTES)):
+            num_bytes += len(line)
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8", "replace"))
             except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict) and isinstance(row.get("content"), list) and len(row["content"]) == 2:
@@ -99,12 +104,12 @@ def read_evaluations(folder: Path) -> list[dict]:
     found = []
     for path in sorted((*folder.glob("evaluations/*.json"), *folder.glob("*.json"))):
         try:
-            results = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            results = json.loads(read_file(path))
+            if isinstance(results, dict) and {"metric", "scores", "prompts"} <= results.keys():
+                rows = list(_evaluated_rows(results["prompts"][:NUM_EVALUATED_PROMPTS]))
+                found.append({"name": path.stem, "metric": results["metric"], "scores": results["scores"], "rows": rows})
+        except (OSError, ValueError, RecursionError, LookupError, TypeError):  # another program's
             continue
-        if isinstance(results, dict) and {"metric", "scores", "prompts"} <= results.keys():
-            rows = list(_evaluated_rows(results["prompts"][:NUM_EVALUATED_PROMPTS]))
-            found.append({"name": path.stem, "metric": results["metric"], "scores": results["scores"], "rows": rows})
     return found
 
 

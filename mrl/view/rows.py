@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import TypeAlias
+
+from conversion.files.reading import open_file
 
 Row: TypeAlias = Mapping[str, float | None]
 """The metrics of one step; None where the value was not finite."""
@@ -21,7 +24,7 @@ def read_rows(path: Path, keys: Set[str], *, last_bytes: int | None = None) -> t
     """The objects of a file that have these keys, and the number of other lines, which a full disk or a power cut has torn."""
     found, num_torn, lines = [], 0, list[bytes]()
     if path.exists():
-        with path.open("rb") as file:
+        with os.fdopen(open_file(path), "rb") as file:
             start = max(0, path.stat().st_size - last_bytes) if last_bytes else 0
             file.seek(start)
             # The first of the last lines may lack its beginning.

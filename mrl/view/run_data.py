@@ -15,6 +15,9 @@ from typing import Literal, cast
 
 import yaml
 
+from conversion.files.reading import read_file
+from mrl.config.dialect.tables import SAFE_LOADER
+from mrl.config.files import MAX_FILE_BYTES, check_yaml
 from mrl.phases import PHASES
 from mrl.view.advisories import RULES, Advisory, Facts, advisories, number, silence
 from mrl.view.dumps import list_dumps, read_evaluations, sampled_dumps
@@ -30,13 +33,25 @@ REFIT = "refit.json"
 # The owner touches its file far more often; see mrl.store.ownership.
 OWNER_LEASE_S = 120.0
 MAX_POINTS = 2_000
+MAX_REASON = 200
 NUM_TIMED_STEPS = 20
 SAMPLES_BYTES = 2**19
 NUM_SAMPLES = 48
 
 
 def run_data(folder: Path, *, state: State | None = None, has_rollouts: bool = True) -> Json:
-    """All that the page shows of a run. `state` None: as the owner's file tells it. Without `has_rollouts` only the names of the dumps."""
+    """All that the page shows of a run. `state` None: as the owner's file tells it. Without `has_rollouts` only the names of the dumps.
+
+    ValueError: the folder's files are not as mrl writes them.
+    """
+    try:
+        return _run_data(folder, state, has_rollouts)
+    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
+        raise ValueError(f"{folder} cannot be shown ({reason}): its files are not as mrl writes them; give the folder of a run") from error
+
+
+def _run_data(folder: Path, state: State | None, has_rollouts: bool) -> Json:
     rows, num_torn = read_rows(folder / METRICS, METRIC_KEYS)
     samples, num_torn_samples = read_rows(folder / SAMPLES, SAMPLE_KEYS, last_bytes=SAMPLES_BYTES)
     config = read_config(folder / "config.yaml")
@@ -93,16 +108,18 @@ def rule_table() -> list[Json]:
 def read_config(path: Path) -> Json:
     """The resolved config, sections within sections; empty if there is no readable one."""
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        text = read_file(path, MAX_FILE_BYTES).decode()
+        check_yaml(text)
+        config = yaml.load(text, SAFE_LOADER)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         config = None
     return config if isinstance(config, dict) else {}
 
 
 def read_json(path: Path) -> Json:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(read_file(path))
+    except (OSError, ValueError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {}
 

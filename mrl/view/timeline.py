@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from conversion.files.reading import read_file
 from mrl.spans import MAIN, SUFFIX
 
 EVENT = re.compile(rb'^\{"ts":(\d+),"dur":(\d+),"ph":"X","name":"([^"]*)".*\},$', re.MULTILINE)
@@ -20,6 +21,7 @@ START = 0
 # Of each kind of process, and of each process.
 MAX_LANES = 32
 MAX_SPANS = 400
+MAX_FILE_BYTES = 2**34
 MEMORY = ("host_bytes", "engine_host_bytes", "gpu_used_bytes", "gpu_peak_bytes")
 """Facts of spans; see `mrl.spans.memory_facts` and `Engine.memory_facts`."""
 # What began in a step is written when it ends: of that which ends later, the page shows what stands in so many bytes.
@@ -142,6 +144,6 @@ def memory_by_phase(timelines: Mapping[str, dict]) -> dict[str, dict[str, int]]:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError:  # a disk may lose what a page still lists
+        return read_file(path, MAX_FILE_BYTES)
+    except (OSError, ValueError):  # a disk may lose what a page still lists
         return b""

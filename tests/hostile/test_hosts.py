@@ -8,15 +8,19 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from conversion.files.owners import ABANDONED_S, Owner, this_process
+from mrl.cluster.caches import CACHES, keep_caches_private
+from mrl.cluster.policies import MEETING_FILE
 from mrl.cluster.runtime import FOLDER_PREFIX, OWNER_FILE, RAY_FOLDER, ray_runtime, reclaim_dead_owners
 from mrl.config.load import load_config
+from mrl.refit.group import GroupAddress
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.attack("a neighbour on the host")
 
@@ -89,6 +93,83 @@ def test_another_user_s_folder_is_left_alone(temporary: Path):
     os.chown(folder, 12345, 12345)
     reclaim_dead_owners()
     assert folder.exists()
+
+
+OTHER_USER = 54321
+
+
+def as_other_user(call: Callable[[], object]) -> str:
+    """What `call` raises or returns in a child of another user."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.setgroups([])
+            os.setgid(OTHER_USER)
+            os.setuid(OTHER_USER)
+            said = repr(call())
+        except (OSError, RuntimeError) as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        said = answer.read()
+    os.waitpid(child, 0)
+    return said
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+def test_another_user_cannot_speak_to_the_store_of_the_ranks():
+    """The folder is made as a run makes it; the store is that of ranks, refits and the driver."""
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
+        address = GroupAddress(f"{folder}/{MEETING_FILE}", 0, "exchange 1", 1)
+        address.store(timeout_s=HANG_S).set("rank 0", "is here")
+        assert address.store(timeout_s=HANG_S).get("rank 0") == b"is here"
+        said = as_other_user(lambda: address.store(timeout_s=HANG_S).set("neighbour", "was here"))
+        assert "ermission denied" in said, said
+        address.give_up(3)
+        assert not address.store(timeout_s=HANG_S).check(["neighbour"])
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty home, and nothing set for caches."""
+    for name in CACHES:
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    return tmp_path / "home"
+
+
+def test_compiled_code_is_kept_where_nobody_else_writes(home: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not in the folder of the temporary folder that torch would take, and that a neighbour may have made first."""
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/torchinductor_me")  # as torch notes it, when it is imported
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/chosen")
+    assert keep_caches_private() == ""
+    assert cache_dir() == os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(home / ".cache/mrl-compiled/torch")
+    assert stat.S_IMODE((home / ".cache/mrl-compiled").stat().st_mode) == 0o700
+    assert os.environ["VLLM_CACHE_ROOT"] == "/chosen"
+
+
+@pytest.mark.parametrize("place", [".", ".cache", ".cache/mrl-compiled"])
+def test_a_folder_that_others_may_change_keeps_no_compiled_code(home: Path, temporary: Path, place: str):
+    (home / ".cache/mrl-compiled").mkdir(parents=True, mode=0o700)
+    (home / place).chmod(0o777)
+    warning = keep_caches_private()
+    assert f"others may write to {(home / place).resolve()}" in warning
+    taken = Path(os.environ["TRITON_CACHE_DIR"]).parent
+    assert taken.parent == temporary and stat.S_IMODE(taken.stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a folder to another user")
+def test_a_folder_that_another_user_has_made_first_keeps_no_compiled_code(home: Path, temporary: Path):
+    (home / ".cache/mrl-compiled").mkdir(parents=True, mode=0o700)
+    os.chown(home / ".cache/mrl-compiled", OTHER_USER, OTHER_USER)
+    assert "another user's" in keep_caches_private()
+    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent.parent == temporary
 
 
 @pytest.fixture(scope="module")

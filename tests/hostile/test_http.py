@@ -18,7 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from mrl.rollout import http_gate
 from mrl.rollout.callers import Callers, Question
-from mrl.rollout.http_gate import MAX_ANSWERS, Limits, find_excess
+from mrl.rollout.http_gate import MAX_ANSWERS, Limits, find_excess, find_refusal
+from mrl.rollout.sessions import Sessions, SessionTurn
 from tests.waiting import HANG_S, SOON_S, wait_until
 
 pytestmark = pytest.mark.attack("a caller of the HTTP endpoint")
@@ -107,7 +108,8 @@ def is_served(server: tuple[str, int]) -> bool:
     "key",
     ["", "Authorization: Bearer\r\n", "Authorization: Bearer \r\n", f"Authorization: Bearer {KEY[:-1]}\r\n",
      f"Authorization: Bearer {KEY}x\r\n",
-     f"Authorization: Basic {KEY}\r\n", f"X-Authorization: Bearer {KEY}\r\n", f"Authorization: Bearer {KEY.upper()}\r\n",
+     f"Authorization: Basic {KEY}\r\n", f"Authorization: {KEY}\r\n",
+     f"X-Authorization: Bearer {KEY}\r\n", f"Authorization: Bearer {KEY.upper()}\r\n",
      "Authorization: Bearer \xff\r\n", f"Cookie: api_key={KEY}\r\n"],
 )  # fmt: skip
 @pytest.mark.parametrize("body", ["Content-Length: 536870912\r\n", "Transfer-Encoding: chunked\r\n"], ids=["long", "chunked"])
@@ -238,6 +240,16 @@ LIMITS = Limits(max_model_len=1000, num_slots=8)
         ({"prompt": ["a"] * 1000, "n": 16}, "n=16"),
         ({"prompt": "a", "n": 9}, "n=9"),
         ({"messages": [{"role": "user", "content": "a"}], "n": 10**9}, "n=1000000000"),
+        *(({"prompt": "a", "n": n}, "n: must be a whole number") for n in ("4000", 4000.0, "1", 1.0, [1], {}, True, "x", 1e999)),
+        ({"structured_outputs": {"choice": [f"c{i}" for i in range(50_000)]}}, "50000 alternatives"),
+        ({"structured_outputs": {"regex": "|".join(f"c{i}" for i in range(20_000))}}, "19999 alternatives"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"' + ' | "a"' * 2_000}}, "2000 alternatives"),
+        ({"structured_outputs": {"json": json.dumps({"enum": list(range(2_000))})}}, "2000 alternatives"),
+        ({"response_format": {"json_schema": {"schema": {"enum": list(range(20_000))}}}}, "20000 alternatives"),
+        (
+            {"tools": [{"function": {"parameters": {"properties": {"a" * 10 + str(i): {} for i in range(9_000)}}}}]},
+            "characters; they may have",
+        ),
         ({"prompt": ["a"] * (MAX_ANSWERS + 1)}, f"{MAX_ANSWERS + 1} prompts with n=1"),
         ({"prompt": [[1]] * 200, "n": 8}, "200 prompts with n=8"),
         ({"prompt": "a" * 16_001}, "16001 characters"),
@@ -256,13 +268,64 @@ def test_a_request_that_asks_for_too_much_is_told_the_limit(body: dict[str, obje
         {"prompt": "a" * 16_000, "n": 8},
         {"prompt": ["a"] * 128, "n": 8},
         {"prompt": list(range(999)), "n": 8},
-        {"prompt": "a", "n": "x"},
+        {"prompt": "a", "n": None},
         {},
+        {"structured_outputs": {"choice": ["c"] * 1024}},
+        {"response_format": {"json_schema": {"schema": {"properties": {f"p{i}": {"type": "string"} for i in range(3000)}}}}},
     ],
-    ids=range(5),
+    ids=range(7),
 )
 def test_the_largest_request_is_none_too_much(body: dict[str, object]):
     assert find_excess(body, LIMITS) == ""
+
+
+def nested(depth: int) -> object:
+    value: object = "a"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("field", ["messages", "structured_outputs", "tools"])
+def test_deep_requests_are_measured_too(field: str):
+    assert find_excess({field: nested(100_000)}, LIMITS) == "" or field != "messages"
+
+
+@pytest.mark.parametrize(
+    "body", [{"vllm_xargs": {"kv_transfer_params": "x"}}, {"kv_transfer_params": {"a": 1}}, {"ec_transfer_params": [1]}], ids=repr
+)
+def test_fields_of_other_servers_are_refused(body: dict[str, object]):
+    assert f"{next(iter(body))}: answers are not" in find_refusal(body, LIMITS, session_id=None)
+
+
+def test_names_of_sessions_are_short():
+    assert find_refusal({}, LIMITS, session_id="x" * 256) == ""
+    assert "1000000 characters; it may have 256" in find_refusal({}, LIMITS, session_id="x" * 1_000_000)
+
+
+@pytest.mark.parametrize("texts", [1, 1_000], ids=["tokens", "texts"])
+def test_sessions_together_have_a_size(texts: int):
+    """Turns of 20,000 tokens, or of long conversations, in one session and in many."""
+    sessions = Sessions(max_bytes=10 * 2**20)
+    turn = SessionTurn([7] * 20_000, [1] * 100, [0.0] * 100, "stop", 0, 1, is_continuation=False)
+    messages = [{"role": "user", "content": "é" * 100}] * texts
+    for index in range(40):
+        sessions.add(f"s{index}", turn, messages)
+    kept = [index for index in range(40) if sessions.describe(f"s{index}") is not None]
+    assert kept and kept == list(range(40 - len(kept), 40)) and len(kept) <= 13  # the last ones, of 0.8 MB each or more
+    for _ in range(40):
+        sessions.add("long", turn, messages)
+    assert len(sessions.describe("long") or ()) <= 13
+
+
+def test_a_question_that_can_never_have_its_slots_is_refused():
+    """Whatever came through the gate, by whatever number vLLM has read: it would block all that come after it."""
+    callers = Callers(8)
+    with pytest.raises(ValueError, match="n=9: there are 8 slots"):
+        callers.ask(question("greedy", 9))
+    callers.ask(question("honest", 8))
+    taken, _ = callers.take()
+    assert [one.question_id for one in taken] == ["honest"]
 
 
 def question(name: str, n: int) -> Question:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,16 @@ def test_the_default_of_a_secret_is_one(name: str, monkeypatch: pytest.MonkeyPat
 def test_places_and_names_stay_readable(name: str, value: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(name, value)
     assert value in resolved_yaml(load_config("grpo_tiny.yaml", [f"policy.model_name=x-${{ oc.env:{name}}}"]))
+
+
+KEY = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBgkqhkiG9w0\nBAQEFAASCBKcwggSjAgEAAoI\r\n-----END PRIVATE KEY-----\n"
+
+
+@pytest.mark.parametrize("quote", [str, repr, lambda key: key.splitlines()[1], lambda key: " ".join(key.split("\n"))], ids=range(4))
+def test_no_line_of_a_long_secret_is_printed(monkeypatch: pytest.MonkeyPatch, quote: Callable[[str], str]):
+    """Of the environment and of a config; whole, and as messages quote a part of it."""
+    said = f"cannot read {quote(KEY)}"
+    of_config = redact_text(said, {KEY})
+    monkeypatch.setenv("DEPLOY_PRIVATE_KEY", KEY)
+    for text in (of_config, redact_text(said)):
+        assert text.startswith("cannot read ") and not any(part in text for part in ("MIIEv", "BAQEF"))

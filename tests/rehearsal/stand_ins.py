@@ -253,6 +253,7 @@ class Slots:
         self.node_of = {slot: slot // config.cluster.slots_per_node for slot in range(self.num_slots)}
         self.first_slots = list(range(0, self.num_slots, config.cluster.slots_per_node))
         self.num_dedicated_slots = self.num_slots - self.num_policy_ranks
+        self.folder = Path("/")
 
     def num_threads(self, slot: int) -> int:
         return 1

@@ -47,6 +47,7 @@ REASONS = {
     ("mrl/data/reading.py", "pickle.loads"): "rows that this process wrote into its own temporary file, which has no name",
     ("mrl/config/dialect/tables.py", "yaml.load"): "a file of mrl's own, by a safe loader",
     ("mrl/config/passthrough.py", "yaml.load"): "a file of mrl's own, by a safe loader",
+    ("mrl/view/run_data.py", "yaml.load"): "by a safe loader, after check_yaml",
     ("mrl/data/chat.py", "AutoTokenizer.from_pretrained"): "trust_remote_code=False",
 }
 

@@ -76,7 +76,8 @@ class ClusterConfig:
     gpus_per_node: Count = 0
     """GPUs of a host; 0 = hosts without GPUs."""
     master_port_range_low: Port | None = None
-    """Policy ranks meet at a free port of the first of them, from here to below `master_port_range_high`; null = any port."""
+    """Policy ranks of several nodes meet at a free port of the first of them, from here to below `master_port_range_high`; null = any port.
+    Ranks of one node meet in a file."""
     master_port_range_high: PortEnd | None = None
     """End of that range, not itself in it."""
     cpu_units_per_node: Positive = 1

@@ -61,7 +61,6 @@ SMALL = [
 ]
 
 
-PORTS = range(1400, 1999)
 # What libraries and processes get under their own names.
 PASSED_ON = [
     "policy.generation.vllm_kwargs={mamba_ssm_cache_dtype: float32, scheduling_policy: priority}",
@@ -70,8 +69,6 @@ PASSED_ON = [
     "policy.megatron_cfg.model_overrides={clone_scatter_output_in_embedding: false}",
     "policy.megatron_cfg.attention_backend=flash",
     "policy.megatron_cfg.use_gloo_process_groups=true",
-    f"cluster.master_port_range_low={PORTS.start}",
-    f"cluster.master_port_range_high={PORTS.stop}",
 ]
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import tempfile
 from pathlib import Path
 
+import psutil
+
+from mrl.cluster.caches import HOME, find_writable_by_others
 from mrl.cluster.runtime import FOLDER_PREFIX, OWNER_FILE, RAY_FOLDER
-from tests.stack.loop.conftest import PORTS, LiveRun
+from tests.stack.loop.conftest import LiveRun
 
 
 def test_arguments_of_vllm_are_those_of_the_live_engines(live: LiveRun):
@@ -45,5 +49,32 @@ def test_secrets_reach_processes_and_nothing_that_is_written(live: LiveRun):
     assert [path for found in files.values() for path in found if b"planted-secret" in path.read_bytes()] == []
 
 
-def test_ranks_meet_at_a_port_of_the_range(live: LiveRun):
-    assert live.run.supplier.session.policies.master[1] in PORTS
+def test_ranks_of_one_node_meet_in_a_file_that_nobody_else_may_open(live: LiveRun):
+    path, _ = live.run.supplier.session.policies.master
+    assert Path(path).is_file() and stat.S_IMODE(Path(path).parent.stat().st_mode) == 0o700
+
+
+def test_a_run_of_one_node_listens_on_loopback_alone(live: LiveRun):
+    me = psutil.Process()
+    listening = {
+        (process.name(), connection.laddr.ip)
+        for process in [me, *me.children(recursive=True)]
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert {"ray::PolicyActor", "ray::EngineActor"} <= {name.partition(".")[0].partition(":call")[0] for name, _ in listening}, listening
+    assert {address for _, address in listening} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, listening
+
+
+def test_what_processes_write_beside_the_run_is_private(live: LiveRun):
+    def places(_) -> tuple[str, ...]:
+        import torch._inductor.runtime.runtime_utils as inductor
+        import triton
+
+        return tempfile.gettempdir(), inductor.cache_dir(), triton.knobs.cache.dir, os.environ["VLLM_CACHE_ROOT"]
+
+    session = str(Path(live.run.supplier.session.policies.master[0]).parent)
+    found = set(live.on_ranks(places) + live.on_engines(places))
+    assert {temporary for temporary, *_ in found} == {session}
+    assert {find_writable_by_others(Path(place)) for _, *caches in found for place in caches if Path(place).exists()} <= {None}
+    assert {str(Path(place).parent) for _, *caches in found for place in caches} <= {str(Path(HOME).expanduser().resolve()), session}

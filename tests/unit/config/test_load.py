@@ -6,8 +6,8 @@ import pytest
 
 from mrl.config.errors import ConfigError
 from mrl.config.files import find_config, packaged_configs
-from mrl.config.load import load_config
-from mrl.config.schema.run import RunConfig
+from mrl.config.load import TRL_NAMES, load_config
+from mrl.config.schema.run import KEYS, RunConfig
 from tests.sources import ROOT
 
 REQUIRED = "policy: {model_name: m}\ndata: {train: {data_path: d}}\n"
@@ -151,10 +151,17 @@ def test_malformed_overrides(tmp_path: Path, override: str):
         ("policy.generation.gpu_memory_utilization", "policy.generation.vllm_cfg.gpu_memory_utilization"),
         ("polcy.precision", "policy"),
         ("policy.megatron_cfg.optimiser.lr", "policy.megatron_cfg.optimizer"),
+        ("learning_rate", "policy.megatron_cfg.optimizer.lr"),
+        ("grpo.num_generations", "grpo.num_generations_per_prompt"),
+        ("grpo.beta", "loss_fn.reference_policy_kl_penalty"),
     ],
 )
 def test_unknown_key_fails_with_the_nearest(tmp_path: Path, key: str, nearest: str):
     assert problems(tmp_path, REQUIRED, f"{key}=1") == (f"{key}=1 (command line): no such key; the nearest is {nearest}",)
+
+
+def test_names_of_trl_are_told_by_keys_that_there_are():
+    assert set(TRL_NAMES.values()) <= KEYS.keys() and not any(name in key.split(".") for name in TRL_NAMES for key in KEYS)
 
 
 def test_all_problems_come_at_once_with_file_and_line(tmp_path: Path):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mrl.config.errors import ConfigError
 from mrl.config.load import load_config
-from mrl.config.model import read_model, with_local_folders
+from mrl.config.model import is_hub_id, read_model, with_local_folders
 from mrl.data.prompts import load_prompts
 from mrl.loop.preflight import check_start
 from mrl.recipes.tokenizer import byte_tokenizer
@@ -32,6 +32,13 @@ def snapshot(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     byte_tokenizer(4096).save_pretrained(folder)
     (folder / "model.safetensors").touch()
     return folder
+
+
+def test_a_path_is_no_id():
+    """The Hub allows no name that begins or ends with a dot or a dash (huggingface_hub.utils.validate_repo_id)."""
+    names = ["./model", "../model", ".cache/model", "/a/model", "a/b/model", "model", "a/.model", "a/model.", "-a/model", "~/model", "a/"]
+    assert [name for name in names if is_hub_id(name)] == []
+    assert all(is_hub_id(name) for name in ("Qwen/Qwen2.5-1.5B", "a/b_c", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"))
 
 
 def test_a_run_of_an_id_starts_from_its_snapshot(snapshot: Path):

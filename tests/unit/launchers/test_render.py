@@ -189,3 +189,10 @@ def test_lepton_gets_the_command_and_the_size(capsys: pytest.CaptureFixture[str]
     assert "RAY_AUTH_TOKEN=<secret RAY_AUTH_TOKEN>" in text
     assert "CLUSTER_NUM_NODES=2" in text and "CLUSTER_GPU_PER_NODE=8" in text
     assert "COMMAND=python -m mrl.train grpo_tiny.yaml cluster.num_nodes=2 cluster.gpus_per_node=8" in text
+
+
+def test_a_config_that_a_start_refuses_is_not_launched(capsys: pytest.CaptureFixture[str]):
+    """The check of `--check`, with what the machine that launches may lack left out."""
+    assert main(["slurm", "grpo_nanov3.yaml", "policy.megatron_cfg.tensor_model_parallel_size=64"]) == 2
+    said = capsys.readouterr().out
+    assert "tensor_model_parallel_size=64: the 256 slots" in said and "--check says more" in said and "sbatch" not in said

@@ -40,6 +40,17 @@ def test_log_folders_count_up(tmp_path: Path):
             assert folder.log_folder.name == name
 
 
+def test_nobody_else_reads_rollouts(tmp_path: Path):
+    folder = RunFolder(config(tmp_path))
+    folder.open()
+    with folder:
+        assert [path.stat().st_mode & 0o777 for path in (folder.path, folder.log_folder)] == [0o700, 0o700]
+    folder.path.chmod(0o750)  # whoever shares it
+    with (again := RunFolder(config(tmp_path))):
+        again.open()
+        assert again.path.stat().st_mode & 0o777 == 0o750
+
+
 def test_a_folder_has_one_owner_at_a_time(tmp_path: Path):
     script = (
         "import sys, time; from pathlib import Path; from tests.unit.store.test_run_folder import config, RunFolder\n"
