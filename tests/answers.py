@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers in mathematics with what they are worth under env.math.strict: tests/data/math_answers.txt."""
+"""Answers in mathematics with what they are worth under env.math.strict: tests/unit/envs/math_answers.txt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tests.sources import ROOT
 
-TABLE = ROOT / "tests" / "data" / "math_answers.txt"
+TABLE = ROOT / "tests" / "unit" / "envs" / "math_answers.txt"
 ESCAPES = {"\\u2212": "\u2212", "\\u2009": "\u2009", "\\u00a0": "\u00a0"}
 
 

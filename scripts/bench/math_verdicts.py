@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts of env.math.strict and of math-verify on tests/data/math_answers.txt, by kind. Writes docs/data/math_verdicts.json."""
+"""Verdicts of env.math.strict and of math-verify on tests/unit/envs/math_answers.txt, by kind. Writes docs/data/math_verdicts.json."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Usual programs, which do what they may: tests/data/benign_programs.txt."""
+"""Usual programs, which do what they may: tests/hostile/benign_programs.txt."""
 
 from __future__ import annotations
 
 from tests.sources import ROOT
 
-_PARTS = (ROOT / "tests" / "data" / "benign_programs.txt").read_text(encoding="utf-8").split("## ")[1:]
+_PARTS = (ROOT / "tests" / "hostile" / "benign_programs.txt").read_text(encoding="utf-8").split("## ")[1:]
 BENIGN = {name: source for name, _, source in (part.partition("\n") for part in _PARTS)}
 """By name, a source that ends without an exception in an empty folder."""
 

@@ -3,6 +3,7 @@
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -253,9 +254,12 @@ def test_the_entry_checks_in_process_too(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("entry", ["train", "evaluate"])
-def test_a_check_imports_nothing_heavy(entry: str):
+def test_a_check_imports_nothing_heavy(entry: str, tmp_path: Path):
+    """Where a tokenizer is at hand, transformers reads it; nothing else is worth seconds on a login node."""
     script = f"import sys, runpy; sys.argv = ['{entry}', 'grpo_tiny.yaml', '--check']\n"
     script += f"try:\n    runpy.run_module('mrl.{entry}', run_name='__main__')\nexcept SystemExit:\n    pass\n"
     script += "print(sorted({'torch', 'ray', 'vllm', 'megatron', 'transformers'} & sys.modules.keys()))"
-    finished = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True)
+    shell = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", script]
+    finished = subprocess.run(command, cwd=tmp_path, env=shell, capture_output=True, text=True, timeout=HANG_S, check=True)
     assert finished.stdout.splitlines()[-1] == "[]"

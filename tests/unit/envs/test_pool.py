@@ -58,7 +58,6 @@ def pool() -> Iterator[RewardPool]:
         ("inf", "error"),
         ("none", "error"),
         ("str", "error"),
-        ("bool", "error"),
         ("tuple", "error"),
         ("object", "error"),
         ("no reward", "error"),
