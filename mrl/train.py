@@ -15,8 +15,7 @@ import sys
 from mrl.signals import LISTENER
 
 if __name__ == "__main__" and "--check" not in sys.argv:
-    # Before libraries start threads, which would not block what this blocks.
-    LISTENER.listen()
+    LISTENER.listen()  # before libraries start threads, which would not block what this blocks
 
 from mrl import check, startup
 from mrl.config.secrets import run_entry

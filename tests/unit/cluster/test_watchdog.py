@@ -161,7 +161,7 @@ def test_the_collective_of_a_rank_is_found_in_its_stacks():
 Current thread 0x00007e (most recent call first):
   File "/lib/torch/distributed/distributed_c10d.py", line 3000 in all_reduce
   File "/lib/torch/distributed/c10d_logger.py", line 83 in wrapper
-  File "/work/mrl/policy/step.py", line 12 in train
+  File "/opt/mrl/policy/step.py", line 12 in train
 """
     assert innermost(stacks) == "all_reduce (distributed_c10d.py:3000)"
     assert innermost("no answer\n") == ""
