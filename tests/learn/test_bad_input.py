@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,13 +125,18 @@ def this_process() -> dict[str, object]:
     return {"process": process, "job": None, "restart": 0}
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder whose path is as short as that of a user's temporary files: sockets lie there."""
+    with tempfile.TemporaryDirectory(prefix="bad-") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_ends_with_one_message_before_anything_starts(inputs: tuple[Path, list[str]], tmp_path: Path, name: str):
+def test_bad_input_ends_with_one_message_before_anything_starts(inputs: tuple[Path, list[str]], temporary: Path, name: str):
     folder, overrides = inputs
     case = CASES[name]
     words = [word.format(folder=folder) for word in case.words]
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
     result = subprocess.run(
         [sys.executable, "-m", "mrl.train", case.config, *overrides, *words],
         cwd=ROOT,
