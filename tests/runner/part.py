@@ -69,18 +69,18 @@ def run(name: str, folder: Path, command: list[str]) -> Result:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     events = folder / f"{name}.events"
     asleep: dict[str, float] = defaultdict(float)
-    started, movement, stalled_in, used = time.monotonic(), Movement(), None, 0.0
+    started, movement, usage, stalled_in, used = time.monotonic(), Movement(), Usage(), None, 0.0
     with (folder / f"{name}.txt").open("wb") as output:
         environment = os.environ | {"MRL_TEST_EVENTS": str(events)}
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment)
         while stalled_in is None and (code := wait(process.pid, SAMPLE_S)) is None:
-            used, before = processor_s(), used
+            used, before = usage.seconds(), used
             progress = read_progress(events)
             if used - before < STALL_LOAD * SAMPLE_S:
                 asleep[progress.current] += SAMPLE_S
             if movement.stalled(time.monotonic() - started, progress.num_done, used):
                 stalled_in = progress.current or "its start"
-        seconds, used = time.monotonic() - started, processor_s()
+        seconds, used = time.monotonic() - started, usage.seconds()
         process.returncode = -signal.SIGKILL if code is None else code
     test = max(asleep, key=lambda name: asleep[name], default="")
     where = f"{asleep[test]:.0f} s of it in {test.rpartition('::')[2]}" if test else ""
@@ -100,17 +100,26 @@ def wait(pid: int, seconds: float) -> int | None:
             time.sleep(REAP_S)
 
 
-def processor_s() -> float:
-    """Processor seconds that this process's children and theirs have used so far."""
-    times = os.times()
-    used = times.children_user + times.children_system
-    for child in psutil.Process().children(recursive=True):
-        try:
-            cpu = child.cpu_times()
-        except psutil.Error:
-            continue
-        used += cpu.user + cpu.system + cpu.children_user + cpu.children_system
-    return used
+class Usage:
+    """Processor seconds of this process's children and theirs, since it began."""
+
+    def __init__(self) -> None:
+        self._own: dict[tuple[int, float], float] = {}
+        """(process id, time of its start) -> what it had used itself when it was last seen."""
+
+    def seconds(self) -> float:
+        """Looks at all of them now. Of those that came and went in between counts what their parents were told of them."""
+        times = os.times()
+        told = times.children_user + times.children_system
+        for child in psutil.Process().children(recursive=True):
+            try:
+                cpu, key = child.cpu_times(), (child.pid, child.create_time())
+            except psutil.Error:
+                continue
+            self._own[key] = cpu.user + cpu.system
+            told += cpu.user + cpu.system + cpu.children_user + cpu.children_system
+        # Nobody is told of the children of a process that ignores their end, as Ray's raylet does.
+        return max(told, sum(self._own.values()))
 
 
 def end_children() -> None:
