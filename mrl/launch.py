@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
 import shlex
@@ -209,8 +210,15 @@ def _runs(
     parser.add_argument("--name", default="mrl", help="of the job (default: mrl; on Slurm, after the run folder)")
     if can_submit:
         parser.add_argument("--submit", action="store_true", help="send it, after printing it")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=functools.partial(_run_checked, run))
     return parser
+
+
+def _run_checked(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> None:
+    """Runs a command for a config that a start would not refuse; ValueError: it would."""
+    if refused := examine(options.config, options.overrides).refused:
+        raise ValueError("; ".join([*refused, f"python -m mrl.train {options.config} ... --check says more"]))
+    run(options)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -219,8 +227,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     try:
         check_text(options)
-        if refused := examine(options.config, options.overrides).refused:
-            raise ValueError("; ".join([*refused, f"python -m mrl.train {options.config} ... --check says more"]))
         options.run(options)
     except ValueError as error:
         logger.error("[ERROR] %s", error)

@@ -109,6 +109,10 @@ MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
 MEETS_NO_TEXT = {
     "mrl.data.chat.use_chat_template",
     "mrl.data.reading.Names",
+    "mrl.data.rendering._LAYOUT",
+    "mrl.data.rendering._parts",
+    "mrl.data.rows._THOUSANDS",
+    "mrl.data.rows.gold_of",
     "mrl.envs.mcqa.own_patterns",
     "mrl.envs.mcqa.score",
     "mrl.store.checkpoints.SHARD",
@@ -117,7 +121,7 @@ MEETS_NO_TEXT = {
     "mrl.store.loggers.prometheus.PrometheusSink",
     "mrl.store.samples.drop_old_step_data",
 }
-"""Patterns over chat templates, paths, ids, names of metrics and expected answers, and the rows' own patterns.
+"""Patterns over chat templates, rows, paths, ids, names of metrics and expected answers, and the rows' own patterns.
 
 Those are bounded by the deadline.
 """

@@ -112,8 +112,7 @@ def run_all(commands: dict[str, list[str]], folder: Path, *, show_all: bool) -> 
             running[name] = subprocess.Popen([sys.executable, "-m", "tests.runner.part", name, str(folder), *commands[name]], cwd=ROOT)
         time.sleep(0.2)
         for name in [name for name, process in running.items() if process.poll() is not None]:
-            running.pop(name)
-            results.append(Result(**json.loads((folder / f"{name}.result").read_text(encoding="utf-8"))))
+            results.append(result_of(name, folder, running.pop(name).returncode))
             end_line(f"{clock(time.monotonic() - started)} {outcome(results[-1], read_progress(folder / f'{name}.events'))}")
             if show_all or results[-1].code:
                 print((folder / f"{name}.txt").read_text(encoding="utf-8", errors="replace"), flush=True)
@@ -124,6 +123,14 @@ def run_all(commands: dict[str, list[str]], folder: Path, *, show_all: bool) -> 
     busy = sum(getattr(cpu_after, kind) - getattr(cpu_before, kind) for kind in ("user", "nice", "system"))
     report(results, folder, seconds=time.monotonic() - started, others_s=busy - sum(result.processor_s for result in results), speed=speed)
     return any(result.code for result in results)
+
+
+def result_of(name: str, folder: Path, code: int) -> Result:
+    """The result that a part has written, or that of one which somebody has killed."""
+    path = folder / f"{name}.result"
+    if not path.exists():
+        return Result(name, code or 1, 0.0, 0.0, 0.0, "", None)
+    return Result(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def how_far(name: str, folder: Path) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runner.__main__ import choose, host, parse, report
+from tests.runner.__main__ import choose, host, parse, report, result_of
 from tests.runner.part import STALL_LOAD, STALL_S, Movement, Result
 from tests.runner.progress import EventWriter, Progress, read_progress
 from tests.sources import ROOT
@@ -108,3 +108,7 @@ def test_words_choose_parts(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         parse(["--long", "lerning"])
     assert "no part lerning; parts are " in capsys.readouterr().err
+
+
+def test_a_part_that_somebody_has_killed_has_failed(tmp_path: Path):
+    assert result_of("unit", tmp_path, -9).code == -9 and result_of("unit", tmp_path, 0).code == 1

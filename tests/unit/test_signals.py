@@ -30,7 +30,8 @@ def run(program: str, *arguments: str, ignored: signal.Signals | None = None) ->
     """Exit code and output of a program, whose parent ignores a signal as a shell does for its background jobs."""
 
     def prepare() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
         if ignored is not None:
             signal.signal(ignored, signal.SIG_IGN)
 
