@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,7 +135,9 @@ class Simulation:
 @contextmanager
 def simulation(folder: Path, nodes: list[str], **variables: str) -> Iterator[Simulation]:
     """scripts/ray.sub on nodes whose names end in their numbers; it is ended at the end of the `with` block."""
-    environment = write_commands(folder, nodes) | variables
+    # Sockets lie in Ray's folder, and their paths have to be short.
+    ray_folder = tempfile.TemporaryDirectory(prefix="ray-")
+    environment = write_commands(folder, nodes) | {"RAY_TMPDIR": ray_folder.name} | variables
     with (folder / "job.out").open("wb") as output:
         process = subprocess.Popen(
             ["bash", str(ROOT / "scripts" / "ray.sub")], env=environment, cwd=folder, stdout=output, stderr=subprocess.STDOUT
@@ -148,6 +151,7 @@ def simulation(folder: Path, nodes: list[str], **variables: str) -> Iterator[Sim
         (running.logs / "ENDED").touch()
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=HANG_S)
+        ray_folder.cleanup()
 
 
 def write_commands(folder: Path, nodes: list[str]) -> dict[str, str]:
@@ -173,5 +177,4 @@ def write_commands(folder: Path, nodes: list[str]) -> dict[str, str]:
         "SLURM_SUBMIT_DIR": str(folder),
         "SLURM_CPUS_ON_NODE": "128",
         "RAY_INTERFACE": "ib0",
-        "RAY_TMPDIR": str(folder),
     }
