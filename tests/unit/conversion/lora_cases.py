@@ -9,30 +9,14 @@ import torch
 from torch import Tensor
 
 from conversion.adapters import adapted_layers, adapter_family, factor_names
-from conversion.boxes import Box
 from conversion.families.common import HfConfig
 from conversion.families.registry import family
 from conversion.lora_export import CheckpointAdapters, write_peft
 from conversion.tensors import merge_lora
+from tests.unit.conversion.memory import InMemory
 
 DIM, ALPHA = 4, 6.0
 Patterns = tuple[str, ...]
-
-
-class InMemory:
-    """Tensors as a source of boxes."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype
-
-    def read_into(self, name: str, box: Box, target: Tensor) -> None:
-        target.copy_(self._tensors[name][tuple(slice(*bounds) for bounds in box)])
 
 
 def export(
