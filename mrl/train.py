@@ -115,7 +115,7 @@ def update_policy(run: Run[Supplier], step: int, batches: Sequence[Batch]) -> di
         metrics |= critic.learn(judged, batches)
     if config.trains_policy(step):
         run.session.enter("train")
-        updates = [policies.call(PolicyVerbs.train_step)[0] for _ in range(config.num_passes) for _ in batches]
+        updates = [policies.call(PolicyVerbs.train_step, index)[0] for _ in range(config.num_passes) for index in range(len(batches))]
         # Of the last pass, as in NeMo RL.
         metrics |= metrics_of_updates(updates[-len(batches) :])
     run.saver.poll()

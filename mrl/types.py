@@ -172,7 +172,7 @@ class RolloutInfo:
     """Number of tokens after the prompt."""
     finish_reason: FinishReason
     payload: object
-    """Reference to the `Rollout`; opaque outside `mrl.cluster`."""
+    """Reference to the `Rollout`, opaque outside `mrl.cluster`; on a policy rank the `Rollout` itself."""
     num_observed: int = 0
     """Tokens of `length` that came from the environment."""
     num_turns: int = 1
@@ -193,6 +193,31 @@ class RolloutInfo:
     @property
     def num_tokens(self) -> int:
         return self.prompt_length + self.length
+
+    @property
+    def pulled(self) -> Rollout:
+        """`payload`, in a process that has pulled it."""
+        assert isinstance(self.payload, Rollout), "a reference that was not resolved"
+        return self.payload
+
+    @classmethod
+    def of(cls, rollout: Rollout, payload: object) -> RolloutInfo:
+        request = rollout.request
+        return cls(
+            request_id=request.request_id,
+            epoch=request.epoch,
+            prompt_id=request.prompt_id,
+            rollout_index=request.rollout_index,
+            weight_version=min(turn.weight_version for turn in rollout.turns),
+            prompt_length=len(request.token_ids),
+            length=len(rollout.token_ids),
+            finish_reason=rollout.finish_reason,
+            payload=payload,
+            num_observed=len(rollout.token_ids) - sum(turn.stop - turn.start for turn in rollout.turns),
+            num_turns=len(rollout.turns),
+            num_weight_versions=rollout.num_weight_versions,
+            proposals=rollout.proposals,
+        )
 
 
 @dataclass(frozen=True)
@@ -279,7 +304,7 @@ class TrainSequence:
     fixed_advantages: tuple[FixedAdvantage, ...] = ()
     """Where they overlap, the later one counts."""
     teacher: object | None = None
-    """Reference to the `TeacherTokens` of the rollout, if it has a teacher; opaque outside `mrl.cluster`."""
+    """Reference to the `TeacherTokens` of the rollout, if it has a teacher; on a policy rank these themselves."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mrl.types import Rollout, RolloutRequest, SamplingParams, request_seed
+from mrl.types import FixedAdvantage, Rollout, RolloutInfo, RolloutRequest, SamplingParams, TeacherTokens, TrainSequence, request_seed
 
 if TYPE_CHECKING:
     from mrl.rollout.engine import Engine
@@ -30,6 +30,18 @@ def request(
     """A request at temperature 1 with the seed that a run would give it."""
     sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=None, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids)
     return RolloutRequest(prompt_id, rollout_index, 0, request_seed(42, 0, prompt_id, rollout_index), tuple(token_ids), sampling)
+
+
+def pulled(
+    rollout: Rollout,
+    advantage: float,
+    is_valid: bool,
+    reward: float = 0.0,
+    fixed_advantages: tuple[FixedAdvantage, ...] = (),
+    teacher: TeacherTokens | None = None,
+) -> TrainSequence:
+    """A sequence as a policy rank packs it."""
+    return TrainSequence(RolloutInfo.of(rollout, rollout), advantage, is_valid, reward, fixed_advantages, teacher)
 
 
 def random_requests(count: int, *, lengths: tuple[int, int] = (3, 60), max_new_tokens: int = 16, seed: int = 0) -> list[RolloutRequest]:

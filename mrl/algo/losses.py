@@ -35,33 +35,21 @@ MAX_METRICS = tuple(name.format("max") for name in _EXTREME)
 
 
 @dataclass(frozen=True)
-class LossRow:
-    """The inputs of the loss of a whole row beside its logprobs. All [T] float32 but the bounds; tokens outside the mask have no effect."""
+class BatchSize:
+    """What the losses of a global batch are divided by."""
 
-    generator_logprobs_T: Tensor
-    old_logprobs_T: Tensor | None
-    """None with `force_on_policy_ratio`: the policy's own logprobs."""
-    reference_logprobs_T: Tensor | None
-    """None where the loss has no KL term."""
-    advantages_T: Tensor
-    loss_mask_T: Tensor
-    positive_mask_T: Tensor
-    """1 on the tokens of the mask whose rollout has a reward above 0."""
-    cu_seqlens: Tensor
-
-
-@dataclass(frozen=True)
-class Denominators:
-    """Counts over the global batch: tokens in the masks, sequences with such a token, and tokens of rollouts with a reward above 0."""
-
-    num_tokens: float
-    num_sequences: float
+    num_valid_tokens: float
+    num_valid_sequences: float
     num_positive_tokens: float
+    """Valid tokens of sequences with a reward above 0."""
+    num_tokens: float = 0
+    """Without padding."""
+    num_sequences: float = 0
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Logprobs and advantages of a row's tokens, [T], 0 for those that do not count."""
+    """The tokens of a whole row, [T] float32. Logprobs and advantages are 0 where tokens do not count, which thus have no effect."""
 
     logprobs_T: Tensor
     untruncated_logprobs_T: Tensor
@@ -70,16 +58,49 @@ class Tokens:
     advantages_T: Tensor
     is_valid_T: Tensor
     segments: Segments
+    """Of the tokens that count."""
+    reference_logprobs_T: Tensor | None
+    """None where the loss has no KL term."""
+    loss_mask_T: Tensor
+    """1 at tokens that count, unless their logprob is -inf."""
+    positive_mask_T: Tensor
+    """1 on the tokens of the mask whose rollout has a reward above 0."""
+    cu_seqlens: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        logprobs_T: Tensor,
+        *,
+        untruncated_logprobs_T: Tensor | None = None,
+        old_logprobs_T: Tensor | None,
+        generator_logprobs_T: Tensor,
+        reference_logprobs_T: Tensor | None,
+        advantages_T: Tensor,
+        loss_mask_T: Tensor,
+        positive_mask_T: Tensor,
+        cu_seqlens: Tensor,
+    ) -> Tokens:
+        """From values of any tokens. The policy's own logprobs are taken for old ones that are None, and for untruncated ones."""
+        old_logprobs_T = logprobs_T if old_logprobs_T is None else old_logprobs_T
+        is_valid_T = (loss_mask_T > 0) & ~(torch.isneginf(logprobs_T) | torch.isneginf(old_logprobs_T))
+        return cls(
+            logprobs_T=torch.where(is_valid_T, logprobs_T, 0.0),
+            untruncated_logprobs_T=torch.where(is_valid_T, logprobs_T if untruncated_logprobs_T is None else untruncated_logprobs_T, 0.0),
+            old_logprobs_T=torch.where(is_valid_T, old_logprobs_T, 0.0).detach(),
+            generator_logprobs_T=torch.where(is_valid_T, generator_logprobs_T, 0.0),
+            advantages_T=torch.where(is_valid_T, advantages_T, 0.0),
+            is_valid_T=is_valid_T,
+            segments=Segments.of(cu_seqlens, is_valid_T.to(logprobs_T.dtype)),
+            reference_logprobs_T=None if reference_logprobs_T is None else torch.where(is_valid_T, reference_logprobs_T, 0.0).detach(),
+            loss_mask_T=loss_mask_T,
+            positive_mask_T=positive_mask_T,
+            cu_seqlens=cu_seqlens,
+        )
 
 
 def policy_loss(
-    logprobs_T: Tensor,
-    row: LossRow,
-    config: LossConfig,
-    counts: Denominators,
-    *,
-    untruncated_logprobs_T: Tensor | None = None,
-    entropy_T: Tensor | None = None,
+    tokens: Tokens, config: LossConfig, size: BatchSize, *, entropy_T: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of one row (scalar with gradient), and the row's part of the metrics of the global batch (detached scalars).
 
@@ -88,10 +109,9 @@ def policy_loss(
     for `MIN_METRICS` and `MAX_METRICS`. What is outside the mask has no effect, NaN included.
 
     Where top-k and top-p truncate the distribution, a logprob of -inf is a token that the trainer's arithmetic rules out and the
-    generator's did not: it is masked, and counted in `outside_truncation_fraction`. The KL penalty compares `untruncated_logprobs_T`,
-    by default `logprobs_T`, with a reference that is not truncated either. `entropy_T` only becomes a metric.
+    generator's did not: it is masked, and counted in `outside_truncation_fraction`. The KL penalty compares `untruncated_logprobs_T`
+    with a reference that is not truncated either. `entropy_T` only becomes a metric.
     """
-    tokens = _valid_tokens(logprobs_T, untruncated_logprobs_T, row, config)
     segments = tokens.segments
     log_ratio_T = tokens.logprobs_T - tokens.old_logprobs_T
     # GSPO takes the mean over the sequence. A ratio that is 1 by force keeps the token's own gradient, as in NeMo RL.
@@ -108,13 +128,13 @@ def policy_loss(
     importance_T, is_outside_T = importance_weights(drift_T, segments, config)
     if config.use_importance_sampling_correction:
         token_loss_T = token_loss_T * importance_T
-    kl_T = kl_term(tokens, row.reference_logprobs_T, config)
+    kl_T = kl_term(tokens, config)
     token_loss_T = token_loss_T + config.kl_in_loss * kl_T
-    weights_T = loss_weights(row.loss_mask_T, row.cu_seqlens, config, counts)
+    weights_T = loss_weights(tokens.loss_mask_T, tokens.cu_seqlens, config, size)
     loss = (weights_T * torch.where(tokens.is_valid_T, token_loss_T, 0.0)).sum()
     positive_nll = torch.zeros_like(loss)
     if config.positive_example_nll_weight > 0:
-        positive_nll = -(tokens.logprobs_T * row.positive_mask_T).sum() / max(counts.num_positive_tokens, 1.0)
+        positive_nll = -(tokens.logprobs_T * tokens.positive_mask_T).sum() / max(size.num_positive_tokens, 1.0)
         loss = loss + config.positive_example_nll_weight * positive_nll
 
     with torch.no_grad():
@@ -132,34 +152,21 @@ def policy_loss(
             *(values_T[tokens.is_valid_T] for values_T in (tokens.logprobs_T, tokens.old_logprobs_T, tokens.generator_logprobs_T, ratio_T)),
             kl_type=config.reference_policy_kl_type,
         )
-        sums["outside_truncation_fraction"] = ((row.loss_mask_T > 0) & ~tokens.is_valid_T).float().sum()
-        metrics = {name: value / max(counts.num_tokens, 1.0) for name, value in sums.items()}
+        sums["outside_truncation_fraction"] = ((tokens.loss_mask_T > 0) & ~tokens.is_valid_T).float().sum()
+        metrics = {name: value / max(size.num_valid_tokens, 1.0) for name, value in sums.items()}
         metrics |= {LOSS: loss.detach(), "kl_penalty": (weights_T * kl_T).sum(), "positive_nll_loss": positive_nll.detach()}
         metrics |= _extremes("probs_ratio", ratio_T[tokens.is_valid_T])
         metrics |= _extremes("probs_ratio_clamped", clipped_ratio_T[tokens.is_valid_T])
-        in_tokens_T, in_sequences_T = segments.mask_T / max(counts.num_tokens, 1.0), segments.weights_T / max(counts.num_sequences, 1.0)
+        in_tokens_T, in_sequences_T = (
+            segments.mask_T / max(size.num_valid_tokens, 1.0),
+            segments.weights_T / max(size.num_valid_sequences, 1.0),
+        )
         per_weight_T = in_sequences_T if config.sequence_level_importance_ratios else in_tokens_T
         metrics["sampling_importance_ratio"] = (per_weight_T * importance_T).sum()
         if config.truncation is not None:
             per_bound_T = in_sequences_T if config.truncation == "seq-mask-tis" else in_tokens_T
             metrics["is_oob_ratio"] = (per_bound_T * is_outside_T).sum()
     return loss, metrics
-
-
-def _valid_tokens(logprobs_T: Tensor, untruncated_logprobs_T: Tensor | None, row: LossRow, config: LossConfig) -> Tokens:
-    is_on_policy = row.old_logprobs_T is None or config.force_on_policy_ratio
-    old_logprobs_T = logprobs_T.detach() if is_on_policy else row.old_logprobs_T
-    assert old_logprobs_T is not None
-    is_valid_T = (row.loss_mask_T > 0) & ~(torch.isneginf(logprobs_T) | torch.isneginf(old_logprobs_T))
-    return Tokens(
-        logprobs_T=torch.where(is_valid_T, logprobs_T, 0.0),
-        untruncated_logprobs_T=torch.where(is_valid_T, logprobs_T if untruncated_logprobs_T is None else untruncated_logprobs_T, 0.0),
-        old_logprobs_T=torch.where(is_valid_T, old_logprobs_T, 0.0).detach(),
-        generator_logprobs_T=torch.where(is_valid_T, row.generator_logprobs_T, 0.0),
-        advantages_T=torch.where(is_valid_T, row.advantages_T, 0.0),
-        is_valid_T=is_valid_T,
-        segments=Segments.of(row.cu_seqlens, is_valid_T.to(logprobs_T.dtype)),
-    )
 
 
 def clipped_surrogate(tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
@@ -204,19 +211,19 @@ def own_loss(path: str) -> Callable[[Tokens, Tensor, Tensor, LossConfig], tuple[
     return token_loss
 
 
-def kl_term(tokens: Tokens, reference_logprobs_T: Tensor | None, config: LossConfig) -> Tensor:
+def kl_term(tokens: Tokens, config: LossConfig) -> Tensor:
     """KL to the reference, [T], with the gradient of its expected value; 0 where the loss has no such term.
 
     Its weights are 1, with the gradient of the token's probability. With `use_on_policy_kl_approximation` they are the importance weights
     policy / generator, because the generator sampled the tokens.
     """
-    if reference_logprobs_T is None or config.kl_in_loss == 0:
+    if tokens.reference_logprobs_T is None or config.kl_in_loss == 0:
         return torch.zeros_like(tokens.logprobs_T)
     logprobs_T = tokens.untruncated_logprobs_T
     drawn_from_T = tokens.generator_logprobs_T if config.use_on_policy_kl_approximation else logprobs_T.detach()
     return kl_divergence(
         logprobs_T,
-        torch.where(tokens.is_valid_T, reference_logprobs_T, 0.0).detach(),
+        tokens.reference_logprobs_T,
         kl_type=config.reference_policy_kl_type,
         input_clamp=config.kl_input_clamp_value,
         output_clamp=config.kl_output_clamp_value,
@@ -224,16 +231,16 @@ def kl_term(tokens: Tokens, reference_logprobs_T: Tensor | None, config: LossCon
     )
 
 
-def loss_weights(loss_mask_T: Tensor, cu_seqlens: Tensor, config: LossConfig, counts: Denominators) -> Tensor:
+def loss_weights(loss_mask_T: Tensor, cu_seqlens: Tensor, config: LossConfig, size: BatchSize) -> Tensor:
     """Weight of each token of a whole row in the loss of the global batch; shape [T], 0 outside the mask.
 
     With `token_level_loss` every token counts the same; else every sequence, or with `constant_length_normalizer` every token of it.
     """
     if config.token_level_loss:
-        return loss_mask_T / max(counts.num_tokens, 1.0)
+        return loss_mask_T / max(size.num_valid_tokens, 1.0)
     length = config.constant_length_normalizer
     in_sequence_T = Segments.of(cu_seqlens, loss_mask_T).weights_T if length is None else loss_mask_T / length
-    return in_sequence_T / max(counts.num_sequences, 1.0)
+    return in_sequence_T / max(size.num_valid_sequences, 1.0)
 
 
 def token_metrics(new: Tensor, old: Tensor, generator: Tensor, ratios: Tensor, *, kl_type: KlType) -> dict[str, Tensor]:

@@ -14,9 +14,9 @@ from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import max_row_tokens
-from mrl.data.packing import RowSequence, pack_row, padded_length
+from mrl.data.packing import pack_row, padded_length
 from mrl.data.planning import first_fit_decreasing
-from mrl.types import Prompt, Rollout, RolloutRequest, SamplingParams, request_seed
+from mrl.types import Prompt, Rollout, RolloutInfo, RolloutRequest, SamplingParams, TrainSequence, request_seed
 
 if TYPE_CHECKING:
     from mrl.cluster.session import RolloutSession
@@ -75,7 +75,8 @@ def trainer_logprobs(policies: PolicyGroup, rollouts: Sequence[Rollout], config:
     # Every data-parallel rank computes all rows: a few rollouts are not worth a plan.
     sizes = {"divisible_by": policy.row_multiple, "sequence_multiple": policy.sequence_multiple, "pad_token_id": pad_token_id}
     plan = first_fit_decreasing(lengths, max_row_tokens(policy, "logprob"))
-    rows = [pack_row([RowSequence(i, rollouts[i], 0.0, True) for i in row], **sizes) for row in plan]
+    sequences = [TrainSequence(RolloutInfo.of(rollout, rollout), advantage=0.0, is_valid=True) for rollout in rollouts]
+    rows = [pack_row({index: sequences[index] for index in row}, **sizes) for row in plan]
     answers = policies.call(PolicyVerbs.logprobs_of_rows, rows)
     # Only the ranks of the last pipeline stage know; all of them give the same answer.
     of_rows = next(answer for answer in answers.values() if answer)

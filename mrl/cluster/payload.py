@@ -112,22 +112,7 @@ def put_batch(examples: ExampleBatch) -> Batch:
 
 def describe(rollout: Rollout, payload: PayloadRef | None = None) -> RolloutInfo:
     """What the driver learns of a rollout; without `payload`, the receiver fills in the reference."""
-    request = rollout.request
-    return RolloutInfo(
-        request_id=request.request_id,
-        epoch=request.epoch,
-        prompt_id=request.prompt_id,
-        rollout_index=request.rollout_index,
-        weight_version=min(turn.weight_version for turn in rollout.turns),
-        prompt_length=len(request.token_ids),
-        length=len(rollout.token_ids),
-        finish_reason=rollout.finish_reason,
-        payload=payload,
-        num_observed=len(rollout.token_ids) - sum(turn.stop - turn.start for turn in rollout.turns),
-        num_turns=len(rollout.turns),
-        num_weight_versions=rollout.num_weight_versions,
-        proposals=rollout.proposals,
-    )
+    return RolloutInfo.of(rollout, payload)
 
 
 def _fetch(payloads: Sequence[PayloadRef], kind: type[T], what: str, *, timeout_s: float) -> dict[PayloadRef, T]:

@@ -30,7 +30,7 @@ from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import split_secrets
 from mrl.data.batch import make_batch
-from mrl.data.packing import PackedRow, RowSequence, pack_row
+from mrl.data.packing import PackedRow, pack_row
 from mrl.phases import ModelName
 from mrl.types import Batch, TrainSequence
 
@@ -101,14 +101,14 @@ class PolicyActor:
         payload = pull([sequence.rollout for sequence in sequences.values()], timeout_s=self.timeout_s)
         teachers = pull_teacher(list(sequences.values()), timeout_s=self.timeout_s)
         pulled = {
-            index: RowSequence(index, rollout, sequence.advantage, sequence.is_valid, sequence.reward, sequence.fixed_advantages, teacher)
+            index: replace(sequence, rollout=replace(sequence.rollout, payload=rollout), teacher=teacher)
             for (index, sequence), rollout, teacher in zip(sequences.items(), payload, teachers, strict=True)
         }
         policy = self.config.of_model(model).policy
         sizes = {"divisible_by": policy.row_multiple, "sequence_multiple": policy.sequence_multiple, "pad_token_id": self.pad_token_id}
 
         def pack_rows(wanted: RankRows) -> list[PackedRow]:
-            return [pack_row([pulled[index] for index in row], **sizes) for row in wanted]
+            return [pack_row({index: pulled[index] for index in row}, **sizes) for row in wanted]
 
         packed = pack_rows(rows)
         self.models[model].set_batch(packed, packed if logprob_rows == rows else pack_rows(logprob_rows), is_further=is_further)

@@ -12,24 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from mrl.types import FixedAdvantage, Rollout, TeacherTokens, TokenSample
+from mrl.types import TeacherTokens, TokenSample, TrainSequence
 
 MAX_SAMPLED_TOKENS = 4096
 """Of a sequence that readers look at, so that a step's texts stay small."""
-
-
-@dataclass(frozen=True)
-class RowSequence:
-    """A sequence before it is packed."""
-
-    index: int
-    """Index into `Batch.sequences`."""
-    rollout: Rollout
-    advantage: float
-    is_valid: bool
-    reward: float = 0.0
-    fixed_advantages: tuple[FixedAdvantage, ...] = ()
-    teacher: TeacherTokens | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +68,15 @@ class PackedRow:
     """The engine's choices of experts; None without router replay."""
     teacher: PackedTeacher | None = None
     """None where nobody teaches."""
+    old_logprobs_T: torch.Tensor | None = None
+    """As the other values below set by passes of the step, on the device of the last pipeline stage alone."""
+    reference_logprobs_T: torch.Tensor | None = None
+    values_T: torch.Tensor | None = None
+    """The critic's, before its updates."""
+    returns_T: torch.Tensor | None = None
+    """What the critic learns; NaN at tokens that do not count."""
+    entropy_T: torch.Tensor | None = None
+    """Of the policy's distributions before the updates, for readers: a train step of the policy loss leaves it here."""
 
     @property
     def sequence_rewards(self) -> torch.Tensor:
@@ -116,14 +111,14 @@ def padded_length(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def pack_row(sequences: Sequence[RowSequence], *, divisible_by: int, sequence_multiple: int = 1, pad_token_id: int) -> PackedRow:
-    """Packs these sequences into one row; without any, it is all padding.
+def pack_row(sequences: Mapping[int, TrainSequence], *, divisible_by: int, sequence_multiple: int = 1, pad_token_id: int) -> PackedRow:
+    """Packs sequences, whose payloads have been pulled, by index into `Batch.sequences`, into one row; without any, it is all padding.
 
     Every sequence is padded at its end to a multiple of `sequence_multiple` tokens, where causal layers hide it from the sequence, and
     the row to a multiple of `divisible_by`, itself a multiple of the other.
     """
     assert divisible_by % sequence_multiple == 0
-    rollouts = [sequence.rollout for sequence in sequences]
+    rollouts = [sequence.rollout.pulled for sequence in sequences.values()]
     lengths = [len(rollout.request.token_ids) + len(rollout.token_ids) for rollout in rollouts]
     padded = [padded_length(length, sequence_multiple) for length in lengths]
     num_tokens = padded_length(max(1, sum(padded)), divisible_by)
@@ -134,8 +129,7 @@ def pack_row(sequences: Sequence[RowSequence], *, divisible_by: int, sequence_mu
     labels = np.zeros(num_tokens, dtype=np.int64)
     loss_mask, generated_mask, generator_logprobs, advantages = np.zeros((4, num_tokens), dtype=np.float32)
     fixed_advantages = np.full(num_tokens, np.nan, dtype=np.float32)
-    for sequence, start, length in zip(sequences, bounds[:-1], lengths, strict=False):
-        rollout = sequence.rollout
+    for sequence, rollout, start, length in zip(sequences.values(), rollouts, bounds[:-1], lengths, strict=False):
         prompt_length, stop = len(rollout.request.token_ids), start + length
         token_ids[start : start + prompt_length] = rollout.request.token_ids
         token_ids[start + prompt_length : stop] = rollout.token_ids
@@ -164,17 +158,17 @@ def pack_row(sequences: Sequence[RowSequence], *, divisible_by: int, sequence_mu
         fixed_advantages_T=torch.from_numpy(fixed_advantages),
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         max_seqlen=int(sizes.max()),
-        sequence_indices=[sequence.index for sequence in sequences],
+        sequence_indices=list(sequences),
         lengths=lengths,
-        rewards=[sequence.reward for sequence in sequences],
+        rewards=[sequence.reward for sequence in sequences.values()],
         routes=pack_routes([rollout.routes for rollout in rollouts], bounds[: len(sequences)].tolist(), num_tokens),
-        teacher=pack_teacher([sequence.teacher for sequence in sequences], generated_mask > 0),
+        teacher=pack_teacher([sequence.teacher for sequence in sequences.values()], generated_mask > 0),
     )
 
 
-def pack_teacher(sequences: Sequence[TeacherTokens | None], is_generated_T: np.ndarray) -> PackedTeacher | None:
+def pack_teacher(sequences: Sequence[object | None], is_generated_T: np.ndarray) -> PackedTeacher | None:
     """What the teacher says of a row, from what it says of its sequences, in order; None if it says nothing of any."""
-    found = [sequence for sequence in sequences if sequence is not None]
+    found = [sequence for sequence in sequences if isinstance(sequence, TeacherTokens)]
     if not found:
         return None
     assert len(found) == len(sequences), "a teacher that knows some of the sequences only"
@@ -230,11 +224,10 @@ def regroup(values_T: list[torch.Tensor], rows: list[PackedRow], other_rows: lis
     return regrouped
 
 
-def token_samples(
-    row: PackedRow, wanted: Collection[int], entropy_T: torch.Tensor, old_logprobs_T: torch.Tensor | None
-) -> dict[int, TokenSample]:
-    """The sequences of these indices in a row that is ready for the loss, by index; each at most `MAX_SAMPLED_TOKENS` long."""
-    found = {}
+def token_samples(row: PackedRow, wanted: Collection[int]) -> dict[int, TokenSample]:
+    """The sequences of these indices in a row that has been trained, by index; each at most `MAX_SAMPLED_TOKENS` long."""
+    found, entropy_T, old_logprobs_T = {}, row.entropy_T, row.old_logprobs_T
+    assert entropy_T is not None
     for index, start, length in zip(row.sequence_indices, row.cu_seqlens.tolist(), row.lengths, strict=False):
         if index not in wanted:
             continue

@@ -55,7 +55,8 @@ class Critic:
         returns = self.session.policies.call_on_tokens(PolicyVerbs.compute_advantages, batches, judged.values)
         self.session.enter("train_value")
         group.call_on_tokens(PolicyVerbs.set_returns, judged.batches, returns)
-        updates = [group.call(PolicyVerbs.train_step)[0] for _ in range(self.config.num_passes) for _ in judged.batches]
+        indices = range(len(judged.batches))
+        updates = [group.call(PolicyVerbs.train_step, index)[0] for _ in range(self.config.num_passes) for index in indices]
         last = [{name.removeprefix("train/"): value for name, value in update.items()} for update in updates[-len(judged.batches) :]]
         learned = metrics_of_updates(last) | {"explained_var": explained_variance(last)}
         advantages = metrics_of_updates(self.session.policies.call(PolicyVerbs.batch_metrics)[0])

@@ -6,7 +6,7 @@ Collective functions are called by all ranks, in the same order. T packed tokens
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mrl.algo.critic import ValuedRow, gae_of_rows
-from mrl.algo.losses import MAX_METRICS, MIN_METRICS
+from mrl.algo.losses import MAX_METRICS, MIN_METRICS, BatchSize
 from mrl.algo.token_advantages import error_metrics, finish_error_metrics, kl_penalty, sequence_errors, teacher_gap, token_advantages
 from mrl.config.schema.algo import GrpoConfig, LossConfig, OnPolicyDistillationConfig
 from mrl.config.schema.ppo import GaeConfig
@@ -26,69 +26,32 @@ from mrl.policy.packed import join, local_positions
 
 
 @dataclass
-class TrainRow:
-    """A row with the log-probabilities that the loss compares with, if any. They are None on all but the last pipeline stage."""
-
-    row: PackedRow
-    old_logprobs_T: Tensor | None = None
-    reference_logprobs_T: Tensor | None = None
-    values_T: Tensor | None = None
-    """The critic's, before its updates."""
-    returns_T: Tensor | None = None
-    """What the critic learns; NaN at tokens that do not count."""
-    entropy_T: Tensor | None = None
-    """Of the policy's distributions, for readers: a train step of the policy loss leaves it here."""
-
-
-@dataclass(frozen=True)
-class BatchSize:
-    """What the losses of a global batch are divided by."""
-
-    num_valid_tokens: int
-    num_valid_sequences: int
-    num_positive_tokens: int
-    """Valid tokens of sequences with a reward above 0."""
-    num_tokens: int
-    """Without padding."""
-    num_sequences: int
-
-
-@dataclass
 class RankBatch:
-    """This rank's rows of a global batch, with the log-probabilities by row of training; these lists are empty off the last stage."""
+    """This rank's rows of a global batch, and the same sequences in the rows of the logprob passes."""
 
     rows: list[PackedRow]
     logprob_rows: list[PackedRow]
     size: BatchSize
-    old_logprobs: list[Tensor] | None = None
-    reference_logprobs: list[Tensor] | None = None
-    values: list[Tensor] | None = None
-    returns: list[Tensor] | None = None
-    finished_rows: list[TrainRow] | None = None
-    """Set by `finish_batches`: on the last pipeline stage with final masks and advantages, on the others as they were."""
+    has_old_logprobs: bool = False
+    is_finished: bool = False
+    """Set by `finish_batches`: rows of the last pipeline stage have final masks and advantages, on the others they are as they were."""
     metrics: dict[str, float] = field(default_factory=dict)
     """`train/*` of `finish_batches`, the same on every rank."""
 
-    def by_train_row(self, logprobs: list[Tensor]) -> list[Tensor]:
-        """Log-probabilities by row of training, from those by row of the logprob passes."""
-        return regroup(logprobs, self.logprob_rows, self.rows) if logprobs else []
-
-    def train_rows(self) -> list[TrainRow]:
-        """The rows as the loss takes them, with the log-probabilities that this rank has."""
-        if self.finished_rows is not None:
-            return self.finished_rows
-        known = (self.old_logprobs, self.reference_logprobs, self.values, self.returns)
-        return [TrainRow(*item) for item in zip(self.rows, *(tokens or [None] * len(self.rows) for tokens in known), strict=True)]
+    def with_values(self, values: list[Tensor]) -> Iterator[tuple[PackedRow, Tensor]]:
+        """Rows of training with their values, from those by row of the logprob passes; none off the last pipeline stage."""
+        return zip(self.rows, regroup(values, self.logprob_rows, self.rows) if values else (), strict=False)
 
     def take_values(self, values: Mapping[int, np.ndarray]) -> None:
         """Takes the critic's values, by sequence."""
-        self.values = [as_row(row, values) for row in self.rows]
+        for row in self.rows:
+            row.values_T = as_row(row, values)
 
     def take_returns(self, returns: Mapping[int, np.ndarray]) -> None:
         """Takes what the critic is to learn, by sequence; tokens without a return leave the loss. Collective over the dp group."""
-        self.returns = [as_row(row, returns) for row in self.rows]
-        kept = [(~returns_T.isnan()).float() for returns_T in self.returns]
-        self.rows = [replace(row, loss_mask_T=row.loss_mask_T * kept_T) for row, kept_T in zip(self.rows, kept, strict=True)]
+        for row in self.rows:
+            row.returns_T = as_row(row, returns)
+            row.loss_mask_T = row.loss_mask_T * (~row.returns_T.isnan()).float()
         self.size = global_batch_size(self.rows)
 
 
@@ -163,54 +126,48 @@ def finish_batches(
         dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
         return value
 
-    rows = [batch.train_rows() for batch in batches]
+    rows = [batch.rows for batch in batches]
     metrics: list[dict[str, float]] = [{} for _ in batches]
     if parallel_state.is_pipeline_last_stage():
-        if all(item.old_logprobs_T is not None for items in rows for item in items):
-            rows, metrics = map(list, zip(*(_without_errors(items, grpo.seq_logprob_error_threshold) for items in rows), strict=True))
+        if all(row.old_logprobs_T is not None for of_batch in rows for row in of_batch):
+            rows, metrics = map(list, zip(*(_without_errors(of_batch, grpo.seq_logprob_error_threshold) for of_batch in rows), strict=True))
         # Normalisation is over all updates of the step.
-        step = [item for items in rows for item in items]
+        step = [row for of_batch in rows for row in of_batch]
         penalties = None
         if loss is not None and loss.use_kl_in_reward:
             penalties = [
-                kl_penalty(_on_host(item.old_logprobs_T), _on_host(item.reference_logprobs_T), item.row.loss_mask_T, loss) for item in step
+                kl_penalty(_on_host(row.old_logprobs_T), _on_host(row.reference_logprobs_T), row.loss_mask_T, loss) for row in step
             ]
-        starts = [item.row.advantages_T for item in step]
+        starts = [row.advantages_T for row in step]
         if teaching is not None:
-            starts, penalties = [teaching.reward_weight * advantages_T for advantages_T in starts], [-_gap(item) for item in step]
+            starts, penalties = [teaching.reward_weight * advantages_T for advantages_T in starts], [-_gap(row) for row in step]
         if gae is not None:
             starts, returns = gae_of_rows(
-                [_valued(item, kl_T) for item, kl_T in zip(step, penalties or [None] * len(step), strict=True)], gae, add_over_ranks
+                [_valued(row, kl_T) for row, kl_T in zip(step, penalties or [None] * len(step), strict=True)], gae, add_over_ranks
             )
-            if any(not returns_T[item.row.loss_mask_T > 0].isfinite().all() for item, returns_T in zip(step, returns, strict=True)):
+            if any(not returns_T[row.loss_mask_T > 0].isfinite().all() for row, returns_T in zip(step, returns, strict=True)):
                 raise RuntimeError("the critic's values of the step are not all finite, and no returns can be made of them")
-            targets = iter([torch.where(item.row.loss_mask_T > 0, part, torch.nan) for item, part in zip(step, returns, strict=True)])
-            rows, penalties = [[replace(item, returns_T=next(targets)) for item in items] for items in rows], None
+            targets = iter([torch.where(row.loss_mask_T > 0, part, torch.nan) for row, part in zip(step, returns, strict=True)])
+            rows, penalties = [[replace(row, returns_T=next(targets)) for row in of_batch] for of_batch in rows], None
         advantages = iter(
             token_advantages(
-                starts,
-                [item.row.fixed_advantages_T for item in step],
-                [item.row.loss_mask_T for item in step],
-                penalties,
-                grpo,
-                add_over_ranks,
+                starts, [row.fixed_advantages_T for row in step], [row.loss_mask_T for row in step], penalties, grpo, add_over_ranks
             )
         )
-        rows = [[replace(item, row=replace(item.row, advantages_T=next(advantages))) for item in items] for items in rows]
-        metrics = [measured | _advantage_metrics(items, teaching is not None) for measured, items in zip(metrics, rows, strict=True)]
+        rows = [[replace(row, advantages_T=next(advantages)) for row in of_batch] for of_batch in rows]
+        metrics = [measured | _advantage_metrics(of_batch, teaching is not None) for measured, of_batch in zip(metrics, rows, strict=True)]
     shared = [
-        (global_batch_size([item.row for item in items]), {f"train/{name}": value for name, value in measured.items()})
-        for items, measured in zip(rows, metrics, strict=True)
+        (global_batch_size(of_batch), {f"train/{name}": value for name, value in measured.items()})
+        for of_batch, measured in zip(rows, metrics, strict=True)
     ]
     share_from_last_stage(shared)
-    for batch, items, (size, measured) in zip(batches, rows, shared, strict=True):
-        batch.finished_rows, batch.size, batch.metrics = items, size, measured
-        batch.returns = [item.returns_T for item in items if item.returns_T is not None]
+    for batch, of_batch, (size, measured) in zip(batches, rows, shared, strict=True):
+        batch.rows, batch.size, batch.metrics, batch.is_finished = of_batch, size, measured, True
 
 
-def _valued(item: TrainRow, kl_T: Tensor | None) -> ValuedRow:
-    assert item.values_T is not None, "the critic's values come before the advantages"
-    return ValuedRow(item.values_T, item.row.sequence_rewards, item.row.loss_mask_T, item.row.cu_seqlens, kl_T)
+def _valued(row: PackedRow, kl_T: Tensor | None) -> ValuedRow:
+    assert row.values_T is not None, "the critic's values come before the advantages"
+    return ValuedRow(row.values_T, row.sequence_rewards, row.loss_mask_T, row.cu_seqlens, kl_T)
 
 
 def answers_for_rows() -> bool:
@@ -219,13 +176,13 @@ def answers_for_rows() -> bool:
     return is_first and parallel_state.is_pipeline_last_stage()
 
 
-def sequences_of(batches: list[tuple[list[PackedRow], list[Tensor]]]) -> list[dict[int, np.ndarray]]:
-    """By batch, the values of the sequences of its rows; nothing on a rank that does not answer for them."""
+def sequences_of(batches: list[list[tuple[PackedRow, Tensor | None]]]) -> list[dict[int, np.ndarray]]:
+    """By batch, the values of the sequences of its rows, as far as these have any; nothing on a rank that does not answer for them."""
     if not answers_for_rows():
         return [{} for _ in batches]
     return [
-        {index: part for row, values_T in zip(rows, values, strict=True) for index, part in by_sequence(row, values_T).items()}
-        for rows, values in batches
+        {index: part for row, values_T in rows if values_T is not None for index, part in by_sequence(row, values_T).items()}
+        for rows in batches
     ]
 
 
@@ -251,15 +208,14 @@ def combine(row_metrics: list[dict[str, Tensor]], group: dist.ProcessGroup) -> d
     return metrics
 
 
-def _without_errors(rows: list[TrainRow], threshold: float | None) -> tuple[list[TrainRow], dict[str, float]]:
+def _without_errors(rows: list[PackedRow], threshold: float | None) -> tuple[list[PackedRow], dict[str, float]]:
     """The rows without the sequences whose old and generator logprobs are too far apart, and the metrics of these errors."""
     kept_rows, errors, is_kept, rewards = [], [], [], []
-    for item in rows:
-        row = item.row
-        error_S = sequence_errors(_on_host(item.old_logprobs_T), row.generator_logprobs_T, row.loss_mask_T, row.cu_seqlens)
+    for row in rows:
+        error_S = sequence_errors(_on_host(row.old_logprobs_T), row.generator_logprobs_T, row.loss_mask_T, row.cu_seqlens)
         # NaN, of sequences that do not count anyway, is not above the threshold.
         is_kept_S = ~(error_S > threshold) if threshold is not None else torch.ones_like(error_S, dtype=torch.bool)
-        kept_rows.append(replace(item, row=row.masked(is_kept_S)))
+        kept_rows.append(row.masked(is_kept_S))
         is_counted_S = ~error_S.isnan()
         errors.append(error_S[is_counted_S])
         is_kept.append(is_kept_S[is_counted_S])
@@ -268,14 +224,14 @@ def _without_errors(rows: list[TrainRow], threshold: float | None) -> tuple[list
     return kept_rows, finish_error_metrics(combine([parts], parallel_state.get_data_parallel_group()))
 
 
-def _gap(item: TrainRow) -> Tensor:
+def _gap(row: PackedRow) -> Tensor:
     """How far the teacher's logprobs are above the policy's, [T]; 0 in a row without sequences."""
-    said, mask_T = item.row.teacher, item.row.loss_mask_T
-    return torch.zeros_like(mask_T) if said is None else teacher_gap(said.scores_TK[:, 0], _on_host(item.old_logprobs_T), mask_T)
+    said, mask_T = row.teacher, row.loss_mask_T
+    return torch.zeros_like(mask_T) if said is None else teacher_gap(said.scores_TK[:, 0], _on_host(row.old_logprobs_T), mask_T)
 
 
-def _advantage_metrics(rows: list[TrainRow], has_teachers: bool) -> dict[str, float]:
-    values = torch.cat([item.row.advantages_T[item.row.loss_mask_T > 0] for item in rows])
+def _advantage_metrics(rows: list[PackedRow], has_teachers: bool) -> dict[str, float]:
+    values = torch.cat([row.advantages_T[row.loss_mask_T > 0] for row in rows])
     infinity = torch.tensor([torch.inf])
     parts = {
         "advantages/mean": values.sum(),
@@ -284,7 +240,7 @@ def _advantage_metrics(rows: list[TrainRow], has_teachers: bool) -> dict[str, fl
         "advantages/max": torch.cat([values, -infinity]).max(),
     }
     if has_teachers:
-        parts["teacher_gap/mean"] = torch.cat([_gap(item) for item in rows]).sum()
+        parts["teacher_gap/mean"] = torch.cat([_gap(row) for row in rows]).sum()
     totals = combine([parts], parallel_state.get_data_parallel_group())
     count = totals.pop("num_tokens")
     return {name: value / (count if name.endswith("/mean") else 1.0) if count else 0.0 for name, value in totals.items()}

@@ -33,9 +33,10 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from mrl.algo.balance import LOSS_NAMES, Routing, bias_directions
+from mrl.algo.losses import BatchSize
 from mrl.data.packing import PackedRow
 from mrl.policy import specs
-from mrl.policy.batch import BatchSize, router_positions
+from mrl.policy.batch import router_positions
 
 if TYPE_CHECKING:
     from mrl.config.schema.megatron import MegatronConfig

@@ -22,7 +22,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mrl.data.packing import PackedRow
-from mrl.policy.batch import TrainRow, own_positions, packed_params
+from mrl.policy.batch import own_positions, packed_params
 from mrl.policy.logprobs import TokenDistribution, scores_of_hidden
 from mrl.policy.mtp import embedding_on_last_stage, mtp_of
 from mrl.policy.output import output_columns
@@ -41,9 +41,9 @@ def with_mtp(objective: Objective, rows: Sequence[PackedRow], config: MegatronCo
     counts = _label_counts(rows, config.mtp_num_layers)
     loss_of = partial(_row_loss, counts=counts, config=config, distribution=TokenDistribution(vocab_size))
 
-    def row_loss(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, metrics = objective.row_loss(output, item, model)
-        mtp_loss, mtp_metrics = loss_of(output, item.row, model)
+    def row_loss(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = objective.row_loss(output, row, model)
+        mtp_loss, mtp_metrics = loss_of(output, row, model)
         return loss + mtp_loss, metrics | mtp_metrics
 
     around = partial(embedding_on_last_stage, with_gradient=not config.mtp_detach_heads)

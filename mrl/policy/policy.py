@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -107,18 +106,14 @@ class Policy:
         self._state = TrainState(self._chunks, optimizer, scheduler)
         self._row_group = config.policy.megatron_cfg.pipeline_model_parallel_size if len(self._chunks) > 1 else 1
         self._empty_row = pack_row(
-            [], divisible_by=config.policy.row_multiple, sequence_multiple=config.policy.sequence_multiple, pad_token_id=0
+            {}, divisible_by=config.policy.row_multiple, sequence_multiple=config.policy.sequence_multiple, pad_token_id=0
         )
         self._copy_check = CopyCheck(self._tensors, self._live_layout)
 
         self._distribution = TokenDistribution.of(config.policy, vocab_size, is_sampled=config.has_engines)
         self._is_settled = False
         self._reference: dict[Slot, Tensor] | None = None
-        self._batch: RankBatch | None = None
-        self._further_batches: deque[RankBatch] = deque()
-        self._used_batches: list[RankBatch] = []
-        self._passes_left = 0
-        self._first_of_step: RankBatch | None = None
+        self._batches: list[RankBatch] = []
         self._has_moments = False
         self._writing: CheckpointWrite | None = None
         self._exchange: Exchange | None = None
@@ -159,6 +154,9 @@ class Policy:
         """
         residency = (phases.enter(self._phase, phase) if self._name == "policy" else phases.PHASES[phase]).of(self._name)
         self._phase = phase
+        if phase == "refit":
+            # The step is trained: its rows, and what passes have left in them, make room.
+            self._batches.clear()
         if self._storages is not None:
             self._storages.place(is_on_device=residency.weights == "device")
         if self._config.frees_training_memory or self._name != "policy":
@@ -277,8 +275,7 @@ class Policy:
     def set_batch(self, rows: list[PackedRow], logprob_rows: list[PackedRow] | None = None, *, is_further: bool = False) -> None:
         """Sets this rank's rows of the global batch; ranks with the same `dp_rank` pass the same rows.
 
-        A further batch waits behind the present ones: logprob passes compute all of them, each `train_step` uses up the first.
-        `logprob_rows` hold the same sequences in other rows, for the logprob passes; None = the same rows.
+        A further batch is the next of the same step. `logprob_rows` hold the same sequences in other rows, for the logprob passes.
         """
         if self._replay is not None:
             self._replay.check(rows)
@@ -286,19 +283,17 @@ class Policy:
         logprob_rows = rows if logprob_rows is None else logprob_rows
         check_equal_counts(len(logprob_rows))
         check_equal_counts(len(rows))
-        batch = RankBatch(rows, logprob_rows, global_batch_size(rows))
-        if is_further:
-            self._further_batches.append(batch)
-        else:
-            self._batch, self._passes_left = batch, self._config.num_passes
-            self._further_batches.clear()
-            self._used_batches.clear()
+        if not is_further:
+            self._batches.clear()
+        self._batches.append(RankBatch(rows, logprob_rows, global_batch_size(rows)))
 
     def compute_old_logprobs(self) -> None:
         """Computes log-probabilities of the batches under the current weights, before any update. The last pipeline stage keeps them."""
         with self._replay.counting() if self._replay is not None else nullcontext():
-            for batch in (self._current_batch(), *self._further_batches):
-                batch.old_logprobs = batch.by_train_row(self._logprobs(batch.logprob_rows, self._distribution))
+            for batch in self._of_step():
+                batch.has_old_logprobs = True
+                for row, logprobs_T in batch.with_values(self._logprobs(batch.logprob_rows, self._distribution)):
+                    row.old_logprobs_T = logprobs_T
 
     def compute_reference_logprobs(self) -> None:
         """Computes log-probabilities of the batches under the weights that the run started from, never truncated by top-k or top-p.
@@ -306,9 +301,10 @@ class Policy:
         This reference chooses its experts itself. Afterwards the current weights are back, bit for bit.
         """
         with self._reference_weights():
-            for batch in (self._current_batch(), *self._further_batches):
+            for batch in self._of_step():
                 rows = [replace(row, routes=None) for row in batch.logprob_rows]
-                batch.reference_logprobs = batch.by_train_row(self._logprobs(rows, self._distribution.untruncated))
+                for row, logprobs_T in batch.with_values(self._logprobs(rows, self._distribution.untruncated)):
+                    row.reference_logprobs_T = logprobs_T
 
     def logprobs_of_rows(self, rows: list[PackedRow]) -> list[np.ndarray]:
         """Log-probability of every label, float32 [T] per row; an empty list on all but the last pipeline stage."""
@@ -317,16 +313,16 @@ class Policy:
     def teach(self, k: int) -> dict[int, TeacherTokens]:
         """At each generated token of the batch the k likeliest tokens, by index of the sequence, on the rank that answers for it.
 
-        With k = 0 the logprob of the generated token itself, never truncated. Uses the batch up. Empty on all other ranks.
+        With k = 0 the logprob of the generated token itself, never truncated. Empty on all other ranks.
         """
-        rows = self._whole_groups(self._take_batch().logprob_rows)
+        rows = self._whole_groups(self._of_step()[0].logprob_rows)
         self.settled_weights()
         if k:
             return compute_top_logits(self._chunks, rows, self._distribution, k)
         return compute_drawn_logprobs(self._chunks, rows, self._distribution.untruncated)
 
-    def train_step(self) -> dict[str, float]:
-        """Takes one optimizer step on the batch and uses it up; returns metrics `train/*`, the same floats on every rank.
+    def train_step(self, update_index: int = 0) -> dict[str, float]:
+        """Takes one optimizer step on a batch of the step; returns metrics `train/*`, the same floats on every rank.
 
         Raises:
             RuntimeError: loss or gradient is not finite, on all ranks, and no parameter has changed. Or the phase is not `train`.
@@ -334,23 +330,22 @@ class Policy:
         needed = "train_value" if self._name == "critic" else "train"
         if self._phase != needed:
             raise RuntimeError(f"a train step in phase {self._phase}, where gradients have no memory: enter('{needed}') comes first")
-        if self._config.needs_old_logprobs and self._name == "policy" and self._current_batch().old_logprobs is None:
+        batch = self._of_step()[update_index]
+        if self._config.needs_old_logprobs and self._name == "policy" and not batch.has_old_logprobs:
             raise RuntimeError("compute_old_logprobs comes before train_step")
-        if self._config.has_engines and self._name == "policy" and self._current_batch().finished_rows is None:
+        if self._config.has_engines and self._name == "policy" and not batch.is_finished:
             self._finish_batches()
-        is_last_of_pass = not self._further_batches
-        batch = self._take_batch()
         self._is_settled, self._has_moments = False, True
         metrics = train_step(
             self._chunks,
             self._state.optimizer,
-            batch.train_rows(),
+            batch.rows,
             size=batch.size,
             objective=objective_of(self._config, self._distribution, batch, self._name),
             megatron=self._config.policy.megatron_cfg,
             replay=self._replay,
         )
-        if is_last_of_pass:
+        if batch is self._batches[-1]:
             # As in NeMo RL, the learning rate follows the steps of the run, or their passes in PPO, not the updates of one.
             self._state.scheduler.step(increment=1)
         mismatch = self._replay.take_metrics() if self._replay is not None else {}
@@ -362,44 +357,41 @@ class Policy:
         Only one rank of each dp rank answers; the others return empty mappings.
         """
         self.settled_weights()
-        batches = [self._current_batch(), *self._further_batches]
-        for batch in batches:
+        for batch in self._of_step():
             values = compute_values(self._chunks, self._whole_groups(batch.logprob_rows))
-            batch.values = batch.by_train_row(values[: len(batch.logprob_rows)])
-        return sequences_of([(batch.rows, batch.values or []) for batch in batches])
+            for row, values_T in batch.with_values(values[: len(batch.logprob_rows)]):
+                row.values_T = values_T
+        return sequences_of([[(row, row.values_T) for row in batch.rows] for batch in self._batches])
 
     def compute_advantages(self, values: list[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
         """Computes the policy's advantages from a critic's values of the batches; returns what the critic is to learn, in the same form."""
-        batches = [self._current_batch(), *self._further_batches]
-        for batch, found in zip(batches, values, strict=True):
+        for batch, found in zip(self._of_step(), values, strict=True):
             batch.take_values(found)
         self._finish_batches()
-        return sequences_of([(batch.rows, batch.returns or []) for batch in batches])
+        return sequences_of([[(row, row.returns_T) for row in batch.rows] for batch in self._batches])
 
     def batch_metrics(self) -> list[dict[str, float]]:
         """Metrics of the advantages of the step's batches, the same floats on every rank. Not collective."""
-        return [batch.metrics for batch in (self._current_batch(), *self._further_batches)]
+        return [batch.metrics for batch in self._of_step()]
 
     def set_returns(self, returns: list[dict[int, np.ndarray]]) -> None:
         """Sets what the critic learns of the batches, by sequence; tokens where that is NaN do not count."""
-        for batch, found in zip((self._current_batch(), *self._further_batches), returns, strict=True):
+        for batch, found in zip(self._of_step(), returns, strict=True):
             batch.take_returns(found)
 
     def token_samples(self, wanted: Collection[int]) -> dict[int, TokenSample]:
-        """The sequences of these indices of the step's first batch, once, from the rank of tp and cp that answers. Not collective."""
-        batch, self._first_of_step = self._first_of_step, None
-        if batch is None or batch.finished_rows is None or not answers_for_rows():
+        """The sequences of these indices of the step's first batch, from the rank of tp and cp that answers. Not collective."""
+        if not self._batches or not answers_for_rows():
             return {}
-        rows = [(item.row, item.entropy_T, item.old_logprobs_T) for item in batch.finished_rows if item.entropy_T is not None]
-        found = [token_samples(row, wanted, entropy_T, old_logprobs_T) for row, entropy_T, old_logprobs_T in rows]
+        found = [token_samples(row, wanted) for row in self._batches[0].rows if row.entropy_T is not None]
         return {index: sample for samples in found for index, sample in samples.items()}
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics of the objective on the batch, the same floats on every rank; uses the batch up. For losses without old logprobs."""
-        batch = self._take_batch()
+        """Metrics of the objective on the batch, the same floats on every rank. For losses without old logprobs."""
+        batch = self._of_step()[0]
         self.settled_weights()
         with self._lora.without_dropout():
-            return evaluate(self._chunks, batch.train_rows(), objective_of(self._config, self._distribution, batch))
+            return evaluate(self._chunks, batch.rows, objective_of(self._config, self._distribution, batch))
 
     def start_profile(self) -> None:
         """Records what this rank does until `stop_profile`. Not collective."""
@@ -447,32 +439,20 @@ class Policy:
         """Leaves the process groups. Not collective; the policy cannot be used afterwards."""
         parallel.shutdown()
 
-    def _take_batch(self) -> RankBatch:
-        batch = self._current_batch()
-        self._used_batches.append(batch)
-        if not self._further_batches:
-            self._passes_left -= 1
-            self._further_batches.extend(self._used_batches if self._passes_left > 0 else ())
-            self._used_batches.clear()
-        self._batch = self._further_batches.popleft() if self._further_batches else None
-        return batch
-
     def _finish_batches(self) -> None:
         # The first batch of a step finishes those behind it, too: some signals span the whole step.
         gae = self._config.ppo.adv_estimator if self._config.has_critic else None
         loss = self._config.loss_fn if self._config.algorithm != "distillation" else None
-        batches = [self._current_batch(), *self._further_batches]
-        finish_batches(batches, self._config.rollouts, loss, gae, self._config.teaching)
-        self._first_of_step = self._current_batch() if self._config.logger.rollouts != "none" else None
+        finish_batches(self._batches, self._config.rollouts, loss, gae, self._config.teaching)
 
-    def _current_batch(self) -> RankBatch:
-        if self._batch is None:
-            raise RuntimeError("there is no batch: set_batch comes first, and every train_step uses its batch up")
-        return self._batch
+    def _of_step(self) -> list[RankBatch]:
+        if not self._batches:
+            raise RuntimeError("there is no batch: set_batch comes first, once a step")
+        return self._batches
 
     def _whole_groups(self, rows: list[PackedRow]) -> list[PackedRow]:
         """`rows`, and as many empty ones as the interleaved schedule needs: it goes through rows in groups, one for each stage."""
-        return [*rows, *[self._empty_row] * (-len(rows) % self._row_group)]
+        return [*rows, *(replace(self._empty_row) for _ in range(-len(rows) % self._row_group))]
 
     def _logprobs(self, rows: list[PackedRow], distribution: TokenDistribution) -> list[Tensor]:
         self.settled_weights()

@@ -20,10 +20,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mrl.algo.balance import balance_metrics
-from mrl.algo.losses import LOSS
+from mrl.algo.losses import LOSS, BatchSize
 from mrl.config.schema.megatron import MegatronConfig
 from mrl.data.packing import PackedRow, split_teacher
-from mrl.policy.batch import BatchSize, TrainRow, answers_for_rows, combine, own_positions, packed_params, share_from_last_stage, whole_row
+from mrl.policy.batch import answers_for_rows, combine, own_positions, packed_params, share_from_last_stage, whole_row
 from mrl.policy.distillation import top_logits
 from mrl.policy.logprobs import TokenDistribution
 from mrl.policy.moe import RouterReplay, row_tokens, show_row, take_routing, update_expert_biases
@@ -40,20 +40,20 @@ def compute_logprobs(
 ) -> list[Tensor]:
     """Log-probability of every label, one float32 [T] per row; an empty list on all but the last pipeline stage."""
 
-    def logprobs_of(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> Tensor:
-        return whole_row(token_scores(model, output, item.row, distribution).logprobs_T, item.row)
+    def logprobs_of(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> Tensor:
+        return whole_row(token_scores(model, output, row, distribution).logprobs_T, row)
 
-    return _forward_only(chunks, list(map(TrainRow, rows)), logprobs_of, replay)
+    return _forward_only(chunks, rows, logprobs_of, replay)
 
 
 @torch.no_grad()
 def compute_values(chunks: list[DistributedDataParallel], rows: list[PackedRow]) -> list[Tensor]:
     """The critic's value at every token, one float32 [T] per row, on the host; an empty list on all but the last pipeline stage."""
 
-    def values_of(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> Tensor:
-        return whole_row(token_rewards(model, output), item.row).cpu()
+    def values_of(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> Tensor:
+        return whole_row(token_rewards(model, output), row).cpu()
 
-    return _forward_only(chunks, list(map(TrainRow, rows)), values_of)
+    return _forward_only(chunks, rows, values_of)
 
 
 @torch.no_grad()
@@ -62,12 +62,12 @@ def compute_top_logits(
 ) -> dict[int, TeacherTokens]:
     """The k likeliest tokens at each generated token, by index of the sequence, on the rank that answers for the row; empty on others."""
 
-    def top_of(output: Tensor, item: TrainRow, model: DistributedDataParallel) -> dict[int, TeacherTokens]:
+    def top_of(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> dict[int, TeacherTokens]:
         top = top_logits(output_columns(model, output, distribution), k)
-        logits_TK, tokens_TK = (whole_row(values, item.row) for values in top)
-        return split_teacher(item.row, logits_TK, tokens_TK) if answers_for_rows() else {}
+        logits_TK, tokens_TK = (whole_row(values, row) for values in top)
+        return split_teacher(row, logits_TK, tokens_TK) if answers_for_rows() else {}
 
-    found = _forward_only(chunks, list(map(TrainRow, rows)), top_of)
+    found = _forward_only(chunks, rows, top_of)
     return {index: teacher for of_row in found for index, teacher in of_row.items()}
 
 
@@ -85,7 +85,7 @@ def compute_drawn_logprobs(
 def train_step(
     chunks: list[DistributedDataParallel],
     optimizer: MegatronOptimizer,
-    rows: list[TrainRow],
+    rows: list[PackedRow],
     *,
     size: BatchSize,
     objective: Objective,
@@ -123,7 +123,7 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(chunks: list[DistributedDataParallel], rows: list[TrainRow], objective: Objective) -> dict[str, float]:
+def evaluate(chunks: list[DistributedDataParallel], rows: list[PackedRow], objective: Objective) -> dict[str, float]:
     """Metrics of the objective over the global batch, the same floats on every rank; trains nothing."""
     with objective.around(chunks):
         row_metrics = _forward_only(chunks, rows, lambda *row: objective.row_loss(*row)[1])
@@ -132,7 +132,7 @@ def evaluate(chunks: list[DistributedDataParallel], rows: list[TrainRow], object
 
 def forward_backward(
     chunks: list[DistributedDataParallel],
-    rows: list[TrainRow],
+    rows: list[PackedRow],
     *,
     size: BatchSize,
     objective: Objective,
@@ -140,18 +140,18 @@ def forward_backward(
 ) -> list[dict[str, Tensor]]:
     """Adds the gradients of the objective to the chunks' buffers; returns the rows' shares of its metrics, on the last pipeline stage."""
 
-    def forward_step(iterator: Iterator[TrainRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., object]]:
-        item, device = next(iterator), next(model.parameters()).device
-        tokens = row_tokens(item.row, size, device)
+    def forward_step(iterator: Iterator[PackedRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., object]]:
+        row, device = next(iterator), next(model.parameters()).device
+        tokens = row_tokens(row, size, device)
         show_row(model, tokens)
-        output = _forward(model, item.row, replay)
+        output = _forward(model, row, replay)
         if output.requires_grad:
             # Routers know the row again when its layers are recomputed: this hook comes first in the row's backward pass, before which
             # other rows may have gone forward.
             output.register_hook(lambda _: show_row(model, tokens))
 
         def loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            loss, metrics = objective.row_loss(output, item, model)
+            loss, metrics = objective.row_loss(output, row, model)
             # The count is what megatron would divide gradients by; `model.sum_gradients` drops it.
             return loss, torch.ones((), dtype=torch.int, device=output.device), metrics
 
@@ -163,15 +163,15 @@ def forward_backward(
 
 def _forward_only(
     chunks: list[DistributedDataParallel],
-    rows: list[TrainRow],
-    result_of: Callable[[Tensor, TrainRow, DistributedDataParallel], object],
+    rows: list[PackedRow],
+    result_of: Callable[[Tensor, PackedRow, DistributedDataParallel], object],
     replay: RouterReplay | None = None,
 ) -> list:
     """What `result_of` makes of each row's output, on the last pipeline stage."""
 
-    def forward_step(iterator: Iterator[TrainRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., object]]:
-        item = next(iterator)
-        return _forward(model, item.row, replay), lambda output, non_loss_data: result_of(output, item, model)
+    def forward_step(iterator: Iterator[PackedRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., object]]:
+        row = next(iterator)
+        return _forward(model, row, replay), lambda output, non_loss_data: result_of(output, row, model)
 
     return _run_schedule(forward_step, rows, chunks, forward_only=True)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mrl.algo.losses import Denominators, LossRow, policy_loss
+from mrl.algo.losses import BatchSize, Tokens, policy_loss
 from mrl.algo.token_advantages import error_metrics, finish_error_metrics, sequence_errors
 from mrl.config.schema.algo import LossConfig, Truncation
 from scripts.bench.nemo_code import NemoRl
@@ -131,17 +131,18 @@ def our_loss(inputs: Inputs, config: LossConfig) -> Result:
     mask_T = inputs.packed(inputs.mask_BS)
     positive_T = mask_T * inputs.packed((inputs.rewards_B > 0)[:, None].expand_as(inputs.mask_BS))
     num_sequences = float((inputs.mask_BS.sum(dim=1) > 0).sum())
-    row = LossRow(
+    tokens = Tokens.of(
+        inputs.packed(logprobs),
         generator_logprobs_T=inputs.packed(inputs.generator_BS),
-        old_logprobs_T=inputs.packed(inputs.old_BS),
+        old_logprobs_T=None if config.force_on_policy_ratio else inputs.packed(inputs.old_BS),
         reference_logprobs_T=inputs.packed(inputs.reference_BS),
         advantages_T=inputs.packed(inputs.advantages_BS),
         loss_mask_T=mask_T,
         positive_mask_T=positive_T,
         cu_seqlens=inputs.cu_seqlens,
     )
-    counts = Denominators(float(mask_T.sum()), num_sequences, float(positive_T.sum()))
-    loss, metrics = policy_loss(inputs.packed(logprobs), row, config, counts)
+    size = BatchSize(float(mask_T.sum()), num_sequences, float(positive_T.sum()))
+    loss, metrics = policy_loss(tokens, config, size)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     return loss.detach(), gradient, {name: float(value) for name, value in metrics.items()}
 

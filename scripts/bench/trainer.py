@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from mrl.config.schema.run import RunConfig
-from mrl.data.packing import PackedRow, RowSequence, pack_row
+from mrl.data.packing import PackedRow, pack_row
 from mrl.data.planning import SequenceCost, pack
-from mrl.types import Rollout, RolloutRequest, SamplingParams
+from mrl.types import Rollout, RolloutInfo, RolloutRequest, SamplingParams, TrainSequence
 from tests.long.record import Row, record
 from tests.models import save_model
 from tests.stack.policy.policy_ranks import PAD_TOKEN_ID, open_policy, run_config
@@ -115,11 +115,12 @@ def packed_rows(config: RunConfig, case: Case, index: int, *, num_parts: int) ->
         request = RolloutRequest(f"p{number}", 0, 0, 1, prompt, sampling)
         tokens = rng.integers(0, 256, case.new_tokens).astype(np.int32)
         logprobs = rng.normal(-5.0, 0.3, case.new_tokens).astype(np.float32)
-        sequences.append(RowSequence(number, Rollout(request, 1, tokens, logprobs, "length"), float(rng.normal()), True))
+        rollout = Rollout(request, 1, tokens, logprobs, "length")
+        sequences.append(TrainSequence(RolloutInfo.of(rollout, rollout), float(rng.normal()), True))
     lengths = [case.prompt_tokens + case.new_tokens] * case.num_rollouts
     plan = pack(lengths, algorithm="balanced", row_tokens=case.row_tokens, dp_size=num_parts, cost=SequenceCost(1.0, 0.01))
     multiples = dict(divisible_by=config.policy.row_multiple, sequence_multiple=config.policy.sequence_multiple)
-    return [pack_row([sequences[number] for number in row], **multiples, pad_token_id=PAD_TOKEN_ID) for row in plan[index]]
+    return [pack_row({number: sequences[number] for number in row}, **multiples, pad_token_id=PAD_TOKEN_ID) for row in plan[index]]
 
 
 def our_step(policy: Policy, rows: list[PackedRow]) -> None:

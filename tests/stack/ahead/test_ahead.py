@@ -50,15 +50,15 @@ def kept_updates(run: Run[RolloutSupplier]) -> list[Update]:
 
     def call_and_keep(verb, *arguments, **options):
         if verb is PolicyVerbs.train_step:
-            kept.append(policies.apply(batch_of, deadline_s=HANG_S)[0])
+            kept.append(policies.apply(batch_of, *arguments, deadline_s=HANG_S)[0])
         return call(verb, *arguments, **options)
 
     setattr(policies, "call", call_and_keep)  # noqa: B010  a plain assignment is a type error
     return kept
 
 
-def batch_of(policy) -> Update:
-    return list(zip(policy._batch.rows, policy._batch.old_logprobs, strict=True))
+def batch_of(policy, update_index: int) -> Update:
+    return [(row, row.old_logprobs_T) for row in policy._batches[update_index].rows]
 
 
 def drift_from_start(update: Update) -> float:

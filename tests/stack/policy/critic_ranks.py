@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
-from mrl.data.packing import PackedRow, RowSequence, pack_row
+from mrl.data.packing import PackedRow, pack_row
+from tests.rollouts import pulled
 from tests.stack.policy.model_ranks import open_models
 from tests.stack.policy.policy_ranks import LAYOUTS, PAD_TOKEN_ID, optimizer_checksum, plan_of, raw_checksums, rollouts
 from tests.stack.ranks import Rank
@@ -60,11 +61,8 @@ def rows_of(model: Policy) -> list[PackedRow]:
     plan = plan_of("balanced", parallel_state.get_data_parallel_world_size(), policy.sequence_multiple)[0][model.dp_rank]
     sizes = dict(divisible_by=policy.row_multiple, sequence_multiple=policy.sequence_multiple, pad_token_id=PAD_TOKEN_ID)
 
-    def sequence(index: int) -> RowSequence:
-        _, rollout, _, is_valid = sequences[index]
-        return RowSequence(index, rollout, 0.0, is_valid, reward_of(index))
-
-    return [pack_row([sequence(index) for index in row], **sizes) for row in plan]
+    made = {index: pulled(rollout, 0.0, is_valid, reward_of(index)) for index, rollout, _, is_valid in sequences}
+    return [pack_row({index: made[index] for index in row}, **sizes) for row in plan]
 
 
 def of_all_ranks(mine: list[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:

@@ -15,8 +15,9 @@ from mrl.config.load import load_config
 from mrl.config.model import with_value
 from mrl.config.schema.algo import LossConfig, OnPolicyDistillationConfig
 from mrl.config.schema.run import RunConfig
-from mrl.data.packing import PackedRow, RowSequence, pack_row
+from mrl.data.packing import PackedRow, pack_row
 from mrl.types import TeacherTokens, TokenSample
+from tests.rollouts import pulled
 from tests.stack.policy import logprob_ranks, policy_ranks
 from tests.stack.policy.model_ranks import open_models
 from tests.stack.ranks import Rank
@@ -116,12 +117,12 @@ def rows_of(config: RunConfig, dp_rank: int, dp_size: int, taught: dict[int, Tea
     """The rank's rows of the random rollouts, as far as they are kept, with what teachers say of them, if anything."""
     policy = config.policy
     made = {
-        index: RowSequence(index, rollout, advantage, is_valid, teacher=taught.get(index))
+        index: pulled(rollout, advantage, is_valid, teacher=taught.get(index))
         for index, rollout, advantage, is_valid in policy_ranks.rollouts()
     }
     plan = policy_ranks.plan_of("balanced", dp_size, policy.sequence_multiple)[0][dp_rank]
-    multiples = dict(divisible_by=policy.row_multiple, sequence_multiple=policy.sequence_multiple)
-    return [pack_row([made[index] for index in row if index in kept], **multiples, pad_token_id=policy_ranks.PAD_TOKEN_ID) for row in plan]
+    sizes = dict(divisible_by=policy.row_multiple, sequence_multiple=policy.sequence_multiple, pad_token_id=policy_ranks.PAD_TOKEN_ID)
+    return [pack_row({index: made[index] for index in row if index in kept}, **sizes) for row in plan]
 
 
 @dataclass(frozen=True)

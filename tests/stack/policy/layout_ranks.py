@@ -184,7 +184,7 @@ def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: li
     """Loss of this rank's rows, 0 on all but the last stage; gradients are in the chunks' buffers."""
     from megatron.core import parallel_state
 
-    from mrl.policy.batch import TrainRow, global_batch_size, own_positions
+    from mrl.policy.batch import global_batch_size, own_positions
     from mrl.policy.logprobs import TokenDistribution
     from mrl.policy.objectives import Objective
     from mrl.policy.output import token_scores
@@ -193,9 +193,9 @@ def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: li
     distribution = TokenDistribution.of(config, _vocab_size(folder))
     replay = _replay(chunks, config, folder)
 
-    def row_loss(output: torch.Tensor, item: TrainRow, model: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        logprobs_T = token_scores(model, output, item.row, distribution).logprobs_T
-        loss = (logprobs_T * item.row.advantages_T[own_positions(item.row)].to(output.device)).sum() / len(rows)
+    def row_loss(output: torch.Tensor, row: PackedRow, model: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logprobs_T = token_scores(model, output, row, distribution).logprobs_T
+        loss = (logprobs_T * row.advantages_T[own_positions(row)].to(output.device)).sum() / len(rows)
         return loss, {"loss": loss.detach()}
 
     dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -207,7 +207,7 @@ def _forward_backward(chunks: list, config: PolicyConfig, folder: Path, rows: li
         )
         mine += [empty] * (-len(mine) % config.megatron_cfg.pipeline_model_parallel_size)
     objective = Objective(row_loss)
-    metrics = forward_backward(chunks, list(map(TrainRow, mine)), size=global_batch_size(mine), objective=objective, replay=replay)
+    metrics = forward_backward(chunks, mine, size=global_batch_size(mine), objective=objective, replay=replay)
     return sum(float(row["loss"]) for row in metrics)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from conversion.boxes import Slot
 from mrl.config.schema.run import RunConfig
-from tests.stack.policy.policy_ranks import main_shards, open_policy, packed_rows, raw_checksums, set_batch, train
+from tests.stack.policy.policy_ranks import kept_by_rows, main_shards, open_policy, packed_rows, raw_checksums, set_batch, train
 from tests.stack.policy.save_ranks import save
 from tests.stack.ranks import Rank
 
@@ -66,8 +66,7 @@ def run_lora(rank: Rank, config: RunConfig, weights_dir: Path, num_steps: int) -
         after = policy.logprobs_of_rows(rows)
         set_batch(policy)
         policy.compute_reference_logprobs()
-        assert policy._batch is not None
-        reference = [logprobs.numpy() for logprobs in policy._batch.reference_logprobs or []]
+        reference = kept_by_rows(policy, "reference_logprobs_T")
         merged = {slot: tensor.detach().clone() for slot, tensor in policy.settled_weights().items()}
         write(policy, merged)
         with policy._lora.disabled():

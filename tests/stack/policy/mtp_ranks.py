@@ -54,11 +54,11 @@ def gradients(rank: Rank, config: RunConfig) -> tuple[dict[str, float], dict[str
     with policy_ranks.open_policy(rank, config) as policy:
         policy.enter("train")
         policy_ranks.set_batch(policy)
-        batch = policy._current_batch()
+        batch = policy._batches[0]
         for chunk in policy._chunks:
             chunk.zero_grad_buffer()
         objective = objective_of(config, policy._distribution, batch)
-        rows = forward_backward(policy._chunks, batch.train_rows(), size=batch.size, objective=objective)
+        rows = forward_backward(policy._chunks, batch.rows, size=batch.size, objective=objective)
         metrics = {name: sum(float(row[name]) for row in rows) for name in rows[0]}
         routing = take_routing(policy._chunks, loss_type=config.policy.megatron_cfg.moe_router_load_balancing_type)
         metrics |= balance_metrics(routing, per_layer=False)
@@ -96,12 +96,12 @@ def clipped(rank: Rank, config: RunConfig, damage: float = 0.0) -> tuple[float, 
     with policy_ranks.open_policy(rank, config) as policy:
         policy.enter("train")
         policy_ranks.set_batch(policy)
-        batch, chunks, optimizer = policy._current_batch(), policy._chunks, policy._state.optimizer
+        batch, chunks, optimizer = policy._batches[0], policy._chunks, policy._state.optimizer
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         objective = objective_of(config, policy._distribution, batch)
-        forward_backward(chunks, batch.train_rows(), size=batch.size, objective=objective)
+        forward_backward(chunks, batch.rows, size=batch.size, objective=objective)
         if damage:
             main_gradient(next(parameter for parameter in chunks[0].parameters() if parameter.requires_grad)).add_(damage)
         optimizer.prepare_grads()

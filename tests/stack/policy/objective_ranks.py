@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from mrl.config.schema.run import RunConfig
 from tests.stack.policy import policy_ranks
 from tests.stack.ranks import Rank
@@ -57,12 +55,8 @@ def steps_of_objectives(rank: Rank, configs: Mapping[str, RunConfig], num_steps:
                 policy_ranks.set_batch(policy, algorithm)
                 if config.keeps_reference:
                     policy.compute_reference_logprobs()
-                assert policy._batch is not None
                 if config.needs_old_logprobs:
-                    policy._batch.old_logprobs = [
-                        torch.from_numpy(policy_ranks.old_logprobs(row.labels_T.numpy(), row.generator_logprobs_T.numpy()))
-                        for row in policy._batch.rows
-                    ]
+                    policy_ranks.set_old_logprobs(policy)
                 policy.enter("train")
                 metrics[name].append(policy.train_step())
     return metrics

@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +16,10 @@ import torch
 from mrl.config.load import load_config
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
-from mrl.data.packing import PackedRow, RowSequence, pack_row, padded_length
+from mrl.data.packing import PackedRow, pack_row, padded_length
 from mrl.data.planning import RowPlan, SequenceCost, batch_in_order, pack, repack
 from mrl.types import Rollout, RolloutRequest, SamplingParams, TokenSample
+from tests.rollouts import pulled
 from tests.stack.ranks import Rank
 from tests.waiting import HANG_S
 
@@ -117,7 +117,8 @@ def plan_of(algorithm: str, dp_size: int, sequence_multiple: int = 1) -> tuple[R
 def pack_rows(config: PolicyConfig, plan: Sequence[tuple[int, ...]]) -> list[PackedRow]:
     """The planned rows of one rank, padded as its layout asks."""
     sequences, multiples = rollouts(), dict(divisible_by=config.row_multiple, sequence_multiple=config.sequence_multiple)
-    return [pack_row([RowSequence(*sequences[index]) for index in row], **multiples, pad_token_id=PAD_TOKEN_ID) for row in plan]
+    made = {index: pulled(*rest) for index, *rest in sequences}
+    return [pack_row({index: made[index] for index in row}, **multiples, pad_token_id=PAD_TOKEN_ID) for row in plan]
 
 
 def packed_rows(config: PolicyConfig, dp_rank: int, dp_size: int) -> list[PackedRow]:
@@ -170,6 +171,20 @@ def set_batch(policy: Policy, algorithm: str | None = None) -> None:
     policy.set_batch(*(pack_rows(config, plan[policy.dp_rank]) for plan in plans))
 
 
+def kept_by_rows(policy: Policy, name: str, batch_index: int = 0) -> list[np.ndarray]:
+    """The values that a pass has left in the rows of a batch; none off the last pipeline stage."""
+    values = [getattr(row, name) for row in policy._batches[batch_index].rows]
+    return [value.numpy() for value in values if value is not None]
+
+
+def set_old_logprobs(policy: Policy) -> None:
+    """Gives the rows made-up old logprobs."""
+    (batch,) = policy._batches
+    batch.has_old_logprobs = True
+    for row in batch.rows:
+        row.old_logprobs_T = torch.from_numpy(old_logprobs(row.labels_T.numpy(), row.generator_logprobs_T.numpy()))
+
+
 def train(policy: Policy, num_steps: int) -> list[dict[str, float]]:
     """Metrics of on-policy steps; with a reference where the loss asks for one."""
     metrics = []
@@ -205,10 +220,7 @@ def off_policy_steps(rank: Rank, config: RunConfig, num_steps: int) -> tuple[lis
             set_batch(policy)
             policy.compute_old_logprobs()
             policy.compute_reference_logprobs()
-            assert policy._batch is not None
-            policy._batch.old_logprobs = [
-                torch.from_numpy(old_logprobs(row.labels_T.numpy(), row.generator_logprobs_T.numpy())) for row in policy._batch.rows
-            ]
+            set_old_logprobs(policy)
             policy.enter("train")
             metrics.append(policy.train_step())
         return metrics, canonical_weights(policy)
@@ -257,9 +269,9 @@ def step_with_advantage(rank: Rank, config: RunConfig, advantage: float) -> tupl
         before = raw_checksums(policy), optimizer_checksum(policy)
         set_batch(policy)
         policy.compute_old_logprobs()
-        assert policy._batch is not None
         if policy.dp_rank == 1:
-            policy._batch.rows = [replace(row, advantages_T=torch.full_like(row.advantages_T, advantage)) for row in policy._batch.rows]
+            for row in policy._batches[0].rows:
+                row.advantages_T = torch.full_like(row.advantages_T, advantage)
         message = message_of(policy.train_step)
         policy.settle()
         return message, before == (raw_checksums(policy), optimizer_checksum(policy)), train(policy, 1)
@@ -316,8 +328,7 @@ def step_on_rows(rank: Rank, config: RunConfig, num_rows: int) -> tuple[list[np.
     """Logprobs of the first rows of the batch, and metrics of a step on them."""
     with open_policy(rank, config) as policy:
         set_batch(policy)
-        assert policy._batch is not None
-        rows = policy._batch.rows[:num_rows]
+        rows = policy._batches[0].rows[:num_rows]
         logprobs = policy.logprobs_of_rows(rows)
         policy.set_batch(rows)
         policy.compute_old_logprobs()
@@ -331,15 +342,16 @@ def two_updates_of_a_step(
     """Logprobs of the second update's row before the first, those kept as its old ones, and metrics of both updates and of a next step."""
     with open_policy(rank, config) as policy:
         set_batch(policy)
-        assert policy._batch is not None
-        first, second = policy._batch.rows[:1], policy._batch.rows[1:2]
+        first, second = policy._batches[0].rows[:1], policy._batches[0].rows[1:2]
         before = policy.logprobs_of_rows(second)
         policy.set_batch(first)
         policy.set_batch(second, is_further=True)
         policy.compute_old_logprobs()
-        kept = [logprobs.numpy() for logprobs in policy._further_batches[0].old_logprobs or ()]
+        kept = kept_by_rows(policy, "old_logprobs_T", 1)
         policy.enter("train")
-        updates = [policy.train_step(), policy.train_step()]
+        updates = [policy.train_step(0), policy.train_step(1)]
+        policy.enter("refit")
+        policy.enter("train")
         assert "there is no batch" in message_of(policy.train_step)
         return before, kept, updates, train(policy, 1)
 

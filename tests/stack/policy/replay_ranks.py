@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from mrl.config.schema.run import RunConfig
-from mrl.data.packing import PackedRow, RowSequence, pack_row
+from mrl.data.packing import PackedRow, pack_row
 from mrl.types import Rollout
-from tests.stack.policy.policy_ranks import PAD_TOKEN_ID, open_policy
+from tests.rollouts import pulled
+from tests.stack.policy.policy_ranks import PAD_TOKEN_ID, kept_by_rows, open_policy
 from tests.stack.ranks import Rank
 
 
@@ -29,7 +30,7 @@ def mismatch(rank: Rank, config: RunConfig, rollouts: Sequence[Rollout], rollout
     """Of the weights of the model folder; None on all but the last pipeline stage. Every rank computes all rows."""
     rows = [
         pack_row(
-            [RowSequence(index, rollout, 1.0, True) for index, rollout in enumerate(rollouts[start : start + rollouts_per_row])],
+            {index: pulled(rollout, 1.0, True) for index, rollout in enumerate(rollouts[start : start + rollouts_per_row])},
             divisible_by=config.policy.row_multiple,
             pad_token_id=PAD_TOKEN_ID,
         )
@@ -55,12 +56,11 @@ def training(rank: Rank, config: RunConfig, rollouts: Sequence[Rollout]) -> tupl
     """Metrics of a step on these rollouts, one row for each rank, and the reference logprobs before it, on the last pipeline stage."""
     with open_policy(rank, config) as policy:
         mine = list(enumerate(rollouts))[policy.dp_rank :: config.data_parallel_size]
-        row = pack_row([RowSequence(index, rollout, 1.0, True) for index, rollout in mine], divisible_by=2, pad_token_id=PAD_TOKEN_ID)
+        row = pack_row({index: pulled(rollout, 1.0, True) for index, rollout in mine}, divisible_by=2, pad_token_id=PAD_TOKEN_ID)
         policy.set_batch([row])
         policy.compute_old_logprobs()
         policy.compute_reference_logprobs()
-        batch = policy._current_batch()
-        references = [reference.numpy() for reference in batch.reference_logprobs or ()]
+        references = kept_by_rows(policy, "reference_logprobs_T")
         policy.enter("train")
         return policy.train_step(), references
 

@@ -9,9 +9,10 @@ import numpy as np
 
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import batch_examples
-from mrl.data.packing import RowSequence, pack_row
+from mrl.data.packing import pack_row
 from mrl.data.planning import SequenceCost
 from mrl.data.supervised import Example, TokenSequence
+from tests.rollouts import pulled
 from tests.stack.policy import policy_ranks
 from tests.stack.ranks import Rank
 
@@ -56,7 +57,7 @@ def evaluation_and_steps(
         batch = batch_examples(learned, config.policy, dp_size=dp_size, cost=SequenceCost(1.0, 0.01))
         rows = [
             pack_row(
-                [RowSequence(index, batch.rollouts[index], 0.0, True) for index in row],
+                {index: pulled(batch.rollouts[index], 0.0, True) for index in row},
                 divisible_by=config.policy.row_multiple,
                 sequence_multiple=config.policy.sequence_multiple,
                 pad_token_id=policy_ranks.PAD_TOKEN_ID,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mrl.algo.losses import Denominators, LossRow, policy_loss
+from mrl.algo.losses import BatchSize, Tokens, policy_loss
 from mrl.config.schema.algo import LossConfig
 
 
@@ -35,10 +35,24 @@ class Batch:
         return self.mask * (torch.tensor(self.rewards) > 0).repeat_interleave(torch.tensor(self.lengths))
 
     @property
-    def counts(self) -> Denominators:
+    def counts(self) -> BatchSize:
         spans = zip(self.bounds, self.bounds[1:], strict=False)
         num_sequences = sum(bool(self.mask[start:stop].any()) for start, stop in spans)
-        return Denominators(float(self.mask.sum()), float(num_sequences), float(self.positive.sum()))
+        return BatchSize(float(self.mask.sum()), float(num_sequences), float(self.positive.sum()))
+
+    def tokens(self, logprobs: torch.Tensor, config: LossConfig, untruncated_logprobs_T: torch.Tensor | None = None) -> Tokens:
+        """The inputs of the loss; old logprobs are left out where it does without them."""
+        return Tokens.of(
+            logprobs,
+            untruncated_logprobs_T=untruncated_logprobs_T,
+            old_logprobs_T=None if config.force_on_policy_ratio else self.old,
+            generator_logprobs_T=self.generator,
+            reference_logprobs_T=self.reference,
+            advantages_T=self.advantages,
+            loss_mask_T=self.mask,
+            positive_mask_T=self.positive,
+            cu_seqlens=torch.tensor(self.bounds, dtype=torch.int32),
+        )
 
     def part(self, members: list[int]) -> Batch:
         """Only these sequences, in this order."""
@@ -67,20 +81,17 @@ def random_batch(seed: int, lengths: list[int] | None = None, spread: float = 0.
 
 
 def fast_loss(
-    batch: Batch, config: LossConfig, counts: Denominators | None = None, **rest: torch.Tensor
+    batch: Batch,
+    config: LossConfig,
+    counts: BatchSize | None = None,
+    *,
+    untruncated_logprobs_T: torch.Tensor | None = None,
+    entropy_T: torch.Tensor | None = None,
 ) -> tuple[float, torch.Tensor, dict[str, float]]:
     """Loss, gradient by the logprobs, and metrics, of a row of all sequences."""
     logprobs = batch.logprobs.clone().requires_grad_()
-    row = LossRow(
-        generator_logprobs_T=batch.generator,
-        old_logprobs_T=batch.old,
-        reference_logprobs_T=batch.reference,
-        advantages_T=batch.advantages,
-        loss_mask_T=batch.mask,
-        positive_mask_T=batch.positive,
-        cu_seqlens=torch.tensor(batch.bounds, dtype=torch.int32),
-    )
-    loss, metrics = policy_loss(logprobs, row, config, batch.counts if counts is None else counts, **rest)
+    tokens = batch.tokens(logprobs, config, untruncated_logprobs_T)
+    loss, metrics = policy_loss(tokens, config, batch.counts if counts is None else counts, entropy_T=entropy_T)
     loss.backward()
     assert logprobs.grad is not None
     return float(loss.detach()), logprobs.grad, {name: float(value) for name, value in metrics.items()}
@@ -114,9 +125,9 @@ def slow_loss(batch: Batch, config: LossConfig, logprobs: list[float] | None = N
             if config.reference_policy_kl_penalty and not config.use_kl_in_reward:
                 loss += config.reference_policy_kl_penalty * slow_kl(new[t], here[t], generator[t], reference[t], config)
             if config.token_level_loss:
-                total += loss / batch.counts.num_tokens
+                total += loss / batch.counts.num_valid_tokens
             else:
-                total += loss / (config.constant_length_normalizer or len(valid)) / batch.counts.num_sequences
+                total += loss / (config.constant_length_normalizer or len(valid)) / batch.counts.num_valid_sequences
             if batch.rewards[sequence] > 0:
                 nll -= new[t] / batch.counts.num_positive_tokens
     return total + config.positive_example_nll_weight * nll

@@ -10,8 +10,9 @@ import torch
 
 from mrl.algo.distillation import StudentScores, distillation_loss, sequences_to_teach
 from mrl.config.schema.algo import LossConfig
-from mrl.data.packing import RowSequence, pack_row, split_teacher
+from mrl.data.packing import pack_row, split_teacher
 from mrl.types import Prompt, Rollout, RolloutGroup, RolloutInfo, RolloutRequest, SamplingParams, TeacherTokens, Turn, Verdict
+from tests.rollouts import pulled
 
 # Two tokens at one position: the teacher says 3/4 and 1/4, the student 1/2 and 1/2.
 TEACHER = torch.tensor([[math.log(3.0), 0.0]])
@@ -66,7 +67,7 @@ def test_what_a_teacher_says_is_packed_where_it_belongs_and_comes_back():
     two_turns = replace(rollout, earlier_turns=(Turn(0, 2, 1),), last_turn_start=3)
     rng = np.random.default_rng(0)
     said = [TeacherTokens(rng.normal(size=(n, 2)).astype(np.float32), rng.integers(0, 9, (n, 2)).astype(np.int32)) for n in (4, 3)]
-    made = [RowSequence(index, one, 0.0, True, teacher=said[place]) for place, (index, one) in enumerate(((7, rollout), (3, two_turns)))]
+    made = {7: pulled(rollout, 0.0, True, teacher=said[0]), 3: pulled(two_turns, 0.0, True, teacher=said[1])}
     row = pack_row(made, divisible_by=8, pad_token_id=0)
     assert row.teacher is not None and row.teacher.scores_TK.shape == (16, 2)
     assert torch.equal(row.teacher.scores_TK[2:6], torch.from_numpy(said[0].scores))
@@ -76,4 +77,4 @@ def test_what_a_teacher_says_is_packed_where_it_belongs_and_comes_back():
     for index, wanted in ((7, said[0]), (3, said[1])):
         assert np.array_equal(back[index].scores, wanted.scores) and np.array_equal(back[index].token_ids, wanted.token_ids)
     assert back[7].token_ids.dtype == np.int32
-    assert pack_row([replace(made[0], teacher=None)], divisible_by=8, pad_token_id=0).teacher is None
+    assert pack_row({7: replace(made[7], teacher=None)}, divisible_by=8, pad_token_id=0).teacher is None

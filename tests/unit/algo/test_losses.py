@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, Denominators, LossRow, clipped_surrogate, loss_weights, policy_loss
+from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, BatchSize, clipped_surrogate, loss_weights, policy_loss
 from mrl.algo.ratios import Segments
 from mrl.config.schema.algo import LossConfig
 from tests.unit.algo.slow_loss import Batch, fast_loss, random_batch, slow_loss
@@ -197,16 +197,8 @@ def test_a_gspo_ratio_is_the_geometric_mean():
 def test_on_policy_needs_no_old_logprobs():
     batch = random_batch(1)
     config = replace(CONFIG, force_on_policy_ratio=True)
-    row = LossRow(
-        generator_logprobs_T=batch.generator,
-        old_logprobs_T=None,
-        reference_logprobs_T=None,
-        advantages_T=batch.advantages,
-        loss_mask_T=batch.mask,
-        positive_mask_T=batch.positive,
-        cu_seqlens=torch.tensor(batch.bounds),
-    )
-    loss, metrics = policy_loss(batch.logprobs, row, config, batch.counts)
+    tokens = replace(batch.tokens(batch.logprobs, config), reference_logprobs_T=None)
+    loss, metrics = policy_loss(tokens, config, batch.counts)
     assert float(loss) == pytest.approx(slow_loss(batch, config))
     assert float(metrics["probs_ratio_min"]) == float(metrics["probs_ratio_max"]) == 1.0
 
@@ -268,7 +260,7 @@ def test_nan_inside_the_mask_is_not_hidden():
 @each_variant
 def test_a_row_without_valid_tokens_adds_nothing(config: LossConfig):
     batch = replace(random_batch(0), mask=torch.zeros(20, dtype=torch.float64))
-    loss, gradient, metrics = fast_loss(batch, config, Denominators(0.0, 0.0, 0.0))
+    loss, gradient, metrics = fast_loss(batch, config, BatchSize(0.0, 0.0, 0.0))
     assert loss == 0.0 and not gradient.any()
     assert (metrics["probs_ratio_min"], metrics["probs_ratio_max"]) == (math.inf, -math.inf)
     assert all(value == 0.0 for name, value in metrics.items() if name not in MIN_METRICS + MAX_METRICS)
@@ -342,7 +334,7 @@ def test_the_likelihood_of_good_rollouts_is_measured_where_it_is_learned():
 
 
 def test_weights_of_tokens_and_sequences():
-    mask, cu_seqlens, counts = torch.tensor([0.0, 1, 1, 0, 1, 0]), torch.tensor([0, 3, 5, 6], dtype=torch.int32), Denominators(6, 4, 0)
+    mask, cu_seqlens, counts = torch.tensor([0.0, 1, 1, 0, 1, 0]), torch.tensor([0, 3, 5, 6], dtype=torch.int32), BatchSize(6, 4, 0)
     sequences = replace(CONFIG, token_level_loss=False)
     assert loss_weights(mask, cu_seqlens, CONFIG, counts).tolist() == pytest.approx([0, 1 / 6, 1 / 6, 0, 1 / 6, 0])
     assert loss_weights(mask, cu_seqlens, sequences, counts).tolist() == pytest.approx([0, 1 / 8, 1 / 8, 0, 1 / 4, 0])
@@ -369,7 +361,7 @@ def test_tokens_outside_the_truncation_are_masked_and_counted():
         getattr(outside, name)[position] = -torch.inf
         loss, _, metrics = fast_loss(outside, CONFIG)
         assert loss == expected
-        assert metrics["outside_truncation_fraction"] == pytest.approx(1 / batch.counts.num_tokens)
+        assert metrics["outside_truncation_fraction"] == pytest.approx(1 / batch.counts.num_valid_tokens)
         assert all(math.isfinite(number) for number in metrics.values())
 
 

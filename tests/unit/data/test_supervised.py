@@ -12,11 +12,12 @@ from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import batch_examples
 from mrl.data.fields import RowError
-from mrl.data.packing import RowSequence, pack_row
+from mrl.data.packing import pack_row
 from mrl.data.planning import SequenceCost
 from mrl.data.rendering import Conversation
 from mrl.data.supervised import ConversationFormat, load_examples, tokenize
 from mrl.recipes.tokenizer import byte_tokenizer
+from tests.rollouts import pulled
 
 QUESTION = {"role": "user", "content": "1+1="}
 ROWS = [
@@ -43,7 +44,7 @@ def test_files_become_packed_rows(tmp_path: Path):
     tokenizer, seen = byte_tokenizer(4096), {}
     for rows in batch.rows:
         for row in rows:
-            packed = pack_row([RowSequence(index, batch.rollouts[index], 0.0, True) for index in row], divisible_by=2, pad_token_id=256)
+            packed = pack_row({index: pulled(batch.rollouts[index], 0.0, True) for index in row}, divisible_by=2, pad_token_id=256)
             bounds = packed.cu_seqlens.tolist()
             for index, start, stop in zip(packed.sequence_indices, bounds, bounds[1:], strict=False):
                 is_learned = packed.loss_mask_T[start:stop] > 0
