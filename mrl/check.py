@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conversion.files.hf_weights import describe_dtypes
-from mrl.cluster.deadlines import all_deadlines
 from mrl.config.dialect.translate import Migration
 from mrl.config.errors import ConfigError, NotKnown, Unchecked, Unprovided
 from mrl.config.files import find_config
@@ -30,6 +29,7 @@ from mrl.config.secrets import run_entry, start_logging
 from mrl.data.steps import find_few_rows
 from mrl.data.trial import find_bad_template
 from mrl.envs.workers import describe_workers, usable_cores
+from mrl.plan.deadlines import all_deadlines
 from mrl.plan.hardware import local_gpu
 from mrl.plan.plan import prediction
 from mrl.store.checkpoints import RUN_CONFIG, newest_step
@@ -205,9 +205,9 @@ def _model(config: RunConfig) -> str:
         sizes = read_model(Path(policy.model_name))
     except ValueError:
         return f"{policy.model_name}, {policy.precision}"
-    experts = f", {sizes.num_experts} experts" if sizes.num_experts else ""
+    experts = f", {sizes.experts} experts" if sizes.experts else ""
     return (
-        f"{policy.model_name}, {policy.precision}: {sizes.num_parameters / 1e9:.3g} billion parameters, {sizes.num_layers} layers{experts}"
+        f"{policy.model_name}, {policy.precision}: {sizes.num_parameters / 1e9:.3g} billion parameters, {len(sizes.layers)} layers{experts}"
     )
 
 

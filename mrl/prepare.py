@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.kind == "tiny":
             prepare_tiny(options.out, seed=options.seed)
         elif options.kind == "verify":
-            from mrl.recipes.verify import verify
+            from mrl.doctor.model_files import verify
 
             verify(options.model, options.data, options.disk, min_free_bytes=int(options.min_free_gb * 1e9))
         else:

@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING
 
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.loop.run import Stopped
-from mrl.store.summary import Clock, metrics_of_updates, performance_metrics, warn_of_bounded_ratios
+from mrl.metrics import metrics_of_updates
+from mrl.store.summary import Clock, performance_metrics, warn_of_bounded_ratios
 from mrl.types import Batch
 
 if TYPE_CHECKING:

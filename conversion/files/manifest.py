@@ -283,3 +283,15 @@ def _refuse(folder: Path, faults: list[str]) -> None:
     if faults:
         more = f" and {len(faults) - 6} more" if len(faults) > 6 else ""
         raise ValueError(f"{folder} is not what its {MANIFEST} says: {'; '.join(faults[:6])}{more}; remove the folder and convert again")
+
+
+@dataclass(frozen=True)
+class WriteReport:
+    """The files that one rank wrote of a checkpoint."""
+
+    files: dict[str, FileRecord]
+    """By path below the folder of the weights; flushed to disk."""
+    hidden_s: float
+    """Seconds of writing that nobody waited for."""
+    problem: str = ""
+    """Why there is no checkpoint, the same on all ranks; "" if there is one."""

@@ -21,17 +21,6 @@ if TYPE_CHECKING:
     from mrl.config.schema.algo import LossConfig
 
 LOSS = "loss"
-_EXTREME = (
-    "probs_ratio_{}",
-    "probs_ratio_clamped_{}",
-    "{}_seq_mult_prob_error",
-    "{}_seq_mult_prob_error_after_mask",
-    "advantages/{}",
-    "values_{}",
-)
-MIN_METRICS = tuple(name.format("min") for name in _EXTREME)
-MAX_METRICS = tuple(name.format("max") for name in _EXTREME)
-"""Metrics that rows and ranks combine by minimum or maximum. All others are sums."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +95,7 @@ def policy_loss(
 
     The surrogate of the config (PPO's, CISPO's or REINFORCE's) times the generator's importance weight, plus the KL penalty, plus the
     negative log-likelihood of good rollouts. Losses of all rows of all dp ranks add up to the loss of the batch, and so do metrics, but
-    for `MIN_METRICS` and `MAX_METRICS`. What is outside the mask has no effect, NaN included.
+    for extremes (`mrl.metrics.extreme_of`). What is outside the mask has no effect, NaN included.
 
     Where top-k and top-p truncate the distribution, a logprob of -inf is a token that the trainer's arithmetic rules out and the
     generator's did not: it is masked, and counted in `outside_truncation_fraction`. The KL penalty compares `untruncated_logprobs_T`
@@ -119,10 +108,8 @@ def policy_loss(
         log_ratio_T = segments.spread(segments.mean(log_ratio_T))
     ratio_T = ratio(log_ratio_T, config.max_log_ratio)
     clipped_ratio_T = ratio_T.clamp(1.0 - config.ratio_clip_min, 1.0 + config.ratio_clip_max)
-    is_reinforce = config.disable_ppo_ratio and not config.force_on_policy_ratio
-    objective = cispo if config.use_cispo else reinforce if is_reinforce else clipped_surrogate
-    if config.token_loss is not None:
-        objective = own_loss(config.token_loss)
+    objectives = {"cispo": cispo, "reinforce": reinforce, "ppo": clipped_surrogate}
+    objective = objectives[config.surrogate] if config.token_loss is None else own_loss(config.token_loss)
     token_loss_T, is_clipped_T = objective(tokens, ratio_T, clipped_ratio_T, config)
     drift_T = tokens.old_logprobs_T - tokens.generator_logprobs_T
     importance_T, is_outside_T = importance_weights(drift_T, segments, config)

@@ -20,7 +20,6 @@ import ray
 
 from mrl import spans
 from mrl.cluster.calls import Actors, ask, fetch, start_actor, wait_all
-from mrl.cluster.deadlines import start_deadline
 from mrl.cluster.environment import engine_variables, start_actor_process
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.payload import Packed, PayloadRef, describe, pack, with_transcripts
@@ -32,6 +31,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import split_secrets
 from mrl.envs.endpoints import FILE_NAME, Endpoints, write_endpoints
 from mrl.phases import Phase
+from mrl.plan.deadlines import start_deadline
 from mrl.types import Rollout, RolloutInfo, RolloutRequest
 
 if TYPE_CHECKING:

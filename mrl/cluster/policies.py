@@ -21,7 +21,6 @@ from conversion.families.common import MegatronParallel
 from conversion.files.owners import PATIENCE_S, answer_canary, is_answered, release_canary, retire_canary
 from mrl import env, spans, startup
 from mrl.cluster.calls import Actors, ask, put, start_actor, wait_all
-from mrl.cluster.deadlines import start_deadline, train_deadline
 from mrl.cluster.environment import policy_variables, start_actor_process
 from mrl.cluster.errors import ActorName
 from mrl.cluster.payload import Packed, PayloadRef, pack, pull, pull_arrays, pull_teacher, put_arrays
@@ -32,6 +31,7 @@ from mrl.config.secrets import split_secrets
 from mrl.data.batch import make_batch
 from mrl.data.packing import PackedRow, pack_row
 from mrl.phases import ModelName
+from mrl.plan.deadlines import start_deadline, train_deadline
 from mrl.types import Batch, TrainSequence
 
 if TYPE_CHECKING:

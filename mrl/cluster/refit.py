@@ -26,7 +26,6 @@ from conversion.files.reading import read_file
 from conversion.reshard import ScheduleError
 from conversion.schedule import NUM_BUFFERS, Schedule
 from mrl.cluster.calls import wait_all
-from mrl.cluster.deadlines import start_deadline
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.errors import ActorLost, ActorName, DeadlineExceeded
 from mrl.cluster.policies import PolicyGroup
@@ -34,6 +33,7 @@ from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import until_no_engine_dies
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.schema.run import RunConfig
+from mrl.plan.deadlines import start_deadline
 from mrl.refit.checksum import check_unchanged
 from mrl.refit.exchange import GpuHandles, handles_for
 from mrl.refit.group import GroupAddress

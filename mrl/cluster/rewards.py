@@ -21,7 +21,6 @@ import ray
 from mrl import spans
 from mrl.cluster import hangs
 from mrl.cluster.calls import Actors, ask, fetch, start_actor
-from mrl.cluster.deadlines import start_deadline
 from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import ActorLost, DeadlineExceeded
 from mrl.cluster.payload import Packed, PayloadRef, pack, pull
@@ -35,6 +34,7 @@ from mrl.envs.inspection import Remarks, amend, inspect, rules_of
 from mrl.envs.scorer import Answer, Load, Scorer, build_environment
 from mrl.envs.task import Task
 from mrl.envs.workers import describe_workers, longest_verdict_s, num_workers, usable_cores
+from mrl.plan.deadlines import start_deadline
 from mrl.types import Prompt, Rollout, RolloutInfo, Transcript, Verdict
 
 if TYPE_CHECKING:

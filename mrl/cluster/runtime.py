@@ -28,7 +28,6 @@ from conversion.files.owners import Owner, heartbeat, may_live, this_process
 from mrl import env, startup
 from mrl.cluster import hangs
 from mrl.cluster.calls import ray_thread, wait_all
-from mrl.cluster.deadlines import all_deadlines, start_deadline
 from mrl.cluster.environment import SIGNS
 from mrl.cluster.errors import NoCluster
 from mrl.cluster.lifetime import REAPER_TIMEOUT_S, end_reaper, kill_processes, read_capacity, start_reaper
@@ -37,6 +36,7 @@ from mrl.cluster.scheduling import engine_slots, find_engine_across_nodes, share
 from mrl.cluster.watchdog import start_watchdog
 from mrl.config.schema.run import RunConfig
 from mrl.envs.workers import usable_cores
+from mrl.plan.deadlines import all_deadlines, start_deadline
 from mrl.signals import LISTENER, MARK, shielded
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl import startup
-from mrl.cluster.deadlines import checkpoint_deadline
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.policies import PolicyGroup, Ranks, convert_if_new
 from mrl.cluster.refit import Refit
@@ -22,6 +21,7 @@ from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.envs.endpoints import FILE_NAME
 from mrl.phases import PHASES, ModelName, Phase, role_of
+from mrl.plan.deadlines import checkpoint_deadline
 from mrl.types import TrainSequence
 
 logger = logging.getLogger(__name__)

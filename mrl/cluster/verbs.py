@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from conversion.boxes import Slot
     from conversion.families.common import EngineDtypes
     from mrl.data.packing import PackedRow
-    from mrl.policy.reports import WriteReport
     from mrl.refit.exchange import GpuHandles
     from mrl.refit.group import GroupAddress
     from mrl.refit.inputs import RankPlace, RefitInputs, WorkerRefit
     from mrl.refit.pull import VerifyReport
     from mrl.types import TokenSample
+from conversion.files.manifest import WriteReport
 
 
 class PolicyVerbs(Protocol):

@@ -27,10 +27,10 @@ from conversion.files.limits import within
 from mrl import spans
 from mrl.cluster import hangs
 from mrl.cluster.carrier import local_file
-from mrl.cluster.deadlines import all_deadlines
 from mrl.cluster.hangs import DRIVER, RAY_PROCESSES, STOPPED, UNINTERRUPTIBLE, Finding, Judge, Reading
 from mrl.cluster.lifetime import kill_processes
 from mrl.config.schema.run import RunConfig
+from mrl.plan.deadlines import all_deadlines
 from mrl.signals import LISTENER
 
 logger = logging.getLogger(__name__)

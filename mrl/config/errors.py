@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import NoReturn, TypeVar
 
 from mrl.env import SECRET_NAME
+from mrl.phases import ModelName
 
 Config = TypeVar("Config")
 
@@ -20,6 +21,8 @@ COMMAND_LINE = "command line"
 
 _MENTIONED = re.compile(r"\b[a-z_]+(?:\.\w+)+(?==)")
 _PART = re.compile(r"[^.\[\]]+")
+# Not a part of a path or of another value.
+_KEY_OF_POLICY = re.compile(r"(?<![\w./=-])policy\.")
 
 
 class Unprovided(str):
@@ -137,3 +140,16 @@ def hide(config: Config, faults: Mapping[str, str]) -> Config:
             kind = type(section)
             object.__setattr__(section, "__class__", type(kind.__name__, (kind,), {name: property(read)}))
     return hidden
+
+
+def prefix_of(model: ModelName) -> str:
+    """What messages put in front of a key of a model's section: "policy.", "value.", "teacher.", or which of several teachers it is."""
+    role, _, name = model.partition(":")
+    return f"on_policy_distillation, teacher {name}: " if name else {"critic": "value."}.get(role, f"{role}.")
+
+
+def in_section(text: str, model: ModelName) -> str:
+    """A problem of section `policy` as one of a model's section: it begins with a key of that, and names others of it."""
+    prefix = prefix_of(model)
+    inside = prefix if prefix.endswith(".") else ""
+    return type(text)(_KEY_OF_POLICY.sub(lambda match: inside if match.start() else prefix, text))

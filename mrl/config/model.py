@@ -20,16 +20,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from conversion.families.registry import FAMILIES, family
 from conversion.files.hf_folder import COMPANIONS, files_to_hide, read_config, weight_files
 from conversion.files.hf_weights import check_hf, read_model_config
 from conversion.files.reading import read_json
-from mrl.config.errors import NotKnown, Unprovided, spell, value_at
+from mrl.config.errors import NotKnown, Unprovided, prefix_of, spell, value_at
+from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.ppo import ValueConfig
 from mrl.config.schema.run import RunConfig
-from mrl.config.sections import prefix_of, with_section
 from mrl.phases import ModelName
 
 logger = logging.getLogger(__name__)
@@ -196,28 +196,74 @@ def with_value(section: Section, key: str, value: object) -> Section:
     return changed
 
 
+def with_section(config: RunConfig, model: ModelName, section: PolicyConfig | ValueConfig) -> RunConfig:
+    """A copy of the config in which a model has another section."""
+    changed, name = copy.copy(config), model.partition(":")[2]
+    if isinstance(section, ValueConfig):
+        changed.value = section
+    elif name:
+        changed.further_teachers = {**config.further_teachers, name: section}
+    elif model == "teacher":
+        changed.teacher = section
+    else:
+        changed.policy = section
+    return changed
+
+
+class LatentAttention(NamedTuple):
+    """Ranks and widths of a head of multi-latent attention."""
+
+    query_rank: int
+    kv_rank: int
+    plain: int
+    rotary: int
+    value: int
+
+
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes that parallel layouts must divide, and what routers have. 0 = the model has no such layer."""
+    """What layouts must divide, and memory, operations and caches follow from. 0 = the model has no such layer."""
 
-    model_class: Literal["mamba", "gpt"]
-    num_layers: int
-    num_attention_heads: int
-    num_query_groups: int
-    head_size: int
-    num_mamba_heads: int
-    num_mamba_groups: int
-    num_experts: int
-    ffn_size: int
-    moe_ffn_size: int
-    shared_expert_ffn_size: int
-    latent_expert_size: int
-    has_expert_bias: bool
-    has_dense_mlp: bool
-    max_sequence_length: int
-    num_parameters: int
-    num_mtp_steps: int
+    layers: tuple[str, ...]
+    """Letters of `hybrid_override_pattern`: `*` attention, `-` MLP, `E` experts, `M` Mamba; `*-` or `*E` of a decoder."""
+    hidden: int
+    vocabulary: int
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    ffn: int = 0
+    is_gated: bool = True
+    experts: int = 0
+    topk: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    latent: int = 0
+    """Width in which routed experts work; 0 = hidden."""
+    mamba_heads: int = 0
+    mamba_head_dim: int = 0
+    mamba_groups: int = 0
+    mamba_state: int = 0
+    mla: LatentAttention | None = None
+    model_class: Literal["mamba", "gpt"] = "gpt"
+    has_expert_bias: bool = False
+    max_sequence_length: int = 0
+    num_parameters: int = 0
+    num_mtp_steps: int = 0
     """Of multi-token prediction; 0 without."""
+
+    @property
+    def mamba_inner(self) -> int:
+        return self.mamba_heads * self.mamba_head_dim
+
+    @property
+    def mamba_projection(self) -> int:
+        """Rows of Mamba's in_proj: z, x, B, C and dt."""
+        return 2 * self.mamba_inner + 2 * self.mamba_groups * self.mamba_state + self.mamba_heads
+
+    @property
+    def fc1_factor(self) -> int:
+        """Rows of the first matrix of an MLP in units of its width."""
+        return 2 if self.is_gated else 1
 
 
 def read_model(folder: Path, overrides: Mapping[str, object] = MappingProxyType({})) -> ModelSizes:
@@ -226,9 +272,18 @@ def read_model(folder: Path, overrides: Mapping[str, object] = MappingProxyType(
     Raises:
         ValueError: config.json is missing, unreadable, incomplete, or of a model that cannot be trained. Says the way out, not the key.
     """
-    path = folder / "config.json"
+    hf_config = read_hf_config(folder, overrides)
+    if not family(hf_config).can_train:
+        trained = sorted(model_type for model_type, known in FAMILIES.items() if known.can_train)
+        given = f"model_type={hf_config['model_type']!r}"
+        raise ValueError(f"config.json: {given} can be converted, but not trained; give a model of one of {trained}")
+    return sizes_of(hf_config)
+
+
+def read_hf_config(folder: Path, overrides: Mapping[str, object]) -> dict[str, object]:
+    """The contents of a folder's config.json with `overrides`; ValueError says the way out, not the key."""
     try:
-        hf_config = read_json(path)
+        hf_config = read_json(folder / "config.json")
     except (OSError, ValueError) as error:
         way_out = (
             "`python -m mrl.prepare tiny` makes it" if is_prepared(str(folder)) else "give the folder of a Hugging Face model, or its id"
@@ -236,43 +291,46 @@ def read_model(folder: Path, overrides: Mapping[str, object] = MappingProxyType(
         raise ValueError(f"no readable config.json in this folder ({type(error).__name__}); {way_out}") from error
     if not isinstance(hf_config, dict):
         raise ValueError("config.json is not a mapping; give the folder of a Hugging Face model")
-    hf_config = overridden_config(hf_config, overrides)
+    return overridden_config(hf_config, overrides)
+
+
+def sizes_of(hf_config: Mapping[str, object]) -> ModelSizes:
+    """Sizes of the model of a config.json."""
     found = family(hf_config)
-    if not found.can_train:
-        trained = sorted(model_type for model_type, known in FAMILIES.items() if known.can_train)
-        given = f"model_type={hf_config['model_type']!r}"
-        raise ValueError(f"config.json: {given} can be converted, but not trained; give a model of one of {trained}")
-    arguments, canonical = found.megatron_arguments(hf_config), found.canonical(hf_config)
-    transformer = arguments["transformer"]
-    pattern, frequencies = arguments["model"].get("hybrid_override_pattern"), transformer.get("moe_layer_freq")
-    has_dense_mlp = 0 in frequencies if isinstance(frequencies, list) else "num_moe_experts" not in transformer
-    if isinstance(pattern, str):
-        has_dense_mlp = "-" in pattern
-    # Mixtures of experts alone may state a width that no layer has.
-    has_mlp = any(name.endswith("up_proj.weight") and "expert" not in name for name in canonical)
+    arguments = found.megatron_arguments(hf_config)
+    given = arguments["transformer"] | arguments["model"]
 
     def size(name: str) -> int:
-        value = (transformer | arguments["model"]).get(name, 0)
-        assert isinstance(value, int), name
-        return value
+        return int(str(given.get(name) or 0))
 
+    pattern, with_experts = given.get("hybrid_override_pattern"), set(found.expert_layers(hf_config))
+    layers = tuple(str(pattern)) if pattern else tuple("*E" if index in with_experts else "*-" for index in range(size("num_layers")))
+    kinds = set("".join(layers))
+    mla = [size(name) for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")]
     return ModelSizes(
+        layers=layers,
+        hidden=size("hidden_size"),
+        vocabulary=size("vocab_size"),
+        heads=size("num_attention_heads"),
+        kv_heads=size("num_query_groups"),
+        head_dim=size("kv_channels") if "*" in kinds else 0,
+        # Mixtures of experts alone may state a width that no layer has.
+        ffn=size("ffn_hidden_size") if "-" in kinds else 0,
+        is_gated=bool(given["gated_linear_unit"]),
+        experts=size("num_moe_experts"),
+        topk=size("moe_router_topk"),
+        expert_ffn=size("moe_ffn_hidden_size"),
+        shared_ffn=size("moe_shared_expert_intermediate_size"),
+        latent=size("moe_latent_size"),
+        mamba_heads=size("mamba_num_heads") if "M" in kinds else 0,
+        mamba_head_dim=size("mamba_head_dim"),
+        mamba_groups=size("mamba_num_groups"),
+        mamba_state=size("mamba_state_dim"),
+        mla=LatentAttention(*mla) if given.get("multi_latent_attention") else None,
         model_class=found.model_class,
-        num_layers=size("num_layers"),
-        num_attention_heads=size("num_attention_heads"),
-        num_query_groups=size("num_query_groups"),
-        head_size=size("kv_channels") if any("q_proj" in name for name in canonical) else 0,
-        num_mamba_heads=size("mamba_num_heads"),
-        num_mamba_groups=size("mamba_num_groups"),
-        num_experts=size("num_moe_experts"),
-        ffn_size=size("ffn_hidden_size") if has_mlp else 0,
-        moe_ffn_size=size("moe_ffn_hidden_size"),
-        shared_expert_ffn_size=size("moe_shared_expert_intermediate_size"),
-        latent_expert_size=size("moe_latent_size"),
-        has_expert_bias=bool(transformer.get("moe_router_enable_expert_bias", False)),
-        has_dense_mlp=has_dense_mlp,
+        has_expert_bias=bool(given.get("moe_router_enable_expert_bias", False)),
         max_sequence_length=size("max_sequence_length"),
-        num_parameters=sum(math.prod(shape) for shape in canonical.values()),
+        num_parameters=sum(math.prod(shape) for shape in found.canonical(hf_config).values()),
         num_mtp_steps=int(str(hf_config.get("num_nextn_predict_layers") or 0)) if found.mtp(hf_config) else 0,
     )
 

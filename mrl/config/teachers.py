@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from omegaconf.errors import MissingMandatoryValue
 
-from mrl.config.errors import COMMAND_LINE, NotKnown
+from mrl.config.errors import COMMAND_LINE, NotKnown, in_section, prefix_of
 from mrl.config.files import Key, Setting, Settings, describe, flatten, split_key
 from mrl.config.schema.run import RunConfig
-from mrl.config.sections import in_section, prefix_of
 from mrl.config.values import Tree, Unresolved
 from mrl.phases import ModelName
 

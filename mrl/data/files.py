@@ -13,7 +13,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from conversion.files.reading import name_inside, read_json
-from mrl.config.datasets import known_dataset
+from mrl.config.schema.data import known_dataset
 from mrl.data.records import SUFFIXES
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mrl.config.datasets import GYM_PROCESSOR, known_dataset
 from mrl.config.rules.data import NEMO_GYM, environment_names, environment_of_agent
+from mrl.config.schema.data import GYM_PROCESSOR, known_dataset
+from mrl.config.schema.env import NEED_ANSWER
 from mrl.config.texts import safe_text
 from mrl.data.chat import load_chat_format, most_tokens, render, tokenize, tokenizer_of, with_prompts
 from mrl.data.fields import Fields, RowError, first_key
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from mrl.config.schema.run import RunConfig
 
 logger = logging.getLogger(__name__)
-
-NEED_ANSWER = ("math", "mcqa")
-"""Environments that compare with an answer: every row must have one."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 from conversion.files.durable import write_atomic
-from mrl.config.datasets import PROCESSORS
 from mrl.config.own import find
+from mrl.config.schema.data import PROCESSORS
 from mrl.config.texts import safe_text
 from mrl.data.fields import Fields, RowError, json_object
 from mrl.data.order import epoch_order

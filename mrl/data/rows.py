@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from mrl.config.datasets import GYM_PROCESSOR
+from mrl.config.schema.data import GYM_PROCESSOR
 from mrl.data.fields import (
     Fields,
     Message,

@@ -12,8 +12,8 @@ from mrl.config.model import is_downloaded, read_model, with_cached_folders
 from mrl.config.rules.checks import checkpoint_demand, existing_parent, find_problems
 from mrl.config.schema.run import RunConfig
 from mrl.doctor.findings import Finding, has_problem
+from mrl.doctor.model_files import check_model
 from mrl.doctor.probe import HostFacts, read_disk
-from mrl.recipes.verify import check_model
 
 
 def check_inputs(config: RunConfig) -> list[Finding]:

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from mrl import env
 from mrl.cluster.lifetime import Capacity, read_capacity
+from mrl.doctor.findings import normalise
 from mrl.doctor.gpus import PACKAGE, PROBE_TIMEOUT_S, Gpus, read_gpus, run_python
-from mrl.doctor.software import normalise
 from mrl.envs import code, confine
 
 GIB = 2**30

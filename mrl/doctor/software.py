@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mrl
-from mrl.doctor.findings import Finding, some
+from mrl.doctor.findings import Finding, normalise, some
 
 if TYPE_CHECKING:
     from mrl.doctor.probe import HostFacts
@@ -75,11 +75,6 @@ def split_requirement(text: str) -> tuple[str, str]:
     found = re.match(r"\s*([\w.-]+?)\s*(?:\[[^]]*\])?\s*((?:[<>=!].*)?)$", text.partition(";")[0].strip())
     assert found is not None, text
     return normalise(found[1]), found[2]
-
-
-def normalise(name: str) -> str:
-    """A distribution's name as indexes compare it (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def is_in_range(version: str, wanted: str) -> bool:

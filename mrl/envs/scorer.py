@@ -15,11 +15,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from mrl.envs import code, instruction_following, mcqa, own, structured_outputs, workplace_assistant
-from mrl.envs import math as mathematics
+from mrl.config.schema.env import BUILT_IN
+from mrl.envs import own
 from mrl.envs.confine import landlock_abi
 from mrl.envs.pool import Feed, RewardPool
 from mrl.envs.scratch import remove_abandoned
@@ -32,14 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ENVIRONMENTS: Mapping[str, Callable[[EnvConfig], Environment]] = {
-    "math": mathematics.environment,
-    "mcqa": mcqa.environment,
-    "code": code.environment,
-    "instruction_following": instruction_following.environment,
-    "structured_outputs": structured_outputs.environment,
-    "workplace_assistant": workplace_assistant.environment,
-}
+ENVIRONMENTS: Mapping[str, Callable[[EnvConfig], Environment]] = {name: import_module(f"mrl.envs.{name}").environment for name in BUILT_IN}
 """The built-in environments; each module declares its own."""
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mrl.algo.critic import explained_variance
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.data.batch import make_batches
-from mrl.store.summary import metrics_of_updates
+from mrl.metrics import metrics_of_updates
 
 if TYPE_CHECKING:
     from mrl.cluster.payload import PayloadRef

@@ -17,12 +17,12 @@ from mrl.config.model import (
     overridden_folder,
     with_cached_folders,
     with_local_folders,
+    with_section,
     with_value,
 )
-from mrl.config.rules.checks import check_config, find_problems
+from mrl.config.rules.checks import find_problems
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import RunConfig
-from mrl.config.sections import with_section
 from mrl.plan.hardware import local_gpu
 from mrl.plan.plan import prediction
 
@@ -35,11 +35,12 @@ def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
     A run that trains on GPUs says what memory it is predicted to need, and is refused if that cannot fit.
     """
     problems = find_problems(with_cached_folders(config))
-    if any(not isinstance(problem, Unprovided) for problem in problems):
-        # Report problems of the config itself before asking the network for the rest.
+    if problems and all(isinstance(problem, Unprovided) for problem in problems):
+        # Nothing is wrong with the config itself: ask the network for what is missing.
+        problems = find_problems(with_local_folders(config))
+    if problems:
         raise ConfigError(problems)
     local = with_local_folders(config)
-    check_config(local)
     if trains and local.cluster.gpus_per_node:
         logger.info("%s", prediction(local, local_gpu()))
     # Downloads models of the Hub once nothing else is wrong.

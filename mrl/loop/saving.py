@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from mrl.cluster.deadlines import checkpoint_deadline
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
+from mrl.plan.deadlines import checkpoint_deadline
 from mrl.store.checkpoints import Checkpoint
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState

@@ -13,14 +13,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from conversion.files.durable import write_atomic
 from mrl.config.errors import ConfigError
 from mrl.config.files import find_config
 from mrl.config.load import read_run
 from mrl.config.secrets import run_entry, start_logging
 from mrl.plan.hardware import GPUS
-from mrl.plan.page import write_page
 from mrl.plan.plan import (
     NUM_BEST,
+    Plan,
     as_data,
     describe,
     describe_candidates,
@@ -31,6 +32,8 @@ from mrl.plan.plan import (
     with_config_json,
 )
 from mrl.plan.rows import describe_longest
+from mrl.plan.search import Found
+from mrl.view.page import HERE, page
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +98,15 @@ def _plan(name: str, overrides: Sequence[str], options: argparse.Namespace, secr
     if options.html:
         write_page(options.html, plan, found)
     return 2 if plan.misfit else 0
+
+
+SCRIPTS = (HERE / "uplot.js", HERE / "page.js", Path(__file__).with_name("plan.js"), HERE / "start.js")
+
+
+def write_page(path: Path, plan: Plan, found: Found | None) -> None:
+    """Writes the page, and replaces an older one at once."""
+    title = f"Plan of {plan.config.num_slots} {plan.gpu.name}"
+    write_atomic(path, page([{"name": title, "lines": describe(plan), **as_data(plan, found)}], scripts=SCRIPTS))
 
 
 if __name__ == "__main__":

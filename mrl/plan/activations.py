@@ -9,57 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mrl.config.model import ModelSizes
+
 BF16, FP32 = 2, 4
-
-
-@dataclass(frozen=True)
-class LatentAttention:
-    """Ranks and widths of a head of multi-latent attention."""
-
-    query_rank: int
-    kv_rank: int
-    plain: int
-    rotary: int
-    value: int
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a model that activations, FLOPs and caches follow from. 0 = the model has no such layer."""
-
-    layers: tuple[str, ...]
-    hidden: int
-    vocabulary: int
-    heads: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    ffn: int = 0
-    is_gated: bool = True
-    experts: int = 0
-    topk: int = 0
-    expert_ffn: int = 0
-    shared_ffn: int = 0
-    latent: int = 0
-    """Width in which routed experts work; 0 = hidden."""
-    mamba_heads: int = 0
-    mamba_head_dim: int = 0
-    mamba_groups: int = 0
-    mamba_state: int = 0
-    mla: LatentAttention | None = None
-
-    @property
-    def mamba_inner(self) -> int:
-        return self.mamba_heads * self.mamba_head_dim
-
-    @property
-    def mamba_projection(self) -> int:
-        """Rows of Mamba's in_proj: z, x, B, C and dt."""
-        return 2 * self.mamba_inner + 2 * self.mamba_groups * self.mamba_state + self.mamba_heads
-
-    @property
-    def fc1_factor(self) -> int:
-        """Rows of the first matrix of an MLP in units of its width."""
-        return 2 if self.is_gated else 1
 
 
 @dataclass(frozen=True)
@@ -101,7 +53,7 @@ RECOMPUTED = {
 }
 
 
-def part_bytes(shape: Shape, letter: str, row: Row) -> dict[str, float]:
+def part_bytes(shape: ModelSizes, letter: str, row: Row) -> dict[str, float]:
     """Bytes of every tensor that a part of a layer keeps, by name, if nothing is recomputed."""
     stream = BF16 * row.sharded_tokens * shape.hidden
     tensors = {"input": stream, "norm": stream} | {"*": _attention, "-": _mlp, "E": _experts, "M": _mamba}[letter](shape, row)
@@ -110,7 +62,7 @@ def part_bytes(shape: Shape, letter: str, row: Row) -> dict[str, float]:
     return tensors
 
 
-def kept_bytes(shape: Shape, layer: str, row: Row) -> float:
+def kept_bytes(shape: ModelSizes, layer: str, row: Row) -> float:
     """Bytes that a layer keeps between its forward and its backward pass."""
     if "full" in row.recompute:
         return BF16 * row.sharded_tokens * shape.hidden
@@ -118,7 +70,7 @@ def kept_bytes(shape: Shape, layer: str, row: Row) -> float:
     return sum(size for letter in layer for name, size in part_bytes(shape, letter, row).items() if f"{letter}.{name}" not in left_out)
 
 
-def backward_bytes(shape: Shape, layer: str, row: Row) -> float:
+def backward_bytes(shape: ModelSizes, layer: str, row: Row) -> float:
     """What the backward pass of a layer needs above what is kept: what is computed or fetched again, gradients of its widest part."""
     parts = [part_bytes(shape, letter, row) for letter in layer]
     again = sum(sum(tensors.values()) for tensors in parts) - kept_bytes(shape, layer, row)
@@ -129,7 +81,7 @@ def backward_bytes(shape: Shape, layer: str, row: Row) -> float:
 _WIDE = ("scores", "qkv", "fc1", "activation", "dispatched", "in_proj", "scan")
 
 
-def _attention(shape: Shape, row: Row) -> dict[str, float]:
+def _attention(shape: ModelSizes, row: Row) -> dict[str, float]:
     heads, mla = shape.heads / row.tp, shape.mla
     tensors: dict[str, float] = {"softmax": FP32 * row.tokens * heads}
     if row.scores_length:
@@ -147,12 +99,12 @@ def _attention(shape: Shape, row: Row) -> dict[str, float]:
     }
 
 
-def _mlp(shape: Shape, row: Row) -> dict[str, float]:
+def _mlp(shape: ModelSizes, row: Row) -> dict[str, float]:
     width = BF16 * row.tokens * shape.ffn / row.tp
     return {"fc1": width * shape.fc1_factor, "activation": width}
 
 
-def _experts(shape: Shape, row: Row) -> dict[str, float]:
+def _experts(shape: ModelSizes, row: Row) -> dict[str, float]:
     received = row.sharded_tokens * shape.topk * row.etp * row.imbalance
     width, shared = BF16 * received * shape.expert_ffn / row.etp, BF16 * row.tokens * shape.shared_ffn / row.tp
     return {
@@ -165,6 +117,6 @@ def _experts(shape: Shape, row: Row) -> dict[str, float]:
     }
 
 
-def _mamba(shape: Shape, row: Row) -> dict[str, float]:
+def _mamba(shape: ModelSizes, row: Row) -> dict[str, float]:
     inner = BF16 * row.tokens * shape.mamba_inner / row.tp
     return {"in_proj": BF16 * row.tokens * shape.mamba_projection / row.tp, "scan": 2 * inner}

@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mrl.plan.activations import BF16, FP32, Shape
+from mrl.config.model import ModelSizes
+from mrl.plan.activations import BF16, FP32
 
 # Tokens of a block of the KV cache that vLLM's attention kernels take on a GPU.
 KERNEL_BLOCK = 16
@@ -40,12 +41,12 @@ class CacheLayout:
         return int(cache_bytes // self.block_bytes) / self.blocks_of(tokens)
 
 
-def token_bytes(shape: Shape, tp: int, element_bytes: int = BF16) -> int:
+def token_bytes(shape: ModelSizes, tp: int, element_bytes: int = BF16) -> int:
     """Keys and values of one token in one attention layer on a worker; several workers hold a key head that they share."""
     return 2 * max(1, shape.kv_heads // tp) * shape.head_dim * element_bytes
 
 
-def state_bytes(shape: Shape, tp: int, element_bytes: int = BF16, ssm_bytes: int = BF16, num_proposed: int = 0) -> int:
+def state_bytes(shape: ModelSizes, tp: int, element_bytes: int = BF16, ssm_bytes: int = BF16, num_proposed: int = 0) -> int:
     """State of one sequence in one Mamba layer on a worker: the end of the convolution's input, with proposed tokens', and the scan's."""
     # A single group is copied to every worker.
     groups = shape.mamba_groups if shape.mamba_groups == 1 else shape.mamba_groups // tp
@@ -55,7 +56,7 @@ def state_bytes(shape: Shape, tp: int, element_bytes: int = BF16, ssm_bytes: int
 
 
 def cache_layout(
-    shape: Shape,
+    shape: ModelSizes,
     tp: int,
     *,
     element_bytes: int = BF16,
@@ -85,7 +86,7 @@ def cache_layout(
     return CacheLayout(block, block * per_token * group, math.ceil(attention / group), math.ceil(mamba / group), states)
 
 
-def forward_bytes(shape: Shape, tp: int, *, batched_tokens: int) -> float:
+def forward_bytes(shape: ModelSizes, tp: int, *, batched_tokens: int) -> float:
     """What a forward pass of `batched_tokens` takes beside weights and cache."""
     widths = [shape.ffn * (shape.fc1_factor + 1) / tp]
     if shape.experts:
@@ -95,6 +96,6 @@ def forward_bytes(shape: Shape, tp: int, *, batched_tokens: int) -> float:
     return BF16 * batched_tokens * (4 * shape.hidden + max(widths))
 
 
-def sampler_bytes(shape: Shape, num_rows: int) -> float:
+def sampler_bytes(shape: ModelSizes, num_rows: int) -> float:
     """Logits of tokens that are drawn or checked at once, their copy in float32, and the sorted one of the sampler."""
     return 3.0 * FP32 * num_rows * shape.vocabulary

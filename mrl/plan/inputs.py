@@ -12,70 +12,16 @@ from types import MappingProxyType
 from conversion.boxes import DTYPE_BYTES
 from conversion.families.common import VllmParallel
 from conversion.families.registry import family
-from conversion.files.reading import read_json
-from mrl.config.model import cached_folder, is_hub_id, overridden_config
+from mrl.config.errors import prefix_of
+from mrl.config.model import model_folder, read_hf_config, sizes_of
 from mrl.config.schema.run import RunConfig
-from mrl.config.sections import prefix_of
 from mrl.data.planning import cost_of_model
 from mrl.phases import ModelName
-from mrl.plan.activations import BF16, FP32, LatentAttention, Row, Shape
+from mrl.plan.activations import BF16, FP32, Row
 from mrl.plan.states import ModelElements, StateRules
 
 IMBALANCE = 1.3
 """Tokens of the busiest rank's experts over the mean, with natural routing: fitted on runs of docs/plan.md."""
-
-
-def hub_folder(name: str) -> Path:
-    """A folder with the config.json of a model: `name` itself, or for an id of the Hub its cache, into which this file alone is fetched.
-
-    Raises:
-        ValueError: it cannot be had.
-    """
-    if not is_hub_id(name):
-        return Path(name)
-    if (cached := cached_folder(name, with_weights=False)) is not None:
-        return cached
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(name, "config.json")).parent
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(f"policy.model_name={name}: its config.json is not in the local cache, nor to be had: {error}") from error
-
-
-def shape_of(hf_config: Mapping[str, object]) -> Shape:
-    """Sizes of a config.json."""
-    found = family(hf_config)
-    arguments = found.megatron_arguments(hf_config)
-    given = arguments["transformer"] | arguments["model"]
-
-    def size(name: str) -> int:
-        return int(str(given.get(name) or 0))
-
-    pattern, with_experts = given.get("hybrid_override_pattern"), set(found.expert_layers(hf_config))
-    layers = tuple(str(pattern)) if pattern else tuple("*E" if index in with_experts else "*-" for index in range(size("num_layers")))
-    mla = [size(name) for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")]
-    return Shape(
-        layers=layers,
-        hidden=size("hidden_size"),
-        vocabulary=size("vocab_size"),
-        heads=size("num_attention_heads"),
-        kv_heads=size("num_query_groups"),
-        head_dim=size("kv_channels"),
-        ffn=size("ffn_hidden_size"),
-        is_gated=bool(given["gated_linear_unit"]),
-        experts=size("num_moe_experts"),
-        topk=size("moe_router_topk"),
-        expert_ffn=size("moe_ffn_hidden_size"),
-        shared_ffn=size("moe_shared_expert_intermediate_size"),
-        latent=size("moe_latent_size"),
-        mamba_heads=size("mamba_num_heads") if "M" in layers else 0,
-        mamba_head_dim=size("mamba_head_dim"),
-        mamba_groups=size("mamba_num_groups"),
-        mamba_state=size("mamba_state_dim"),
-        mla=LatentAttention(*mla) if given.get("multi_latent_attention") else None,
-    )
 
 
 class Model:
@@ -89,13 +35,13 @@ class Model:
         """That holds its weights; None if that is not known."""
         self.beside = beside
         self.family = family(hf_config)
-        self.shape = shape_of(hf_config)
+        self.shape = sizes_of(hf_config)
         self.mtp_pattern = str(self.family.megatron_arguments(hf_config).get("mtp", {}).get("pattern", ""))
         """A letter for each layer of a step of multi-token prediction."""
         self.elements = ModelElements(self.family.model(hf_config, None))
         self.cost = cache(partial(cost_of_model, hf_config))
         """Cost of a sequence, given how many steps of multi-token prediction learn with the model; none unless told."""
-        self.num_parameters = sum(math.prod(shape) for shape in self.family.canonical(hf_config).values())
+        self.num_parameters = self.shape.num_parameters
         self.engine_bytes = cache(self._engine_bytes)
 
     @property
@@ -116,17 +62,11 @@ def read_model(config: RunConfig) -> Model:
 
 def _read(config: RunConfig, model: ModelName, beside: Mapping[ModelName, Model] = MappingProxyType({})) -> Model:
     section = config.of_model(model).policy
-    name = section.model_name
     try:
-        folder = hub_folder(name).resolve()
-        found = read_json(folder / "config.json")
-    except OSError as error:
-        raise ValueError(
-            f"{prefix_of(model)}model_name={name}: no readable config.json; give a folder that has one, or an id of the Hub"
-        ) from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{prefix_of(model)}model_name={name}: config.json is not a mapping; give the folder of a Hugging Face model")
-    return Model(overridden_config(found, section.hf_config_overrides), beside, folder)
+        folder = model_folder(section.model_name, with_weights=False).resolve()
+        return Model(read_hf_config(folder, section.hf_config_overrides), beside, folder)
+    except ValueError as error:
+        raise ValueError(f"{prefix_of(model)}model_name={section.model_name}: {error}") from error
 
 
 def row_of(config: RunConfig, *, is_training: bool, imbalance: float = IMBALANCE) -> Row:

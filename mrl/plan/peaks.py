@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mrl.plan.activations import BF16, FP32, Row, Shape, backward_bytes, kept_bytes
+from mrl.config.model import ModelSizes
+from mrl.plan.activations import BF16, FP32, Row, backward_bytes, kept_bytes
 from mrl.plan.states import States
 
 # Bytes of each logit at the worst moment: of a whole row in bfloat16 and float32; of chunks as docs/performance.md measures.
@@ -42,14 +43,14 @@ def microbatches_in_flight(pp_rank: int, pp: int, vpp: int, num_microbatches: in
     return counts
 
 
-def activation_bytes(shape: Shape, stage: Stage, row: Row) -> float:
+def activation_bytes(shape: ModelSizes, stage: Stage, row: Row) -> float:
     """Kept by all microbatches in flight."""
     ends = 2 * BF16 * row.sharded_tokens * shape.hidden * (1 + stage.extra_outputs) if stage.is_last else 0.0
     kinds = [(layer, number * count) for layers, count in stage.chunks for layer, number in Counter(layers).items()]
     return ends + sum(number * kept_bytes(shape, layer, row) for layer, number in kinds)
 
 
-def logits_bytes(shape: Shape, stage: Stage, row: Row, logit_bytes: int = WHOLE_LOGIT, chunk_tokens: int | None = None) -> float:
+def logits_bytes(shape: ModelSizes, stage: Stage, row: Row, logit_bytes: int = WHOLE_LOGIT, chunk_tokens: int | None = None) -> float:
     """Of the output layer of the last stage at its worst moment."""
     if not stage.is_last:
         return 0.0
@@ -60,7 +61,7 @@ def logits_bytes(shape: Shape, stage: Stage, row: Row, logit_bytes: int = WHOLE_
     return (logit_bytes + BF16 * stage.extra_outputs) * row.tokens * columns
 
 
-def persistent_bytes(shape: Shape, stage: Stage, row: Row, *, pp: int, workspaces: float) -> float:
+def persistent_bytes(shape: ModelSizes, stage: Stage, row: Row, *, pp: int, workspaces: float) -> float:
     """What stays allocated between steps beside the states: workspaces, tensors at stage borders, the output layer's gathered input."""
     stream = BF16 * row.sharded_tokens * shape.hidden
     borders = 2 * len(stage.chunks) * stream if pp > 1 else 0.0
@@ -68,7 +69,7 @@ def persistent_bytes(shape: Shape, stage: Stage, row: Row, *, pp: int, workspace
     return workspaces + borders + gathered
 
 
-def train_peak(states: States, shape: Shape, stage: Stage, row: Row, *, logits: float, persistent: float) -> dict[str, float]:
+def train_peak(states: States, shape: ModelSizes, stage: Stage, row: Row, *, logits: float, persistent: float) -> dict[str, float]:
     """Bytes of the worst moment of a step: the logits of the last microbatch, the backward pass of the widest layer, or the update."""
     activations = activation_bytes(shape, stage, row)
     backward = max((backward_bytes(shape, layer, row) for layers, _ in stage.chunks for layer in set(layers)), default=0.0)

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 
 from conversion.schedule import Link
 from mrl.config.errors import Unprovided
-from mrl.config.model import read_model as read_sizes
-from mrl.config.model import with_value
+from mrl.config.model import model_folder, with_value
 from mrl.config.rules.checks import find_problems
 from mrl.config.schema.run import RunConfig
 from mrl.phases import Phase
 from mrl.plan.hardware import GIB, GPUS, Gpu
-from mrl.plan.inputs import IMBALANCE, Model, hub_folder, read_model
+from mrl.plan.inputs import IMBALANCE, Model, read_model
 from mrl.plan.memory import (
     EngineMemory,
     Parts,
@@ -64,7 +62,7 @@ def mean_tokens_of(config: RunConfig, given: float | None) -> float:
 
 def with_config_json(config: RunConfig) -> RunConfig:
     """The config with a folder that holds the model's config.json in place of an id of the Hub."""
-    return with_value(config, "policy.model_name", str(hub_folder(config.policy.model_name)))
+    return with_value(config, "policy.model_name", str(model_folder(config.policy.model_name, with_weights=False)))
 
 
 def problems_of(config: RunConfig) -> list[str]:
@@ -86,8 +84,7 @@ def make_plan(config: RunConfig, gpu: Gpu, *, mean_tokens: float | None = None) 
 
 def search_layouts(config: RunConfig, gpu: Gpu, refit: Refit | None, *, mean_tokens: float | None = None) -> Found:
     """All layouts of a run on its GPUs."""
-    sizes, model = read_sizes(Path(config.policy.model_name), config.policy.hf_config_overrides), read_model(config)
-    return search(config, sizes, model, gpu, refit, mean_tokens=mean_tokens_of(config, mean_tokens))
+    return search(config, read_model(config), gpu, refit, mean_tokens=mean_tokens_of(config, mean_tokens))
 
 
 def prediction(config: RunConfig, gpu: Gpu | None) -> str:

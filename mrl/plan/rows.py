@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from mrl.config.model import with_section
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.ppo import ValueConfig
 from mrl.config.schema.run import RunConfig
-from mrl.config.sections import with_section
 from mrl.phases import WORKERS, Phase
 from mrl.plan.hardware import Gpu
 from mrl.plan.inputs import Model

@@ -69,18 +69,18 @@ def worst_rank(config: RunConfig, model: Model, gpu: Gpu) -> tuple[RankMemory, s
     return worst, f"phase {worst.peak_phase} does not fit" if worst.peak > gpu.memory else None
 
 
-def search(config: RunConfig, sizes: ModelSizes, model: Model, gpu: Gpu, refit: Refit | None, *, mean_tokens: float) -> Found:
+def search(config: RunConfig, model: Model, gpu: Gpu, refit: Refit | None, *, mean_tokens: float) -> Found:
     """Every layout of the trainer, each with the fastest engines beside which it fits.
 
     `refit` stands for those of all layouts: a schedule for each would take minutes.
     """
     refused: Counter[str] = Counter()
     best: list[Candidate] = []
-    engines = list(_legal_engines(config, sizes, refused))
+    engines = list(_legal_engines(config, model.shape, refused))
     times = [_times(_applied(config, values), model, gpu, refit, mean_tokens).total.high for values in engines]
     engines = [values for _, values in sorted(zip(times, engines, strict=True), key=lambda pair: pair[0])]
-    for layout_values in _trainers(config, sizes, refused):
-        if problem := _illegal(_applied(config, layout_values), sizes, _MEGATRON):
+    for layout_values in _trainers(config, model.shape, refused):
+        if problem := _illegal(_applied(config, layout_values), model.shape, _MEGATRON):
             refused[problem] += 1
         elif isinstance(found := _lightest(config, layout_values, engines, model, gpu, refit, mean_tokens), Candidate):
             best.append(found)
@@ -127,7 +127,7 @@ def _legal_engines(config: RunConfig, sizes: ModelSizes, refused: Counter[str]) 
         yield {}
         return
     for tp in _divisors(config.cluster.slots_per_node):
-        for ep in sorted({1, tp}) if sizes.num_experts else (1,):
+        for ep in sorted({1, tp}) if sizes.experts else (1,):
             values: dict[str, object] = {"engine tp": tp, "engine ep": ep}
             if problem := _illegal(_applied(config, values), sizes, _ENGINE):
                 refused[problem] += 1
@@ -138,18 +138,18 @@ def _legal_engines(config: RunConfig, sizes: ModelSizes, refused: Counter[str]) 
 def _trainers(config: RunConfig, sizes: ModelSizes, refused: Counter[str]) -> Iterator[dict[str, object]]:
     """Layouts that divide the number of GPUs, with tensor-parallel ranks within a node, where Megatron wants them."""
     ranks = config.num_policy_ranks
-    whole, experts = _divisors(ranks), sizes.num_experts or 1
+    whole, experts = _divisors(ranks), sizes.experts or 1
     eps = [size for size in whole if experts % size == 0]
     tps = [size for size in whole if size <= config.cluster.slots_per_node]
     for tp, pp, cp, ep in itertools.product(tps, whole, whole, eps):
-        for etp in _divisors(tp) if sizes.num_experts else (1,):
+        for etp in _divisors(tp) if sizes.experts else (1,):
             if ranks % (tp * pp * cp):
                 refused[f"{ranks} GPUs are no multiple of tp x pp x cp"] += 1
             elif ranks % (ep * etp * pp):
                 refused[f"{ranks} GPUs are no multiple of ep x etp x pp"] += 1
             else:
                 has_chunks = sizes.model_class == "gpt" and pp > 1
-                chunks = [size for size in _divisors(sizes.num_layers // pp) if 1 < size <= MOST_CHUNKS] if has_chunks else []
+                chunks = [size for size in _divisors(len(sizes.layers) // pp) if 1 < size <= MOST_CHUNKS] if has_chunks else []
                 for vpp in (None, *chunks):
                     yield {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "vpp": vpp}
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mrl.config.model import ModelSizes
 from mrl.config.schema.run import RunConfig
 from mrl.data.planning import SequenceCost
 from mrl.phases import role_of
-from mrl.plan.activations import BF16, Shape
+from mrl.plan.activations import BF16
 from mrl.plan.engine import token_bytes
 from mrl.plan.hardware import Gpu
 from mrl.plan.inputs import Model, num_microbatches
@@ -86,14 +87,14 @@ def forward_operations(cost: SequenceCost, tokens: float, length: float) -> floa
     return tokens * (cost.per_token + cost.per_token_squared * length + cost.scan_per_token)
 
 
-def train_seconds(shape: Shape, cost: SequenceCost, gpu: Gpu, *, tokens: float, length: float, gpus: int, passes: float) -> Range:
+def train_seconds(shape: ModelSizes, cost: SequenceCost, gpu: Gpu, *, tokens: float, length: float, gpus: int, passes: float) -> Range:
     """Time of so many forward passes' worth of operations on the GPUs of a policy."""
     shares = EXPERT_PRODUCTS if shape.experts else DENSE_PRODUCTS
     return seconds(passes * forward_operations(cost, tokens, length) / gpus, gpu.peak, shares)
 
 
 def decode_seconds(
-    shape: Shape, gpu: Gpu, engine: EngineMemory, *, tp: int, rollouts: float, at_once: float, mean: float, longest: float
+    shape: ModelSizes, gpu: Gpu, engine: EngineMemory, *, tp: int, rollouts: float, at_once: float, mean: float, longest: float
 ) -> Range:
     """Time in which an engine samples its rollouts: full until the last ones start, then the tail of the longest."""
     letters = "".join(shape.layers)

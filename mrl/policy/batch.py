@@ -17,11 +17,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mrl.algo.critic import ValuedRow, gae_of_rows
-from mrl.algo.losses import MAX_METRICS, MIN_METRICS, BatchSize
+from mrl.algo.losses import BatchSize
 from mrl.algo.token_advantages import error_metrics, finish_error_metrics, kl_penalty, sequence_errors, teacher_gap, token_advantages
 from mrl.config.schema.algo import GrpoConfig, LossConfig, OnPolicyDistillationConfig
 from mrl.config.schema.ppo import GaeConfig
 from mrl.data.packing import PackedRow, as_row, by_sequence, regroup
+from mrl.metrics import extreme_of
 from mrl.policy.packed import join, local_positions
 
 
@@ -193,15 +194,13 @@ def share_from_last_stage(values: list) -> None:
 
 
 def combine(row_metrics: list[dict[str, Tensor]], group: dist.ProcessGroup) -> dict[str, float]:
-    """Sums, or by `MIN_METRICS` and `MAX_METRICS` extremes, of scalars over all rows of all ranks of a group. Collective over the group."""
+    """Sums, or by `extreme_of` extremes, of scalars over all rows of all ranks of a group. Collective over the group."""
     metrics: dict[str, float] = {}
     names = sorted(row_metrics[0])
     values = torch.stack([torch.stack([row[name].double() for name in names]) for row in row_metrics])
-    for kind, reduce, op in (
-        ([name for name in names if name not in MIN_METRICS + MAX_METRICS], torch.sum, dist.ReduceOp.SUM),
-        ([name for name in names if name in MIN_METRICS], torch.amin, dist.ReduceOp.MIN),
-        ([name for name in names if name in MAX_METRICS], torch.amax, dist.ReduceOp.MAX),
-    ):
+    reductions = {None: (torch.sum, dist.ReduceOp.SUM), "min": (torch.amin, dist.ReduceOp.MIN), "max": (torch.amax, dist.ReduceOp.MAX)}
+    for extreme, (reduce, op) in reductions.items():
+        kind = [name for name in names if extreme_of(name) == extreme]
         part = reduce(values[:, [names.index(name) for name in kind]], dim=0)
         dist.all_reduce(part, op=op, group=group)
         metrics |= dict(zip(kind, part.tolist(), strict=True))

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from conversion.convert import REWARD_HEAD_KEY
 from conversion.files.durable import sync_file
-from conversion.files.manifest import FileRecord, file_record
+from conversion.files.manifest import FileRecord, WriteReport, file_record
 from conversion.files.reading import open_file
 from conversion.files.torch_dist import TorchDistFolder
 from mrl import spans
@@ -46,7 +46,6 @@ from mrl.policy.checkpoint_entries import WeightEntries
 from mrl.policy.lora import ADAPTERS
 from mrl.policy.optimizer import TrainState, hybrids, own_settings, parts
 from mrl.policy.output import REWARD_HEAD
-from mrl.policy.reports import WriteReport
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from conversion.boxes import Layout, Slot
 from conversion.families.registry import family
 from conversion.files.hf_folder import has_reward_head
+from conversion.files.manifest import WriteReport
 from conversion.files.reading import find_difference
 from conversion.files.safetensors import fill_layout
 from conversion.tensors import box_view
@@ -39,7 +40,6 @@ from mrl.policy.optimizer import TrainingMemory, TrainState, build_optimizer, bu
 from mrl.policy.output import attach_reward_head
 from mrl.policy.parallel import Meeting
 from mrl.policy.profile import RankProfiler
-from mrl.policy.reports import WriteReport
 from mrl.policy.step import compute_drawn_logprobs, compute_logprobs, compute_top_logits, compute_values, evaluate, train_step
 from mrl.policy.weights import Arena, CopyCheck, buffer_views, perturb, rank_tensors
 from mrl.refit.exchange import Exchange, GpuHandles

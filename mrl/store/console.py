@@ -14,6 +14,7 @@ from tqdm import tqdm
 from conversion.progress import Progress
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import STORY
+from mrl.metrics import shown_on
 
 logger = logging.getLogger(__name__)
 story = logging.getLogger(STORY)
@@ -25,8 +26,6 @@ PLAIN_INTERVAL_S = 15.0
 SUPERVISED_PHASES = {"train": "train", "validation": "val", "checkpoint": "ckpt"}
 # Metrics that a training step's line shows after the loss, if the step has them.
 SUPERVISED_SHOWN = ("perplexity", "accuracy", "rewards_margin_mean", "grad_norm", "lr")
-# Work beside other phases, which `[Time]` does not count.
-HIDDEN = {"gen": "time/generation_hidden", "reward": "time/reward_hidden", "ckpt": "time/checkpoint_hidden"}
 
 
 def outlook(config: RunConfig, *, first_step: int, last_step: int, start_s: float | None, step_s: float | None) -> str:
@@ -52,38 +51,18 @@ def step_header(step: int, max_num_steps: int) -> str:
 
 def step_lines(metrics: Mapping[str, float], *, num_prompts: int, num_generations: int) -> list[str]:
     """The lines below the header, from a step's metrics. `ckpt=` appears where a checkpoint was written."""
-    m = metrics
-    times = f"gen={m['time/generation']:.1f}s, reward={m['time/reward']:.1f}s, train={m['time/train']:.1f}s"
-    if "time/teacher" in m:
-        times += f", teacher={m['time/teacher']:.1f}s"
-    if "time/checkpoint" in m:
-        times += f", ckpt={m['time/checkpoint']:.1f}s"
     num_rollouts = num_prompts * num_generations
-    parts = [f"{label}={m[name]:.1f}s" for label, name in HIDDEN.items() if name in m]
-    hidden = f", hidden: {', '.join(parts)}" if parts else ""
-    divergence = f"kl={m.get('train/kl_penalty', 0.0):.3f}"
-    if "train/kl_forward" in m:
-        divergence = f"kl_forward={m['train/kl_forward']:.4f}, kl_reverse={m['train/kl_reverse']:.4f}"
-    rewards = f"min={m['train/reward_min']:.1f}, max={m['train/reward_max']:.1f}"
-    train = "the critic alone learns"
-    if "train/loss" in m:
-        train = f"loss={m['train/loss']:.3f}, {divergence}, grad_norm={m['train/grad_norm']:.2f}"
-    if "train/critic/loss" in m:
-        train += f"; critic: loss={m['train/critic/loss']:.3f}, explained_var={m['train/critic/explained_var']:.2f}"
-    engines = []
-    if "train/mean_abs_dlogp" in m:
-        engines.append(f"mean |dlogp|={m['train/mean_abs_dlogp']:.2e} (generator vs trainer)")
-        engines.append(f"token_mult_prob_error={m['train/token_mult_prob_error']:.6f}")
-    if "refit/seconds" in m:
-        engines.append(f"refit={m['refit/seconds']:.2f}s, verified={int(m['refit/verified_bytes']):,} bytes")
-    else:
-        engines.append("engines keep their weights")
+    train, critic = shown_on("Train", metrics), shown_on("critic", metrics)
+    engines, hidden = shown_on("Mrl", metrics), shown_on("hidden", metrics)
+    if "refit/seconds" not in metrics:
+        engines = ", ".join(filter(None, [engines, "engines keep their weights"]))
+    generation_s, total_s = metrics["time/generation"], metrics["time/total"]
     return [
-        f"[Generate] {num_prompts} prompts x {num_generations} generations = {num_rollouts} responses ({m['time/generation']:.1f}s)",
-        f"[Reward]   mean={m['train/reward']:.2f}, std={m['train/reward_std']:.2f}, {rewards}",
-        f"[Train]    {train}",
-        f"[Time]     total={m['time/total']:.1f}s ({times})",
-        f"[Mrl]      {', '.join(engines)}{hidden}",
+        f"[Generate] {num_prompts} prompts x {num_generations} generations = {num_rollouts} responses ({generation_s:.1f}s)",
+        f"[Reward]   {shown_on('Reward', metrics)}",
+        f"[Train]    {train or 'the critic alone learns'}" + (f"; critic: {critic}" if critic else ""),
+        f"[Time]     total={total_s:.1f}s ({shown_on('Time', metrics)})",
+        f"[Mrl]      {engines}" + (f", hidden: {hidden}" if hidden else ""),
     ]
 
 

@@ -173,20 +173,6 @@ def validation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     }
 
 
-def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a step from those of its updates: sums of counts (`num_...`), extremes of extremes, means of all others."""
-    found = {}
-    for name in updates[0]:
-        values, words = [update[name] for update in updates], name.rpartition("/")[2].split("_")
-        if words[0] == "num":
-            found[name] = sum(values)
-        elif "min" in words:
-            found[name] = min(values)
-        else:
-            found[name] = max(values) if "max" in words else sum(values) / len(values)
-    return found
-
-
 def warn_of_bounded_ratios(metrics: Mapping[str, float]) -> None:
     """Warns if the loss has bounded ratios or correction weights of a step."""
     share = metrics.get("train/bounded_fraction", 0.0)

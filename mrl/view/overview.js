@@ -1,24 +1,5 @@
-// title, names of metrics, kind. A name without a prefix match in any run is left out, and so is an empty chart.
-const CHARTS = [
-  ["Reward", ["train/reward"]],
-  ["Held-out accuracy", ["val/accuracy", "val/pass_k"]],
-  ["Held-out loss", ["val/val_loss", "val/validation-default_loss"]],
-  ["Preferred answers that win", ["train/accuracy", "val/validation-default_accuracy"]],
-  ["Reward margin of the preferred answer", ["train/rewards_margin_mean", "val/validation-default_rewards_margin_mean"]],
-  ["Generated tokens per rollout", ["rollout/mean_length", "rollout/max_length"]],
-  ["Entropy", ["train/entropy", "train/approx_entropy"]],
-  ["KL", ["train/kl_penalty", "train/gen_kl_error"]],
-  ["Student against teachers", ["train/kl_forward", "train/kl_reverse", "train/teacher_gap/mean"]],
-  ["Variance of returns that the critic explains", ["train/critic/explained_var"]],
-  ["Engine against trainer, mean |dlogp|", ["train/mean_abs_dlogp"]],
-  ["Loss", ["train/loss"]],
-  ["Gradient norm", ["train/grad_norm"]],
-  ["Learning rate", ["train/lr"]],
-  ["Accepted proposals", ["rollout/spec_acceptance_rate", "train/mtp_1_acceptance_rate"]],
-  ["Seconds by phase", ["generation", "reward", "teacher", "train", "refit", "validation", "checkpoint"].map((one) => `time/${one}`), "stack"],
-  ["Seconds hidden beside other phases", ["time/generation_hidden", "time/reward_hidden", "time/checkpoint_hidden"], "stack"],
-  ["Tokens a second", ["rollout/tokens_per_s", "performance/tokens_per_sec_per_gpu"]],
-];
+// The page's own table: title, names of metrics, kind. A name without a match in any run is left out, and so is an empty chart.
+const chartsOf = () => state.data.charts;
 let charts = [];
 
 // An exponential mean; gaps stay gaps.
@@ -100,7 +81,7 @@ function controls() {
   const slider = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smooth, "aria-label": "smoothing",
     onchange: () => { state.smooth = Number(slider.value); draw(); } });
   const log = h("input", { type: "checkbox", checked: state.log, "aria-label": "log scale", onchange: () => { state.log = log.checked; draw(); } });
-  const listed = CHARTS.flatMap(([, names]) => names);
+  const listed = chartsOf().flatMap(([, names]) => names);
   const others = [...new Set(state.data.runs.flatMap((one) => Object.keys(one.series)))]
     .filter((name) => name !== "step" && !listed.includes(name) && !state.more.includes(name)).sort();
   return h("p", { class: "controls" }, h("label", {}, "smoothing ", slider), h("label", {}, log, " log scale"),
@@ -127,7 +108,7 @@ function facts(lines) { return h("dl", {}, lines.flatMap(([name, text]) => [h("d
 function overview() {
   const one = run();
   charts = [];
-  const wanted = [...CHARTS, ...state.more.map((name) => [name, [name]])];
+  const wanted = [...chartsOf(), ...state.more.map((name) => [name, [name]])];
   return h("div", {},
     h("p", { class: `health ${one.health.level}` }, h("b", {}, one.health.level), " ", one.health.reason),
     h("section", { class: "facts" }, facts(one.progress), facts(one.about)),

@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 
 from conversion.files.durable import write_atomic
+from mrl.metrics import charts
 from mrl.view.run_data import Json, State, rule_table, run_data
 
 HERE = Path(__file__).parent
@@ -26,7 +27,7 @@ def write_report(path: Path, *, state: State | None = None) -> None:
 
 def page(runs: Sequence[Json], *, is_live: bool = False, scripts: Sequence[Path] = SCRIPTS) -> str:
     """The page of these runs, or of what `scripts` show. A live page asks its server for what is new, and for rollouts it lacks."""
-    data = compressed({"runs": list(runs), "rules": rule_table(), "is_live": is_live})
+    data = compressed({"runs": list(runs), "rules": rule_table(), "charts": charts(), "is_live": is_live})
     script = "\n".join(path.read_text(encoding="utf-8") for path in scripts)
     style = "\n".join(path.read_text(encoding="utf-8") for path in STYLES)
     # The browser runs and loads nothing but these two texts, whatever a model has written.

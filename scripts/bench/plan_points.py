@@ -19,7 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mrl.plan.activations import BF16, FP32, RECOMPUTED, LatentAttention, Row, Shape
+from mrl.config.model import LatentAttention, ModelSizes
+from mrl.plan.activations import BF16, FP32, RECOMPUTED, Row
 from mrl.plan.peaks import WHOLE_LOGIT, Stage, logits_bytes, microbatches_in_flight, persistent_bytes, train_peak
 from mrl.plan.states import Elements, StateRules, States, state_bytes
 from tests.long.record import Row as TableRow
@@ -61,11 +62,11 @@ _OFFLOADED = {
 }
 
 
-def shape_of(point: Point) -> Shape:
+def shape_of(point: Point) -> ModelSizes:
     """Sizes of the model of a point."""
     model = point["model"]
     moe, mamba, mla = model.get("moe") or {}, model.get("mamba") or {}, model.get("mla")
-    return Shape(
+    return ModelSizes(
         layers=layers_of(point),
         hidden=model["hidden"],
         vocabulary=model["vocab_padded"],
@@ -124,7 +125,7 @@ def chunks_of(point: Point) -> list[list[str]]:
     return [layers[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
-def matrices_of(point: Point, shape: Shape, letter: str) -> tuple[list[Matrix], list[Matrix], int]:
+def matrices_of(point: Point, shape: ModelSizes, letter: str) -> tuple[list[Matrix], list[Matrix], int]:
     """Matrices (rows, columns) of a part of a layer on a rank: dense ones, those of routed experts; and elements of its vectors."""
     model, tp, hidden = point["model"], point["tp"], shape.hidden
     norm = hidden * (1 if model["normalization"] == "RMSNorm" else 2)
@@ -151,7 +152,7 @@ def matrices_of(point: Point, shape: Shape, letter: str) -> tuple[list[Matrix], 
     return [(rows, hidden), (hidden, shape.heads * shape.head_dim // tp)], [], vectors
 
 
-def elements_of(point: Point, shape: Shape, layers: list[str], pp_rank: int) -> tuple[Elements, int]:
+def elements_of(point: Point, shape: ModelSizes, layers: list[str], pp_rank: int) -> tuple[Elements, int]:
     """Elements of a rank by the sizes of Megatron's modules, and of one matrix of each shape. `layers` are without depths of MTP."""
     model, hidden = point["model"], shape.hidden
     norm = hidden * (1 if model["normalization"] == "RMSNorm" else 2)
@@ -172,7 +173,7 @@ def elements_of(point: Point, shape: Shape, layers: list[str], pp_rank: int) -> 
     return Elements(_size(dense) + vectors, _size(experts)), distinct
 
 
-def mtp_layers(point: Point, shape: Shape, depths: int) -> list[str]:
+def mtp_layers(point: Point, shape: ModelSizes, depths: int) -> list[str]:
     """Layers of that many depths of multi-token prediction."""
     patterns = (point["model"].get("hybrid_pattern") or "").split("/")[1:]
     return [letter for letter in patterns[0]] * depths if patterns else [shape.layers[-1]] * depths

@@ -19,6 +19,7 @@ LAYERS = {
     "mrl.types": 0,
     "mrl.config": 0,
     "mrl.env": 0,
+    "mrl.metrics": 0,
     "mrl.phases": 0,
     "mrl.signals": 0,
     "mrl.spans": 0,

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mrl.config.datasets import GYM_PROCESSOR
 from mrl.config.dialect.tables import SAME_VALUE
 from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe, split_key
 from mrl.config.passthrough import KEYS_OF_ENGINE_ARGUMENTS
 from mrl.config.rules.data import NEMO_GYM
+from mrl.config.schema.data import GYM_PROCESSOR
 
 MEGATRON, DTENSOR = "policy.megatron_cfg", "policy.dtensor_cfg"
 LORA = f"{DTENSOR}.lora_cfg"

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from mrl import env
-from mrl.config.datasets import DATASETS
 from mrl.config.dialect.rules import REWRITTEN, TRANSLATED_SECTIONS, Translation, translate
 from mrl.config.dialect.tables import FOREIGN, GPU_VALUES, NO_EFFECT, RENAMED, TRANSLATED, VALUES, Foreign
 from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe, packaged_configs, split_key
-from mrl.config.schema.data import DatasetConfig
+from mrl.config.schema.data import DATASETS, DatasetConfig
 from mrl.config.schema.run import LIKE_POLICY
 
 logger = logging.getLogger(__name__)

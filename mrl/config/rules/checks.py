@@ -12,18 +12,12 @@ from functools import partial
 from pathlib import Path
 
 from mrl.config.checkpoint_size import checkpoint_bytes
-from mrl.config.errors import ConfigError, NotKnown, Problems, Unchecked, Unprovided
+from mrl.config.errors import NotKnown, Problems, Unchecked, Unprovided
 from mrl.config.model import ModelSizes, is_hub_id, read_model
 from mrl.config.passthrough import check_arguments
-from mrl.config.rules import algorithms, data, layout, models, own, sockets, speculation, teacher, tokens, training
+from mrl.config.rules import algorithms, data, layout, models, sockets, tokens, training
 from mrl.config.rules.models import Check, ModelCheck
 from mrl.config.schema.run import RunConfig
-
-
-def check_config(config: RunConfig) -> None:
-    """Raises ConfigError with every problem at once (key, value, rule, way out) if a run of this config cannot start from here."""
-    if problems := find_problems(config):
-        raise ConfigError(problems)
 
 
 def find_problems(config: RunConfig, *, to_evaluate: bool = False) -> list[str]:
@@ -146,10 +140,10 @@ RULES: dict[str, Check] = {
     "ports": layout.check_ports,
     "sockets": sockets.check_sockets,
     "reward model": algorithms.check_reward_model,
-    "own functions and classes": own.check_own,
+    "own functions and classes": algorithms.check_own,
     "parallel layout": layout.check_cluster,
     "profiler": layout.check_profiler,
-    "teacher": teacher.check_teacher,
+    "teacher": models.check_teacher,
     "tokens of the policy": tokens.check_vocabulary,
 }
 """What a group of rules is about -> the check that adds a problem for each of them that is broken."""
@@ -173,7 +167,7 @@ MODEL_RULES: dict[str, ModelCheck] = {
     "dispatch to experts": training.check_dispatch,
     "multi-token prediction": training.check_mtp,
     "reward heads": lambda config, model, problems: models.check_heads(config, problems),
-    "speculation": speculation.check_speculation,
+    "speculation": training.check_speculation,
     "room for checkpoints": lambda config, model, problems: check_disk(config, model.num_parameters, problems),
 }
 """Those that need the model's config.json."""

@@ -7,29 +7,17 @@ import functools
 import importlib.metadata
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
-from mrl.config.datasets import DATASETS, GYM_PROCESSOR, known_dataset
 from mrl.config.errors import Problems, Unprovided
 from mrl.config.model import is_hub_id, is_prepared
-from mrl.config.schema.data import DataDefaultConfig, DatasetConfig
-from mrl.config.schema.env import BUILT_IN, EnvConfig
+from mrl.config.schema.data import DATASETS, GYM_PROCESSOR, DataDefaultConfig, DatasetConfig, known_dataset
+from mrl.config.schema.env import BUILT_IN, SERVERS, EnvConfig
 from mrl.config.schema.run import RunConfig
 
 ENTRY_POINT_GROUP = "mrl.rewards"
 NEMO_GYM = "nemo_gym"
 """What `data.default.env_name` says where rows name their environment by `agent_ref`."""
-
-SERVERS: Mapping[str, str] = {
-    "math_with_judge": "math",
-    "mcqa": "mcqa",
-    "code_gen": "code",
-    "instruction_following": "instruction_following",
-    "structured_outputs": "structured_outputs",
-    "workplace_assistant": "workplace_assistant",
-}
-"""NeMo Gym's resource servers, and the environments that do what they do. Rows name the agent `<server>_simple_agent`."""
 
 
 def environment_names(config: EnvConfig) -> tuple[str, ...]:

@@ -89,7 +89,7 @@ def check_layout(config: RunConfig, model: ModelSizes, problems: Problems) -> No
     """Every parallel size divides the sizes of the model that it cuts."""
     if _misses_dedicated(config, problems):
         return  # how many slots trainer and engines have is not known
-    if config.policy.router_replay.enabled and model.num_experts == 0:
+    if config.policy.router_replay.enabled and model.experts == 0:
         problems.add("policy.router_replay.enabled", "the model has no experts, so nothing is routed", "set it to false")
     check_trainer(config, model, problems)
     if not config.has_engines:
@@ -97,20 +97,20 @@ def check_layout(config: RunConfig, model: ModelSizes, problems: Problems) -> No
     vllm = config.policy.generation.vllm_cfg
     tp, ep = vllm.tensor_parallel_size, vllm.expert_parallel_size
     # vLLM copies a single group of a Mamba layer to all workers.
-    groups = 0 if model.num_mamba_groups == 1 else model.num_mamba_groups
+    groups = 0 if model.mamba_groups == 1 else model.mamba_groups
     _check_tensor_parallel(f"{_ENGINE}.tensor_parallel_size", tp, model, problems, groups)
-    if ep > max(1, model.num_experts):
-        problems.add(f"{_ENGINE}.expert_parallel_size", f"the model has {model.num_experts} experts", "set it to 1")
-    if ep == 1 and model.moe_ffn_size % tp:
-        rule = f"does not divide the experts' width {model.moe_ffn_size}"
+    if ep > max(1, model.experts):
+        problems.add(f"{_ENGINE}.expert_parallel_size", f"the model has {model.experts} experts", "set it to 1")
+    if ep == 1 and model.expert_ffn % tp:
+        rule = f"does not divide the experts' width {model.expert_ffn}"
         problems.add(f"{_ENGINE}.tensor_parallel_size", rule, f"use a divisor, or set expert_parallel_size={tp}")
     if vllm.max_model_len > model.max_sequence_length:
         rule = f"the model's max_position_embeddings is {model.max_sequence_length}"
         problems.add(f"{_ENGINE}.max_model_len", rule, "lower policy.max_total_sequence_length")
     sizes = list(arguments_of("CPUAttentionBackend"))
     # On GPUs vLLM chooses a backend by the head size, at last FlexAttention, which takes any.
-    if config.cluster.gpus_per_node == 0 and model.head_size and str(model.head_size) not in sizes:
-        rule = f"the model's head_dim is {model.head_size}, and vLLM's attention on hosts without GPUs has kernels for {', '.join(sizes)}"
+    if config.cluster.gpus_per_node == 0 and model.head_dim and str(model.head_dim) not in sizes:
+        rule = f"the model's head_dim is {model.head_dim}, and vLLM's attention on hosts without GPUs has kernels for {', '.join(sizes)}"
         problems.add("policy.model_name", rule, "take a model of such a size, or GPUs (cluster.gpus_per_node)")
 
 
@@ -160,14 +160,14 @@ def _misses_dedicated(config: RunConfig, problems: Problems) -> bool:
 
 def _check_tensor_parallel(key: str, tp: int, model: ModelSizes, problems: Problems, mamba_groups: int) -> None:
     totals = {
-        "attention heads": model.num_attention_heads,
-        "Mamba heads": model.num_mamba_heads,
+        "attention heads": model.heads,
+        "Mamba heads": model.mamba_heads,
         "Mamba groups": mamba_groups,
-        "columns of an MLP": model.ffn_size,
-        "columns of the shared expert": model.shared_expert_ffn_size,
+        "columns of an MLP": model.ffn,
+        "columns of the shared expert": model.shared_ffn,
     }
     undivided = [f"{total} {name}" for name, total in totals.items() if total % tp]
-    kv = model.num_query_groups
+    kv = model.kv_heads
     if kv and kv % tp and tp % kv:
         undivided.append(f"{kv} key-value heads (nor is it a multiple)")
     if undivided:
@@ -177,26 +177,26 @@ def _check_tensor_parallel(key: str, tp: int, model: ModelSizes, problems: Probl
 def _check_trainer(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
     megatron = config.policy.megatron_cfg
     tp, ep, etp = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size
-    _check_tensor_parallel(f"{_MEGATRON}.tensor_model_parallel_size", tp, model, problems, model.num_mamba_groups)
-    if model.num_experts == 0 and ep * etp > 1:
+    _check_tensor_parallel(f"{_MEGATRON}.tensor_model_parallel_size", tp, model, problems, model.mamba_groups)
+    if model.experts == 0 and ep * etp > 1:
         problems.add(f"{_MEGATRON}.expert_model_parallel_size", "the model has no experts", "set it and expert_tensor_parallel_size to 1")
     else:
-        if model.num_experts % ep:
-            rule = f"does not divide the model's {model.num_experts} experts"
-            problems.add(f"{_MEGATRON}.expert_model_parallel_size", rule, _divisors(model.num_experts))
-        if model.moe_ffn_size % etp:
-            rule = f"does not divide the experts' width {model.moe_ffn_size}"
-            problems.add(f"{_MEGATRON}.expert_tensor_parallel_size", rule, _divisors(model.moe_ffn_size))
+        if model.experts % ep:
+            rule = f"does not divide the model's {model.experts} experts"
+            problems.add(f"{_MEGATRON}.expert_model_parallel_size", rule, _divisors(model.experts))
+        if model.expert_ffn % etp:
+            rule = f"does not divide the experts' width {model.expert_ffn}"
+            problems.add(f"{_MEGATRON}.expert_tensor_parallel_size", rule, _divisors(model.expert_ffn))
         if tp == 1 and megatron.sequence_parallel:
             rule = "sequence parallelism needs policy.megatron_cfg.tensor_model_parallel_size above 1"
             problems.add(f"{_MEGATRON}.sequence_parallel", rule, "set it to false")
-        if tp > 1 and model.num_experts and not megatron.sequence_parallel:
+        if tp > 1 and model.experts and not megatron.sequence_parallel:
             rule = f"Megatron trains experts with tensor_model_parallel_size={tp} only with sequence parallelism"
             problems.add(f"{_MEGATRON}.sequence_parallel", rule, "set it to true")
-    if model.num_mamba_heads % tp or model.num_mamba_groups % tp:
+    if model.mamba_heads % tp or model.mamba_groups % tp:
         return  # there is a problem with tp already
     # Megatron's MambaContextParallel gives each rank of a context-parallel group some heads of every Mamba layer.
-    heads, groups = model.num_mamba_heads // tp, model.num_mamba_groups // tp
+    heads, groups = model.mamba_heads // tp, model.mamba_groups // tp
     sizes = [size for size in range(1, heads + 1) if heads % size == 0 and (groups % size == 0 or size % groups == 0)]
     if heads and megatron.context_parallel_size not in sizes:
         rule = f"does not divide the {heads} Mamba heads of a tensor-parallel rank, or neither divides its {groups} Mamba groups nor is a"
@@ -208,15 +208,16 @@ def _check_stages(config: RunConfig, model: ModelSizes, problems: Problems) -> N
     pp = megatron.pipeline_model_parallel_size
     ends = (megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage)
     given = [layers for layers in ends if layers is not None]
-    others, rest = pp - len(given), model.num_layers - sum(given)
+    num_layers = len(model.layers)
+    others, rest = pp - len(given), num_layers - sum(given)
     if pp == 1 and given:
         names = [f"{_MEGATRON}.num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
         rule = f"a first or last stage has layers of its own only among several, and {key}=1"
         problems.add(key, rule, "set both to null, or this above 1", others=names)
     elif rest < others or (rest % others if others else rest):
-        rule = f"the {rest} layers outside given stages do not spread evenly over {others} others (the model has {model.num_layers} layers)"
+        rule = f"the {rest} layers outside given stages do not spread evenly over {others} others (the model has {num_layers} layers)"
         if not given:
-            rule = f"does not divide the model's {model.num_layers} layers"
+            rule = f"does not divide the model's {num_layers} layers"
         way_out = "set policy.megatron_cfg.num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage so that the rest divides"
         problems.add(key, rule, way_out)
     elif megatron.parallel.vpp > 1 and model.model_class == "mamba":
@@ -224,7 +225,7 @@ def _check_stages(config: RunConfig, model: ModelSizes, problems: Problems) -> N
         problems.add(f"{_MEGATRON}.virtual_pipeline_model_parallel_size", rule, "set it to null")
     else:
         try:
-            megatron.parallel.layers_of(0, model.num_layers)
+            megatron.parallel.layers_of(0, len(model.layers))
         except ValueError as error:
             problems.extend([f"{_MEGATRON}.{error}"])
 

@@ -95,7 +95,7 @@ def find_doubts(config: RunConfig) -> list[str]:
 
 def _check_experts(config: RunConfig, problems: Problems) -> None:
     """What would change how experts are trained is asked for only where there are some. ValueError: the model is not known."""
-    if read_model(Path(config.policy.model_name)).num_experts:
+    if read_model(Path(config.policy.model_name)).experts:
         return
     megatron, default = config.policy.megatron_cfg, MegatronConfig()
     if given := [name for name in OF_EXPERTS if getattr(megatron, name) != getattr(default, name)]:

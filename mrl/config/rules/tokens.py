@@ -8,9 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from conversion.files.reading import read_json
-from mrl.config.errors import Problems, Unchecked
+from mrl.config.errors import Problems, Unchecked, prefix_of
 from mrl.config.schema.run import RunConfig
-from mrl.config.sections import prefix_of
 from mrl.phases import ModelName, role_of
 
 SHOWN = 3

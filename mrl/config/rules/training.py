@@ -92,10 +92,10 @@ def check_recomputing(config: RunConfig, model: ModelSizes, problems: Problems) 
     if not modules:
         problems.add(key, "it names nothing", "set it to null for the default, or policy.megatron_cfg.activation_checkpointing=false")
     absent = {
-        "mlp": "" if model.has_dense_mlp else "dense MLP layers",
-        "moe": "" if model.num_experts else "experts",
-        "moe_act": "" if model.num_experts else "experts",
-        "shared_experts": "" if model.shared_expert_ffn_size else "shared experts",
+        "mlp": "" if model.ffn else "dense MLP layers",
+        "moe": "" if model.experts else "experts",
+        "moe_act": "" if model.experts else "experts",
+        "shared_experts": "" if model.shared_ffn else "shared experts",
     }
     for name in modules:
         if name not in RECOMPUTED:
@@ -110,7 +110,7 @@ def check_recomputing(config: RunConfig, model: ModelSizes, problems: Problems) 
 def check_routing(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
     """The keys of routing have an effect, and trainer and engines route alike. Of a model without experts nobody reads them."""
     megatron = config.policy.megatron_cfg
-    if model.num_experts == 0:
+    if model.experts == 0:
         return
     if megatron.moe_router_enable_expert_bias not in (None, model.has_expert_bias):
         rule = f"the model's routers have {'a' if model.has_expert_bias else 'no'} bias per expert, and the engines route as the model says"
@@ -129,7 +129,7 @@ def check_routing(config: RunConfig, model: ModelSizes, problems: Problems) -> N
 def check_dispatch(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
     """Tokens can reach their experts as the config says. Of a model without experts nobody reads these keys."""
     megatron = config.policy.megatron_cfg
-    if model.num_experts == 0:
+    if model.experts == 0:
         return
     dispatcher, key, overlap = (
         megatron.moe_token_dispatcher_type,
@@ -155,7 +155,7 @@ def check_dispatch(config: RunConfig, model: ModelSizes, problems: Problems) -> 
     if megatron.activation_checkpointing and "shared_experts" in (megatron.recompute_modules or ()):
         rule = "policy.megatron_cfg.recompute_modules names shared_experts, which Megatron recomputes only where they do not overlap"
         problems.add(overlap, rule, "set it to false")
-    if model.latent_expert_size:
+    if model.latent:
         problems.add(overlap, "Megatron has no overlap for the model's latent experts", "set it to false")
 
 
@@ -213,3 +213,27 @@ def _check_adapters(config: RunConfig, hf_config: dict[str, object], problems: P
         problems.add(f"{prefix}.lora_B_init_method", rule, "set one of the two to zero")
     if peft.lora_dtype == "bfloat16" and config.policy.precision == "float32":
         problems.add(f"{prefix}.lora_dtype", "adapters cannot be coarser than policy.precision=float32", "leave it out, and it follows")
+
+
+METHODS = ("mtp", "ngram")
+"""The model's own layers of multi-token prediction, and n-grams of the tokens so far: no other weights than a refit brings."""
+
+_KWARGS = "policy.generation.vllm_kwargs"
+_SECTION = f"{_KWARGS}.speculative_config"
+
+
+def check_speculation(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
+    """The method is one of those that a refit keeps right, and the model has what it needs."""
+    generation = config.policy.generation
+    speculation = generation.vllm_kwargs.get("speculative_config")
+    if not config.has_engines or not isinstance(speculation, dict):
+        return
+    method = generation.speculative_method
+    if method not in METHODS:
+        rule = "proposes with weights that no refit brings, or by a kernel that mrl has not proven exact"
+        problems.add(f"{_SECTION}.method" if method else _SECTION, rule, f"use method {' or '.join(METHODS)}")
+    if not speculation.get("num_speculative_tokens"):
+        problems.add(_SECTION, "it does not say how many tokens are proposed at once", "set num_speculative_tokens, for example to 1")
+    if method == "mtp" and model.num_mtp_steps != 1:
+        rule = f"the model's num_nextn_predict_layers is {model.num_mtp_steps}, and vLLM's drafter has 1"
+        problems.add(f"{_SECTION}.method", rule, "use ngram, which needs none")

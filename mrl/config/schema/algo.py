@@ -296,6 +296,14 @@ class LossConfig:
     """Divide each sequence's sum by this, not by its length (Dr. GRPO, arXiv:2503.20783). Needs token_level_loss=false."""
 
     @property
+    def surrogate(self) -> Literal["cispo", "reinforce", "ppo"]:
+        """The loss of a token that NeMo RL's keys choose, unless `token_loss` names one."""
+        if self.use_cispo:
+            return "cispo"
+        # A ratio that is 1 by force keeps the token's own gradient, as in NeMo RL.
+        return "reinforce" if self.disable_ppo_ratio and not self.force_on_policy_ratio else "ppo"
+
+    @property
     def kl_in_loss(self) -> float:
         return 0.0 if self.use_kl_in_reward else self.reference_policy_kl_penalty
 

@@ -11,8 +11,12 @@ from mrl.config.fields import AboveZero, Workers
 
 @dataclass
 class WorkersConfig:
-    """Children that score rollouts, of any environment."""
+    """An environment, and the children that score its rollouts. Its name is that of its key, and of its module in `mrl.envs`."""
 
+    server = ""
+    """NeMo Gym's resource server that does the same; "" = that of the environment's name. No key."""
+    needs_answer = False
+    """Whether every row must have an answer to compare with. No key."""
     num_workers: Workers | None = None
     """Child processes that score rollouts, of all nodes together; null = the cores of each node, shared by the run's environments.
 
@@ -24,6 +28,7 @@ class WorkersConfig:
 
 @dataclass
 class MathEnvConfig(WorkersConfig):
+    server, needs_answer = "math_with_judge", True
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
     """How an answer is compared with the expected one: the last mathematical expression by value, or the text after the last `Answer:`."""
     strict: bool = False
@@ -31,7 +36,13 @@ class MathEnvConfig(WorkersConfig):
 
 
 @dataclass
+class McqaEnvConfig(WorkersConfig):
+    needs_answer = True
+
+
+@dataclass
 class CodeEnvConfig(WorkersConfig):
+    server = "code_gen"
     timeout_s: AboveZero = 60.0
     """Seconds for all tests of a rollout; then its program has failed. A child that takes 10 s more is killed; twice gives reward 0."""
     unit_test_timeout_s: AboveZero = 10.0
@@ -75,7 +86,7 @@ class NemoGymConfig:
 @dataclass
 class EnvConfig:
     math: MathEnvConfig = field(default_factory=MathEnvConfig)
-    mcqa: WorkersConfig = field(default_factory=WorkersConfig)
+    mcqa: McqaEnvConfig = field(default_factory=McqaEnvConfig)
     code: CodeEnvConfig = field(default_factory=CodeEnvConfig)
     instruction_following: WorkersConfig = field(default_factory=WorkersConfig)
     structured_outputs: WorkersConfig = field(default_factory=WorkersConfig)
@@ -97,5 +108,9 @@ class EnvConfig:
 GYM_TURNS = 6
 """Turns that NeMo Gym's agent of the workplace assistant takes at most."""
 
-BUILT_IN = ("math", "mcqa", "code", "instruction_following", "structured_outputs", "workplace_assistant")
+_BUILT_IN = {name: section for name, section in vars(EnvConfig()).items() if isinstance(section, WorkersConfig) and name != "own"}
+BUILT_IN = tuple(_BUILT_IN)
 """Environments that come with mrl, each with its section."""
+NEED_ANSWER = tuple(name for name, section in _BUILT_IN.items() if section.needs_answer)
+SERVERS = {section.server or name: name for name, section in _BUILT_IN.items()}
+"""NeMo Gym's resource servers, and the environments that do what they do. Rows name the agent `<server>_simple_agent`."""

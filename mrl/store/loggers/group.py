@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loggers of a run that are switched on, NeMo RL's names of what they get, and what the run folder remembers between attempts."""
+"""The loggers of a run that are switched on, and what the run folder remembers between attempts."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import logging
-import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from conversion.files.durable import read_whole, write_atomic
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import redact
+from mrl.metrics import nemo_rl_names
 from mrl.store.loggers.sink import SINKS, LoggedRun, Sample
 from mrl.store.loggers.thread import SinkThread
 
@@ -29,43 +29,6 @@ HOST_PREFIX = "ray/"
 TAKE_STEPS_AGAIN = ("tensorboard", "prometheus_client")
 # All loggers together may take this long at the end of a run: enough for one that still waits for its server to turn to files.
 CLOSE_TIMEOUT_S = 60.0
-
-NEMO_RL_NAMES = {
-    "time/total": "timing/train/total_step_time",
-    "time/generation": "timing/train/generation",
-    "time/reward": "timing/train/reward_calculation",
-    "time/teacher": "timing/train/teacher_logprob_inference",
-    "time/train": "timing/train/policy_training",
-    "time/refit": "timing/train/prepare_for_generation/total",
-    "time/checkpoint": "timing/train/checkpointing",
-    "time/validation": "timing/validation/total_validation_time",
-    "val/mean_length": "validation/avg_length",
-    "train/mtp_grad_norm": "train/mtp/grad_norm",
-    "train/teacher_gap/mean": "train/on_policy_distillation/teacher_student_logprob_gap_mean",
-    "rollout/mean_length": "train/mean_gen_tokens_per_sample",
-    "rollout/max_length": "train/max_gen_tokens_per_sample",
-    "rollout/mean_prompt_length": "train/mean_prompt_length",
-    "rollout/truncated_fraction": "train/truncation_rate",
-    "rollout/spec_acceptance_rate": "train/vllm/spec_acceptance_rate",
-    "rollout/spec_acceptance_length": "train/vllm/spec_acceptance_length",
-}
-"""`time/train` holds the logprob passes too, which NeMo RL times apart."""
-
-PREFIXES = {"time/": "timing/train/", "val/": "validation/", "train/mtp_": "train/mtp/mtp_"}
-"""For metrics that the table above does not name."""
-
-PERCENTAGES = re.compile(r"train/mtp/mtp_\d+_acceptance_rate")
-"""What NeMo RL logs in percent, by its names; ours are shares."""
-
-
-def nemo_rl_names(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics under NeMo RL's names and in its units, so that its dashboards go on working; other metrics keep ours."""
-    named = {}
-    for name, value in metrics.items():
-        prefix = next((ours for ours in PREFIXES if name.startswith(ours)), "")
-        theirs = NEMO_RL_NAMES.get(name, PREFIXES.get(prefix, "") + name.removeprefix(prefix))
-        named[theirs] = value * 100 if PERCENTAGES.fullmatch(theirs) else value
-    return named
 
 
 @dataclass

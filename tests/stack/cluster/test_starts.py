@@ -19,7 +19,6 @@ import ray
 
 from mrl.cluster import calls, session
 from mrl.cluster.calls import ask, start_actor, wait_all
-from mrl.cluster.deadlines import start_deadline
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.errors import ActorLost, ActorName, DeadlineExceeded, NoCluster
 from mrl.cluster.policies import PolicyGroup, Ranks, hold_port
@@ -28,6 +27,7 @@ from mrl.cluster.scheduling import ENGINE, until_no_engine_dies
 from mrl.cluster.session import start_models
 from mrl.config.load import load_config
 from mrl.phases import Phase
+from mrl.plan.deadlines import start_deadline
 from tests.stack.loop.conftest import SMALL, write_inputs
 from tests.waiting import HANG_S, wait_until
 

@@ -124,3 +124,16 @@ def swapped_reference(rank: Rank, config: RunConfig) -> tuple[bool, bool, bool]:
 def _addresses(policy: Policy) -> list[int]:
     assert policy._reference is not None
     return [tensor.data_ptr() for tensor in [*policy._reference.values(), *policy._tensors.values()]]
+
+
+def bucket_places(rank: Rank, config: RunConfig) -> list[tuple[str, int, int, int]]:
+    """Of each bucket of Megatron's parameter buffers: dtype, bytes into its buffer by Megatron's and by real count, address."""
+    places = []
+    with open_policy(rank, config) as policy:
+        for chunk in policy._chunks:
+            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+                for bucket, (start, _) in zip(buffer.buckets, buffer.bucket_indices, strict=True):
+                    assert bucket.param_data is not None and buffer.param_data is not None
+                    data, base = bucket.param_data, buffer.param_data.data_ptr()
+                    places.append((str(data.dtype), start * data.element_size(), data.data_ptr() - base, data.data_ptr()))
+    return places

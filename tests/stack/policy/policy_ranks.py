@@ -147,19 +147,6 @@ def open_policy(rank: Rank, config: RunConfig) -> Iterator[Policy]:
         policy.close()
 
 
-def bucket_places(rank: Rank, config: RunConfig) -> list[tuple[str, int, int, int]]:
-    """Of each bucket of Megatron's parameter buffers: dtype, bytes into its buffer by Megatron's and by real count, address."""
-    places = []
-    with open_policy(rank, config) as policy:
-        for chunk in policy._chunks:
-            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-                for bucket, (start, _) in zip(buffer.buckets, buffer.bucket_indices, strict=True):
-                    assert bucket.param_data is not None and buffer.param_data is not None
-                    data, base = bucket.param_data, buffer.param_data.data_ptr()
-                    places.append((str(data.dtype), start * data.element_size(), data.data_ptr() - base, data.data_ptr()))
-    return places
-
-
 def set_batch(policy: Policy, algorithm: str | None = None) -> None:
     """Sets the rollouts as the batch; of a named algorithm with other rows in logprob passes, "" = every sequence in a row of its own."""
     from megatron.core import parallel_state

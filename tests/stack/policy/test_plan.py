@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mrl.plan.activations import FP32, RECOMPUTED, Row, Shape, part_bytes
+from mrl.config.model import ModelSizes
+from mrl.plan.activations import FP32, RECOMPUTED, Row, part_bytes
 from mrl.plan.inputs import Model, read_model, state_rules
 from mrl.plan.memory import stage_states
 from mrl.policy.mamba_torch import MAX_CHUNK
@@ -100,7 +101,7 @@ CALLED = {"nothing": (), "core_attn, moe": ("core_attn", "moe"), "all layers": (
 FREED = {"core_attn": ("*.padded",), "moe": ("E.routed", "E.gate")}
 
 
-def kept_by_torch(shape: Shape, letter: str) -> dict[str, int]:
+def kept_by_torch(shape: ModelSizes, letter: str) -> dict[str, int]:
     """Elements of a token that autograd keeps beside what Transformer Engine's kernels do, where plain torch computes a part of a layer."""
     kept = {"norm": shape.hidden}
     if letter == "*":

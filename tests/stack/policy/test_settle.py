@@ -15,7 +15,7 @@ from conversion.families.registry import family
 from conversion.files.safetensors import read_layout
 from conversion.tensors import box_view
 from tests import models
-from tests.stack.policy import policy_ranks
+from tests.stack.policy import phase_ranks, policy_ranks
 from tests.stack.ranks import RankPool
 from tests.stack.refit.children import fill
 
@@ -109,7 +109,7 @@ def test_a_tensor_without_a_conversion_is_an_error(ranks: RankPool, folder: Path
 
 @pytest.mark.parametrize("precision", [[], BF16], ids=["fp32", "bf16"])
 def test_the_arena_keeps_the_alignment_of_megatrons_buckets(ranks: RankPool, folder: Path, precision: list[str]):
-    (places,) = ranks.run(policy_ranks.bucket_places, policy_ranks.run_config(folder, "one", *precision), world_size=1)
+    (places,) = ranks.run(phase_ranks.bucket_places, policy_ranks.run_config(folder, "one", *precision), world_size=1)
     # One buffer of the experts and one of the rest, at least.
     assert sum(in_buffer == 0 for _, _, in_buffer, _ in places) >= 2
     for _, by_megatron, in_buffer, address in places:

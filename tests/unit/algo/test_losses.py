@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.algo.losses import LOSS, MAX_METRICS, MIN_METRICS, BatchSize, clipped_surrogate, loss_weights, policy_loss
+from mrl.algo.losses import LOSS, BatchSize, clipped_surrogate, loss_weights, policy_loss
 from mrl.algo.ratios import Segments
 from mrl.config.schema.algo import LossConfig
+from mrl.metrics import extreme_of
 from tests.unit.algo.slow_loss import Batch, fast_loss, random_batch, slow_loss
 
 CONFIG = LossConfig(reference_policy_kl_penalty=0.0, ratio_clip_min=0.2, ratio_clip_max=0.3, use_importance_sampling_correction=True)
@@ -90,7 +91,7 @@ def test_however_a_batch_is_cut_loss_gradient_and_metrics_are_those_of_one_row(c
         joined[whole.index(members)] = part[1]
     assert torch.allclose(joined, gradient, rtol=1e-9, atol=1e-14)
     for name, value in metrics.items():
-        combine = min if name in MIN_METRICS else max if name in MAX_METRICS else sum
+        combine = {"min": min, "max": max}.get(extreme_of(name) or "", sum)
         assert combine(part[2][name] for part in parts) == pytest.approx(value, rel=1e-6, abs=1e-9), name
     assert metrics[LOSS] == loss
 
@@ -263,7 +264,7 @@ def test_a_row_without_valid_tokens_adds_nothing(config: LossConfig):
     loss, gradient, metrics = fast_loss(batch, config, BatchSize(0.0, 0.0, 0.0))
     assert loss == 0.0 and not gradient.any()
     assert (metrics["probs_ratio_min"], metrics["probs_ratio_max"]) == (math.inf, -math.inf)
-    assert all(value == 0.0 for name, value in metrics.items() if name not in MIN_METRICS + MAX_METRICS)
+    assert all(value == 0.0 for name, value in metrics.items() if not extreme_of(name))
 
 
 def test_on_policy_metrics():

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.datasets import DATASETS
-from mrl.config.schema.data import DatasetConfig
+from mrl.config.schema.data import DATASETS, DatasetConfig
 from mrl.data.fields import Fields, RowError
 from mrl.data.rows import ParsedRow, gold_of, parse_pair, parse_row
 

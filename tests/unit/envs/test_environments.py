@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.rules.data import SERVERS, environment_names
-from mrl.config.schema.env import BUILT_IN, EnvConfig, MathEnvConfig, OwnEnvConfig
+from mrl.config.rules.data import environment_names
+from mrl.config.schema.env import BUILT_IN, SERVERS, EnvConfig, MathEnvConfig, OwnEnvConfig
 from mrl.envs.scorer import ENVIRONMENTS, build_environment
 from mrl.envs.task import Task
 from tests.sources import ROOT

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from conversion.files.manifest import FileRecord, file_record
+from conversion.files.manifest import FileRecord, WriteReport, file_record
 from conversion.files.reading import find_difference
 from mrl.loop.saving import CheckpointSaver
-from mrl.policy.reports import WriteReport
 from mrl.store.ledger import replay
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState

@@ -15,12 +15,12 @@ import pytest
 from conversion.boxes import volume
 from conversion.families.common import MegatronParallel
 from conversion.families.registry import family
-from mrl.cluster.deadlines import checkpoint_deadline
 from mrl.config.load import load_config
 from mrl.config.model import with_value
 from mrl.config.rules.checks import checkpoint_demand, num_kept_at_most
 from mrl.loop.preflight import check_start
 from mrl.plan.__main__ import main
+from mrl.plan.deadlines import checkpoint_deadline
 from mrl.plan.hardware import GIB, GPUS
 from mrl.plan.inputs import Model, read_model
 from mrl.plan.memory import cache_bytes, disk_bytes, engine_memory, host_memory, rank_memory, saved_bytes, stage_states, work_of
@@ -151,7 +151,6 @@ def test_a_start_is_refused_by_a_clear_margin_only(folders: dict[str, str], monk
     with pytest.raises(ValueError, match=r"phase train needs at least \d+\.\d GiB .* optimizer 44\.1"):
         prediction(over, H100)
     assert "this host has none" in prediction(over, None), "where the GPU is not known, the largest counts"
-    monkeypatch.setattr("mrl.loop.preflight.check_config", lambda config: None)
     monkeypatch.setattr("mrl.loop.preflight.find_problems", lambda config: [])
     monkeypatch.setattr("mrl.loop.preflight.with_local_folders", lambda config: config)
     monkeypatch.setattr("mrl.loop.preflight.local_gpu", lambda: H100)

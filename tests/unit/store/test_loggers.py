@@ -18,8 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.run import RunConfig
+from mrl.metrics import METRICS, nemo_rl_names
 from mrl.store.loggers import group, thread
-from mrl.store.loggers.group import NEMO_RL_NAMES, Loggers, check_loggers, nemo_rl_names, switched_on
+from mrl.store.loggers.group import Loggers, check_loggers, switched_on
 from mrl.store.loggers.sink import SINKS, LoggedRun, Sample, command_has_secret, flat
 from mrl.store.loggers.thread import MAX_RECORDS, THREAD_PREFIX
 from tests.sources import ROOT
@@ -67,7 +68,8 @@ def test_loggers_get_the_names_that_users_of_nemo_rl_look_for():
         "train/mtp/grad_norm": 9.0,
         "train/vllm/spec_acceptance_rate": 0.5,
     }
-    assert len(set(NEMO_RL_NAMES.values())) == len(NEMO_RL_NAMES)
+    theirs = [shown.nemo_rl for shown in METRICS.values() if shown.nemo_rl]
+    assert len(set(theirs)) == len(theirs)
 
 
 def test_a_config_by_dotted_keys():

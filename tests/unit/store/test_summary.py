@@ -8,7 +8,8 @@ import pytest
 
 from mrl.config.load import load_config
 from mrl.config.schema.algo import GrpoConfig, RewardScalingConfig
-from mrl.store.summary import metrics_of_updates, performance_metrics, rollout_metrics, validation_metrics, warn_of_bounded_ratios
+from mrl.metrics import metrics_of_updates
+from mrl.store.summary import performance_metrics, rollout_metrics, validation_metrics, warn_of_bounded_ratios
 from mrl.types import Batch, Prompt, Proposals, RolloutGroup, RolloutInfo, TrainSequence, Verdict
 from tests.unit.algo import groups
 from tests.unit.data.test_planning import QWEN

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from mrl.cluster.deadlines import all_deadlines, checkpoint_deadline, start_deadline, train_deadline, weight_bytes
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
+from mrl.plan.deadlines import all_deadlines, checkpoint_deadline, start_deadline, train_deadline, weight_bytes
 from tests.sources import ROOT
 
 NANO3 = ROOT / "scripts/bench/models/nemotron3_nano_30b_a3b.config.json"

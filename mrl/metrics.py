@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of metrics: what is shown of each on the console and in the report, and NeMo RL's names. How parts of one are combined."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+
+class Metric(NamedTuple):
+    """Where a metric is shown. A metric that stands in no table is written to files and loggers, under its own name."""
+
+    line: str = ""
+    """Of the step's block on the console, the line that shows it if the step has it; see `mrl.store.console`."""
+    text: str = ""
+    """What stands there."""
+    chart: str = ""
+    """Title of the report's chart that draws it."""
+    nemo_rl: str = ""
+    """NeMo RL's name, under which loggers get it."""
+
+
+ACCURACY, KL, PHASES, HIDDEN = "Held-out accuracy", "KL", "Seconds by phase", "Seconds hidden beside other phases"
+STACKED = (PHASES, HIDDEN)
+"""Charts whose metrics add up."""
+
+METRICS: dict[str, Metric] = {
+    "train/reward": Metric("Reward", "mean={:.2f}", "Reward"),
+    "train/reward_std": Metric("Reward", "std={:.2f}"),
+    "train/reward_min": Metric("Reward", "min={:.1f}"),
+    "train/reward_max": Metric("Reward", "max={:.1f}"),
+    "val/accuracy": Metric(chart=ACCURACY),
+    "val/pass_k": Metric(chart=ACCURACY),
+    "val/val_loss": Metric(chart="Held-out loss"),
+    "val/validation-default_loss": Metric(chart="Held-out loss"),
+    "train/accuracy": Metric(chart="Preferred answers that win"),
+    "val/validation-default_accuracy": Metric(chart="Preferred answers that win"),
+    "train/rewards_margin_mean": Metric(chart="Reward margin of the preferred answer"),
+    "val/validation-default_rewards_margin_mean": Metric(chart="Reward margin of the preferred answer"),
+    "rollout/mean_length": Metric(chart="Generated tokens per rollout", nemo_rl="train/mean_gen_tokens_per_sample"),
+    "rollout/max_length": Metric(chart="Generated tokens per rollout", nemo_rl="train/max_gen_tokens_per_sample"),
+    "rollout/mean_prompt_length": Metric(nemo_rl="train/mean_prompt_length"),
+    "rollout/truncated_fraction": Metric(nemo_rl="train/truncation_rate"),
+    "train/entropy": Metric(chart="Entropy"),
+    "train/approx_entropy": Metric(chart="Entropy"),
+    "train/loss": Metric("Train", "loss={:.3f}", "Loss"),
+    "train/kl_penalty": Metric("Train", "kl={:.3f}", KL),
+    "train/gen_kl_error": Metric(chart=KL),
+    "train/kl_forward": Metric("Train", "kl_forward={:.4f}", "Student against teachers"),
+    "train/kl_reverse": Metric("Train", "kl_reverse={:.4f}", "Student against teachers"),
+    "train/teacher_gap/mean": Metric(
+        chart="Student against teachers", nemo_rl="train/on_policy_distillation/teacher_student_logprob_gap_mean"
+    ),
+    "train/grad_norm": Metric("Train", "grad_norm={:.2f}", "Gradient norm"),
+    "train/mtp_grad_norm": Metric(nemo_rl="train/mtp/grad_norm"),
+    "train/critic/loss": Metric("critic", "loss={:.3f}"),
+    "train/critic/explained_var": Metric("critic", "explained_var={:.2f}", "Variance of returns that the critic explains"),
+    "train/mean_abs_dlogp": Metric("Mrl", "mean |dlogp|={:.2e} (generator vs trainer)", "Engine against trainer, mean |dlogp|"),
+    "train/token_mult_prob_error": Metric("Mrl", "token_mult_prob_error={:.6f}"),
+    "train/lr": Metric(chart="Learning rate"),
+    "rollout/spec_acceptance_rate": Metric(chart="Accepted proposals", nemo_rl="train/vllm/spec_acceptance_rate"),
+    "rollout/spec_acceptance_length": Metric(nemo_rl="train/vllm/spec_acceptance_length"),
+    "train/mtp_1_acceptance_rate": Metric(chart="Accepted proposals"),
+    "refit/seconds": Metric("Mrl", "refit={:.2f}s"),
+    "refit/verified_bytes": Metric("Mrl", "verified={:,.0f} bytes"),
+    "time/total": Metric(nemo_rl="timing/train/total_step_time"),
+    "time/generation": Metric("Time", "gen={:.1f}s", PHASES, "timing/train/generation"),
+    "time/reward": Metric("Time", "reward={:.1f}s", PHASES, "timing/train/reward_calculation"),
+    # The logprob passes too, which NeMo RL times apart.
+    "time/train": Metric("Time", "train={:.1f}s", PHASES, "timing/train/policy_training"),
+    "time/teacher": Metric("Time", "teacher={:.1f}s", PHASES, "timing/train/teacher_logprob_inference"),
+    "time/refit": Metric(chart=PHASES, nemo_rl="timing/train/prepare_for_generation/total"),
+    "time/validation": Metric(chart=PHASES, nemo_rl="timing/validation/total_validation_time"),
+    "time/checkpoint": Metric("Time", "ckpt={:.1f}s", PHASES, "timing/train/checkpointing"),
+    "time/generation_hidden": Metric("hidden", "gen={:.1f}s", HIDDEN),
+    "time/reward_hidden": Metric("hidden", "reward={:.1f}s", HIDDEN),
+    "time/checkpoint_hidden": Metric("hidden", "ckpt={:.1f}s", HIDDEN),
+    "rollout/tokens_per_s": Metric(chart="Tokens a second"),
+    "performance/tokens_per_sec_per_gpu": Metric(chart="Tokens a second"),
+    "val/mean_length": Metric(nemo_rl="validation/avg_length"),
+}
+
+PREFIXES = {"time/": "timing/train/", "val/": "validation/", "train/mtp_": "train/mtp/mtp_"}
+"""NeMo RL's for ours, of metrics whose NeMo RL's name is not in the table."""
+
+PERCENTAGES = re.compile(r"train/mtp/mtp_\d+_acceptance_rate")
+"""What NeMo RL logs in percent, by its names; ours are shares."""
+
+
+def nemo_rl_names(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics under NeMo RL's names and in its units, so that its dashboards go on working; other metrics keep ours."""
+    named = {}
+    for name, value in metrics.items():
+        prefix = next((ours for ours in PREFIXES if name.startswith(ours)), "")
+        theirs = METRICS.get(name, Metric()).nemo_rl or PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+        named[theirs] = value * 100 if PERCENTAGES.fullmatch(theirs) else value
+    return named
+
+
+def shown_on(line: str, metrics: Mapping[str, float]) -> str:
+    """What a line of the console says of the metrics."""
+    return ", ".join(shown.text.format(metrics[name]) for name, shown in METRICS.items() if shown.line == line and name in metrics)
+
+
+def charts() -> list[tuple[str, list[str], str]]:
+    """The charts of the report: title, names of metrics, and "stack" if these add up."""
+    found: dict[str, list[str]] = {}
+    for name, shown in METRICS.items():
+        if shown.chart:
+            found.setdefault(shown.chart, []).append(name)
+    return [(title, names, "stack" if title in STACKED else "") for title, names in found.items()]
+
+
+def extreme_of(name: str) -> Literal["min", "max"] | None:
+    """How parts of a metric, of rows, ranks or updates, are combined by its name; None where they are added up, or averaged."""
+    words = name.rpartition("/")[2].split("_")
+    return "min" if "min" in words else "max" if "max" in words else None
+
+
+def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a step from those of its updates: sums of counts (`num_...`), extremes of extremes, means of all others."""
+    found = {}
+    for name in updates[0]:
+        values, is_count = [update[name] for update in updates], name.rpartition("/")[2].startswith("num_")
+        extremes: dict[str | None, Callable[[list[float]], float]] = {"min": min, "max": max}
+        found[name] = extremes[extreme_of(name)](values) if extreme_of(name) else sum(values) / (1 if is_count else len(values))
+    return found
