@@ -16,7 +16,7 @@ from torch import Tensor
 
 from conversion.boxes import DTYPE_BYTES, Box, SlotLayout, full, lengths
 from conversion.files.durable import IO_TIMEOUT_S
-from conversion.files.manifest import Checksums
+from conversion.files.manifest import FileChecksums
 
 T = TypeVar("T")
 
@@ -144,7 +144,7 @@ def blocks(shape: Sequence[int], itemsize: int) -> Iterator[Box]:
 
 def content_checksums(source: BoxSource, name: str, dtype: torch.dtype) -> tuple[str, int]:
     """sha256 and CRC-32 of a tensor's content in a dtype, row by row, little-endian. Reads one block after the other."""
-    checksums, block = Checksums(), torch.empty(0)
+    checksums, block = FileChecksums(), torch.empty(0)
     for box in blocks(source.shape(name), dtype.itemsize):
         if block.shape != lengths(box):
             block = torch.empty(lengths(box), dtype=dtype)

@@ -128,4 +128,4 @@ if __name__ == "__main__":
     from mrl.loop.main import main
     from mrl.store.loggers.thread import exit_with
 
-    exit_with(main)
+    exit_with(lambda: main(train))

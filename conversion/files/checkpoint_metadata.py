@@ -44,7 +44,7 @@ class RefusedPickle(ValueError):
     """A pickle names something that checkpoints of weights do not need."""
 
 
-class Record:
+class PickledRecord:
     """An object of a pickled class, without its methods. Each pickle gets subclasses of its own, which end with it."""
 
     def __init__(self, *arguments: object) -> None:
@@ -60,7 +60,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes, what: str) -> None:
         super().__init__(io.BytesIO(data))
         self._what = what
-        self._records = {(module, name): type(name, (Record,), {}) for module, names in _CLASSES.items() for name in names}
+        self._records = {(module, name): type(name, (PickledRecord,), {}) for module, names in _CLASSES.items() for name in names}
 
     def find_class(self, module: str, name: str) -> object:
         # Python 2's name, which old pickle protocols still have.
@@ -75,7 +75,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickle(data: bytes, what: str) -> object:
-    """The object of a pickle, in which torch's classes are `Record`s; `what` names the pickle in messages."""
+    """The object of a pickle, in which torch's classes are `PickledRecord`s; `what` names the pickle in messages."""
     try:
         return _Unpickler(data, what).load()
     except RefusedPickle:

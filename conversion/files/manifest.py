@@ -67,7 +67,7 @@ class Manifest:
     table_version: int = TABLE_VERSION
 
 
-class Checksums:
+class FileChecksums:
     """sha256 and CRC-32 of bytes that come in pieces."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class HashedFile(AbstractContextManager["HashedFile"]):
         self._file = path.open("wb", buffering=0)
         # One thread hashes, one syncs.
         self._pool = ThreadPoolExecutor(2)
-        self._checksums, self._size = Checksums(), 0
+        self._checksums, self._size = FileChecksums(), 0
         self._sync: Future[None] | None = None
         self._num_synced = 0
 

@@ -28,7 +28,7 @@ from conversion.files.hf_folder import (
     weights_by_file,
     write_json,
 )
-from conversion.files.manifest import Checksums, FileRecord, FinishedFiles, HashedFile, TensorRecord
+from conversion.files.manifest import FileChecksums, FileRecord, FinishedFiles, HashedFile, TensorRecord
 from conversion.files.reading import open_file
 from conversion.progress import Report, counter
 from conversion.tensors import BoxSource, StoredTensor, blocks, byte_view, dtype_name, fill_from, read_ahead, read_stored, torch_dtype
@@ -179,7 +179,7 @@ def _write_file(file: HashedFile, dtypes: Mapping[str, torch.dtype], source: Box
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
-    checksums = {name: Checksums() for name in dtypes}
+    checksums = {name: FileChecksums() for name in dtypes}
 
     def read(part: tuple[str, Box], block: Tensor) -> None:
         name, box = part

@@ -25,7 +25,7 @@ COLLECTIVE_TIMEOUT = re.compile(r"timed?[ -]?out|timeout", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Reading:
+class ProcessReading:
     """What the kernel and its sign of life say of a process."""
 
     name: str
@@ -62,10 +62,10 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Hang:
     """Who hangs, or who works for long."""
 
-    suspects: tuple[tuple[Reading, str], ...]
+    suspects: tuple[tuple[ProcessReading, str], ...]
     """Each with the reason; none if nobody does anything, and nobody is known to be waited for."""
     wait: str
     """What the driver waits for, in words; "" if it is not known to wait."""
@@ -91,7 +91,7 @@ class _Track:
     """Moment, seconds of CPU, bytes of input and output."""
 
 
-class Judge:
+class HangJudge:
     """Says who hangs, reading by reading."""
 
     def __init__(self, notice_s: float) -> None:
@@ -99,11 +99,11 @@ class Judge:
         self._tracks: dict[tuple[str, int], _Track] = {}
         self._longest: dict[str, float] = {}
         self._waited: dict[int, Wait] = {}
-        self._last: list[Reading] = []
+        self._last: list[ProcessReading] = []
         self.moved_at: float | None = None
         """When any process last began or finished a span."""
 
-    def see(self, now: float, readings: Sequence[Reading], waits: Sequence[Wait]) -> Finding | None:
+    def see(self, now: float, readings: Sequence[ProcessReading], waits: Sequence[Wait]) -> Hang | None:
         """Takes the readings of a moment; who has hung for `notice_s`, if anybody has."""
         for reading in readings:
             self._note(now, reading)
@@ -113,7 +113,7 @@ class Judge:
         self._learn(now, waits)
         text = "; ".join(f"{wait.what}, since {now - wait.since:.0f} s, for {_listed(wait.who())}" for wait in waits)
         if stuck := tuple((reading, reason) for reading in readings if (reason := self._stuck(now, reading))):
-            return Finding(stuck, text, now - self.moved_at, is_hang=True)
+            return Hang(stuck, text, now - self.moved_at, is_hang=True)
         silent = [reading for wait in waits if now - wait.since >= self._patience(wait) for reading in self._silent(now, wait.who())]
         if not waits and now - self.moved_at >= self._notice_s:
             silent = self._silent(now, [DRIVER])
@@ -122,17 +122,17 @@ class Judge:
         silent_s = min(now - self._tracks[reading.key].moved_at for reading in silent)
         # A rank that is stopped keeps the others waiting.
         if stuck := tuple(self.blame([reading.name for reading in silent])):
-            return Finding(stuck, text, silent_s, is_hang=True)
+            return Hang(stuck, text, silent_s, is_hang=True)
         idle = [reading for reading in silent if not self._is_busy(reading)]
         told = tuple((reading, "waits and uses no processor" if idle else "is at work") for reading in idle or silent)
-        return Finding(told, text, silent_s, is_hang=bool(idle))
+        return Hang(told, text, silent_s, is_hang=bool(idle))
 
-    def blame(self, names: Collection[str]) -> list[tuple[Reading, str]]:
+    def blame(self, names: Collection[str]) -> list[tuple[ProcessReading, str]]:
         """Those of `names`, and of Ray's own, that could not answer at the last reading: stopped, or stuck in the kernel."""
         found = [reading for reading in self._last if reading.name in (*names, *RAY_PROCESSES) or reading.state == SILENT]
         return [(reading, reason) for reading in found if (reason := self._stuck(None, reading))]
 
-    def _note(self, now: float, reading: Reading) -> None:
+    def _note(self, now: float, reading: ProcessReading) -> None:
         sign = reading.num_done, reading.since
         track = self._tracks.setdefault(reading.key, _Track(now, sign))
         if sign != track.sign:
@@ -154,12 +154,12 @@ class Judge:
     def _patience(self, wait: Wait) -> float:
         return max(self._notice_s, PATIENCE * self._longest.get(wait.what, 0.0))
 
-    def _silent(self, now: float, names: Collection[str]) -> list[Reading]:
+    def _silent(self, now: float, names: Collection[str]) -> list[ProcessReading]:
         asked = set(names)
         found = [reading for reading in self._last if reading.name in asked]
         return [reading for reading in found if now - self._tracks[reading.key].moved_at >= self._notice_s]
 
-    def _stuck(self, now: float | None, reading: Reading) -> str:
+    def _stuck(self, now: float | None, reading: ProcessReading) -> str:
         """Why a process cannot go on; "" if it can, or has not been so for `notice_s` at the moment `now`, or for two readings."""
         track = self._tracks[reading.key]
         if track.stuck_at is None or (track.samples[-1][0] == track.stuck_at if now is None else now - track.stuck_at < self._notice_s):
@@ -170,7 +170,7 @@ class Judge:
             return "gives no sign of life (the host or its network is down, or its raylet hangs)"
         return "is stuck in the kernel (state D: a file system or device does not answer)"
 
-    def _is_busy(self, reading: Reading) -> bool:
+    def _is_busy(self, reading: ProcessReading) -> bool:
         (first, cpu_s, io_bytes), (last, last_cpu_s, last_io_bytes) = (self._tracks[reading.key].samples[place] for place in (0, -1))
         enough = MIN_CORE_SHARE * (last - first), MIN_IO_BYTES_PER_S * (last - first)
         return reading.state == "R" or last_cpu_s - cpu_s > enough[0] or last_io_bytes - io_bytes > enough[1]
@@ -178,7 +178,7 @@ class Judge:
 
 waits: list[Wait] = []
 """The waits under way in this process. Only the driver's main thread changes it."""
-_judge: Judge | None = None
+_judge: HangJudge | None = None
 
 
 @contextmanager
@@ -192,7 +192,7 @@ def waiting(what: str, who: Callable[[], Collection[str]], since: float) -> Iter
         waits.remove(wait)
 
 
-def ask(judge: Judge | None) -> None:
+def ask(judge: HangJudge | None) -> None:
     """Lets `explained` ask this judge from now on."""
     global _judge
     _judge = judge

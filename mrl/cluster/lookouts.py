@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mrl.cluster.calls import ask, start_actor
 from mrl.cluster.environment import signs_folder
-from mrl.cluster.hangs import SILENT, Reading
+from mrl.cluster.hangs import SILENT, ProcessReading
 from mrl.cluster.lifetime import die_with_parent
 from mrl.cluster.watchdog import Stacks, read_all, read_signs, read_stacks
 
@@ -38,7 +38,7 @@ class Lookout:
         self._cleaner = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         self._cleaner.wait(ANSWER_TIMEOUT_S)
 
-    def look(self) -> list[Reading]:
+    def look(self) -> list[ProcessReading]:
         """Readings of the node's processes."""
         return read_all(os.getppid(), read_signs(self._folder))
 
@@ -57,11 +57,11 @@ class Lookouts:
         for number, node in enumerate(nodes):
             options = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(str(node["NodeID"]), soft=False)}
             self._actors[f"node {number} ({node['NodeManagerHostname']})"] = start_actor(Lookout, options, name)
-        self._readings: dict[str, list[Reading]] = dict.fromkeys(self._actors, [])
+        self._readings: dict[str, list[ProcessReading]] = dict.fromkeys(self._actors, [])
         self._is_over = threading.Event()
         threading.Thread(target=self._ask, name="lookouts", daemon=True).start()
 
-    def readings(self) -> list[Reading]:
+    def readings(self) -> list[ProcessReading]:
         """The last readings of all nodes; of a node that does not answer, one that says so."""
         return [reading for readings in list(self._readings.values()) for reading in readings]
 
@@ -89,7 +89,7 @@ class Lookouts:
             for name, since in heard.items():
                 # A first answer takes the start of a process.
                 if self._readings[name] and now - since > ANSWER_TIMEOUT_S + 2 * self._interval_s:
-                    self._readings[name] = [Reading(name, 0, name, SILENT, 0.0, 0)]
+                    self._readings[name] = [ProcessReading(name, 0, name, SILENT, 0.0, 0)]
 
 
 def _answer(get: Callable[[], list]) -> list:

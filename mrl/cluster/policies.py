@@ -37,7 +37,7 @@ from mrl.types import Batch, TrainSequence
 if TYPE_CHECKING:
     import numpy as np
 
-    from mrl.policy.policy import Policy
+    from mrl.policy.policy import PolicyRank
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class PolicyActor:
 
     def __init__(self, log_file: Path, secrets: Mapping[str, str]) -> None:
         start_actor_process(log_file, secrets)
-        self.models: dict[ModelName, Policy] = {}
+        self.models: dict[ModelName, PolicyRank] = {}
         self.listener: socket.socket | None = None
 
     def address(self, ports: range) -> tuple[str, int]:
@@ -72,7 +72,7 @@ class PolicyActor:
 
             import_megatron()
             from mrl.policy.parallel import Meeting
-            from mrl.policy.policy import Policy
+            from mrl.policy.policy import PolicyRank
 
         self.config = config
         self.pad_token_id = pad_token_id
@@ -81,7 +81,9 @@ class PolicyActor:
         with spans.span("build"):
             meeting = Meeting(*master, self.listener)
             self.listener = None
-            self.models[model] = Policy(config, rank=rank, world_size=world_size, meeting=meeting, timeout_s=self.timeout_s, model=model)
+            self.models[model] = PolicyRank(
+                config, rank=rank, world_size=world_size, meeting=meeting, timeout_s=self.timeout_s, model=model
+            )
         return self.models[model].dp_rank
 
     def answer_canary(self, canary: Path, answer: str, patience_s: float) -> tuple[str, bool]:
@@ -95,7 +97,7 @@ class PolicyActor:
     def set_batch(
         self, model: ModelName, sequences: dict[int, TrainSequence], rows: RankRows, logprob_rows: RankRows, is_further: bool
     ) -> int:
-        """Pulls the payloads of this rank's sequences and packs them; returns the number of rows. See `Policy.set_batch`."""
+        """Pulls the payloads of this rank's sequences and packs them; returns the number of rows. See `PolicyRank.set_batch`."""
         start = time.monotonic()
         spans.begin("set_batch")
         payload = pull([sequence.rollout for sequence in sequences.values()], timeout_s=self.timeout_s)
@@ -121,7 +123,7 @@ class PolicyActor:
         return put_arrays(cast("list[dict[int, np.ndarray]] | None", self.call(model, verb, *arguments)) or [])
 
     def teach(self, model: ModelName, k: int) -> tuple[list[int], Packed]:
-        """Indices of the sequences that this rank answers for, and what the teacher says of each; see `Policy.teach`."""
+        """Indices of the sequences that this rank answers for, and what the teacher says of each; see `PolicyRank.teach`."""
         start = time.monotonic()
         spans.begin("teacher", str(self.models[model].phase))
         found = self.models[model].teach(k)
@@ -216,7 +218,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         self.wait(pending, deadline_s=self.start_s, what="check of the cached model")
 
     def set_batches(self, batches: Sequence[Batch]) -> None:
-        """Sets the batches of a step's updates, in order. Every rank pulls the payloads of its own rows; see `Policy.set_batch`."""
+        """Sets the batches of a step's updates, in order. Every rank pulls the payloads of its own rows; see `PolicyRank.set_batch`."""
         for position, batch in enumerate(batches):
             # Stored once for the ranks that train the same rows: Ray would serialise an argument once for each of them.
             sequences = [put({index: batch.sequences[index] for row in rows for index in row}) for rows in batch.rows]
@@ -253,7 +255,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         }
 
     def teach(self, sequences: Sequence[TrainSequence], k: int) -> list[TrainSequence]:
-        """The sequences, each with a reference to what this model says of the tokens that were generated; see `Policy.teach`.
+        """The sequences, each with a reference to what this model says of the tokens that were generated; see `PolicyRank.teach`.
 
         What it computes stays in its processes, whose node hands it on to the ranks that train on it.
         """

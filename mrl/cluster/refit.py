@@ -64,7 +64,7 @@ class RefitReport:
         return {f"refit/{name}": float(value) for name, value in vars(self).items()}
 
 
-class Refit:
+class Refitter:
     """Moves the policy's settled weights into the engines."""
 
     def __init__(self, config: RunConfig, placement: Placement, policies: PolicyGroup, engines: EngineGroup) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from mrl import startup
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.policies import PolicyGroup, Ranks, convert_if_new
-from mrl.cluster.refit import Refit
+from mrl.cluster.refit import Refitter
 from mrl.cluster.rewards import Rewards
 from mrl.cluster.rollouts import RolloutCollector
 from mrl.cluster.runtime import Placement, placed_slots
@@ -64,7 +64,7 @@ class RolloutSession:
     """The further models of the policy ranks. They are on the host whenever none of their phases has been entered."""
     engines: EngineGroup
     rewards: Rewards
-    refit: Refit
+    refit: Refitter
     collector: RolloutCollector
 
     @property
@@ -210,8 +210,8 @@ def endpoints_removed(log_folder: Path) -> Iterator[None]:
 
 def start_models(
     config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path
-) -> tuple[dict[ModelName, PolicyGroup], EngineGroup, Refit]:
-    """The models of the policy ranks and engines with their folders' weights, and the refit, its schedule built and proven; see `Refit`."""
+) -> tuple[dict[ModelName, PolicyGroup], EngineGroup, Refitter]:
+    """The models of the policy ranks and engines with their folders' weights, and the refit, its schedule built and proven."""
     engines = EngineGroup(config, placement, log_folder=log_folder)
     # Before a model is converted into a cache that they do not share. They take no memory of a GPU yet.
     ranks, models = Ranks(config, placement, log_folder=log_folder), dict[ModelName, PolicyGroup]()
@@ -228,6 +228,6 @@ def start_models(
     engines.wait_until_built()
     startup.lap("engines")
     logger.info("Number of actors online: %d/%d", policies.world_size + placement.num_dedicated_slots, placement.num_slots)
-    refit = Refit(config, placement, policies, engines)
+    refit = Refitter(config, placement, policies, engines)
     startup.lap("schedule")
     return models, engines, refit

@@ -24,7 +24,7 @@ from conversion.files.manifest import WriteReport
 
 
 class PolicyVerbs(Protocol):
-    """Verbs of `mrl.policy.policy.Policy`, which documents them."""
+    """Verbs of `mrl.policy.policy.PolicyRank`, which documents them."""
 
     def layout_arguments(self) -> RankPlace: ...
     def device_name(self) -> str: ...

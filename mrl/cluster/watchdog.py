@@ -27,7 +27,7 @@ from conversion.files.limits import within
 from mrl import spans
 from mrl.cluster import hangs
 from mrl.cluster.carrier import local_file
-from mrl.cluster.hangs import DRIVER, RAY_PROCESSES, STOPPED, UNINTERRUPTIBLE, Finding, Judge, Reading
+from mrl.cluster.hangs import DRIVER, RAY_PROCESSES, STOPPED, UNINTERRUPTIBLE, Hang, HangJudge, ProcessReading
 from mrl.cluster.lifetime import kill_processes
 from mrl.config.schema.run import RunConfig
 from mrl.plan.deadlines import all_deadlines
@@ -45,7 +45,7 @@ CONSOLE_TIMEOUT_S = 5.0
 # Of hundreds of ranks that all wait, the first ones; the file with their stacks has all.
 MAX_NAMED = 4
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-Stacks = list[tuple[Reading, str]]
+Stacks = list[tuple[ProcessReading, str]]
 """The text of each process's stacks."""
 FRAME = re.compile(r'File "(?:.*/)?([^"/]+)", line (\d+) in (\S+)')
 
@@ -95,14 +95,14 @@ def read_signs(folder: Path) -> dict[int, spans.Sign]:
     return signs
 
 
-def read_all(root: int, signs: dict[int, spans.Sign]) -> list[Reading]:
+def read_all(root: int, signs: dict[int, spans.Sign]) -> list[ProcessReading]:
     """Readings of process `root` and of its descendants that give signs, of Ray's own, and of any other that is stopped."""
     table = {found.pid: found for entry in os.scandir("/proc") if entry.name.isdigit() and (found := read_process(int(entry.name)))}
     children: dict[int, list[int]] = {}
     for found in table.values():
         children.setdefault(found.parent, []).append(found.pid)
     node = socket.gethostname()
-    readings: list[Reading] = []
+    readings: list[ProcessReading] = []
 
     def name_of(found: Process) -> str:
         return signs[found.pid].name if found.pid in signs else found.command if found.command in RAY_PROCESSES else ""
@@ -121,7 +121,7 @@ def read_all(root: int, signs: dict[int, spans.Sign]) -> list[Reading]:
         own = spent if found.command not in RAY_PROCESSES else []
         cpu_s, io_bytes = found.cpu_s + sum(cpu for cpu, _ in own), read_io(pid) + found.fault_bytes + sum(io for _, io in own)
         if name or found.state in STOPPED:
-            reading = Reading(name or f"{found.command} of {owner}", pid, node, found.state, cpu_s, io_bytes)
+            reading = ProcessReading(name or f"{found.command} of {owner}", pid, node, found.state, cpu_s, io_bytes)
             if (sign := signs.get(pid)) is not None:
                 doing = f"{'call' if sign.is_open else 'after'} {sign.doing}"
                 reading = replace(reading, num_done=sign.num_done, doing=doing, since=sign.since, phase=sign.phase)
@@ -160,17 +160,17 @@ def writes_stacks(pid: int) -> bool:
     return handled is not None and bool(int(handled[1], 16) >> (spans.STACK_SIGNAL - 1) & 1)
 
 
-def read_signed(signs: dict[int, spans.Sign]) -> list[Reading]:
+def read_signed(signs: dict[int, spans.Sign]) -> list[ProcessReading]:
     """The state of every living process that gives signs."""
     node = socket.gethostname()
     living = {pid: found for pid in signs if (found := read_process(pid)) is not None}
-    return [Reading(signs[pid].name, pid, node, found.state, found.cpu_s, 0) for pid, found in living.items()]
+    return [ProcessReading(signs[pid].name, pid, node, found.state, found.cpu_s, 0) for pid, found in living.items()]
 
 
 class Nodes(Protocol):
     """Looks at nodes whose processes are no children of the driver."""
 
-    def readings(self) -> list[Reading]: ...
+    def readings(self) -> list[ProcessReading]: ...
     def stacks(self) -> Stacks: ...
     def stop(self) -> None: ...
 
@@ -187,7 +187,7 @@ class Watchdog:
         self._notice_s, self._end_s = notice_s, end_s
         self.interval_s = min(INTERVAL_S, notice_s / LOOKS_A_NOTICE)
         self._lookouts: Nodes | None = None
-        self._judge = Judge(notice_s)
+        self._judge = HangJudge(notice_s)
         self._answered_at = time.monotonic()
         self._told: set[tuple] = set()
         self._num_stacks = 0
@@ -231,7 +231,7 @@ class Watchdog:
             # A launcher may have started Ray below the driver: lookouts know names.
             self.look(time.monotonic(), list({reading.key: reading for reading in readings}.values()))
 
-    def look(self, now: float, readings: Collection[Reading]) -> None:
+    def look(self, now: float, readings: Collection[ProcessReading]) -> None:
         """Takes the readings of a moment, and acts on what they say."""
         finding = self._judge.see(now, list(readings), list(hangs.waits))
         folder_silent_s = now - self._answered_at
@@ -257,12 +257,12 @@ class Watchdog:
         elif self._asked is not None and now - self._asked[0] >= self._notice_s and self._never_ends(finding):
             self._end(f"{self._asked[1]} asked the run to end {now - self._asked[0]:.0f} s ago, and it hangs: {reason}")
 
-    def _never_ends(self, finding: Finding | None) -> bool:
+    def _never_ends(self, finding: Hang | None) -> bool:
         """Whether the driver is in a wait without a limit. A file system may answer yet, and let it save."""
         is_known = finding is not None and all(reading.state != UNINTERRUPTIBLE for reading, _ in finding.suspects)
         return is_known and not hangs.waits
 
-    def _tell(self, finding: Finding | None, frozen: str) -> None:
+    def _tell(self, finding: Hang | None, frozen: str) -> None:
         places, path = self._keep_stacks()
         said = [frozen] if frozen else []
         if finding is not None:
@@ -303,7 +303,7 @@ class Watchdog:
         os._exit(1)
 
 
-def described(finding: Finding, places: Mapping[tuple[str, int], str]) -> str:
+def described(finding: Hang, places: Mapping[tuple[str, int], str]) -> str:
     """A finding in words, with the place in its code where each suspect is, if that is known."""
     parts = []
     for reading, reason in finding.suspects[:MAX_NAMED]:

@@ -35,7 +35,7 @@ from mrl.config.files import (
 from mrl.config.schema.run import KEYS, LIKE_POLICY, SAME_KEYS, RunConfig, fields_of, section_of
 from mrl.config.secrets import note_secrets, redact
 from mrl.config.teachers import read_teachers
-from mrl.config.values import REFERENCE, Reader, Tree, Unresolved, find_long_expressions
+from mrl.config.values import REFERENCE, Tree, Unresolved, ValueReader, find_long_expressions
 
 ALGORITHMS: tuple[str, ...] = get_args(fields_of(RunConfig)["algorithm"])
 
@@ -120,7 +120,7 @@ def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None,
     named = {name for setting in known.values() for name in REFERENCE.findall(str(setting.value))}
     # Expressions may name keys that the schema lacks, or that belong to the backend that is not active.
     beside = {key: written[key] for name in sorted(named) if (key := split_key(name)) in written and key not in translated}
-    reader = Reader(Tree(beside | translated, secrets), translated, misplaced)
+    reader = ValueReader(Tree(beside | translated, secrets), translated, misplaced)
     config = reader.section(RunConfig)
     config.secrets = frozenset(secrets)
     config.origins = {".".join(key): setting.origin for key, setting in translated.items()}

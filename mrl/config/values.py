@@ -118,7 +118,7 @@ class Tree:
         return frozenset(REFERENCE.findall(written)) & KEYS.keys() - {dotted} if isinstance(written, str) else frozenset()
 
 
-class Reader:
+class ValueReader:
     """Reads the sections of a config from a tree, and collects what is wrong with their values."""
 
     def __init__(self, tree: Tree, settings: Settings, misplaced: set[str]) -> None:

@@ -33,7 +33,7 @@ def diagnose(config: RunConfig | None) -> list[Finding]:
     folders = {} if root is None else {"the cache": root}
     inputs: list[Finding] = []
     if config is not None:
-        from mrl.doctor.inputs import check_inputs
+        from mrl.doctor.run_inputs import check_inputs
 
         inputs = check_inputs(config)
         if config.checkpointing.enabled:
@@ -51,7 +51,7 @@ def judge_host(facts: HostFacts, config: RunConfig | None, *, is_in_cluster: boo
     """Findings from the facts of a host that runs alone, or is a node of a cluster."""
     findings = judge_software(facts, read_wanted()) + judge_machine(facts, is_in_cluster=is_in_cluster)
     if config is not None:
-        from mrl.doctor.inputs import judge_gpus
+        from mrl.doctor.run_inputs import judge_gpus
 
         findings += judge_gpus(config, facts)
     return findings

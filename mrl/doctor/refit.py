@@ -34,7 +34,7 @@ from mrl.loop.preflight import check_start
 from mrl.types import Rollout
 
 if TYPE_CHECKING:
-    from mrl.policy.policy import Policy
+    from mrl.policy.policy import PolicyRank
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ def float32_products(policies: PolicyGroup, config: RunConfig) -> str:
     return ", ".join(f"{library} {precision}" for library, precision in found.items())
 
 
-def _float32_products(policy: Policy) -> dict[str, str]:
+def _float32_products(policy: PolicyRank) -> dict[str, str]:
     from mrl.policy.fusions import float32_products
 
     return float32_products()

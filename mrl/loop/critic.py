@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedStep:
     """A step's sequences as the critic has judged them."""
 
     batches: Sequence[Batch]
@@ -37,15 +37,15 @@ class Critic:
     config: RunConfig
     session: RolloutSession
 
-    def judge(self, batches: Sequence[Batch]) -> Judged:
+    def judge(self, batches: Sequence[Batch]) -> JudgedStep:
         """Has the critic compute the values of all tokens of a step."""
         group = self.session.models_beside["critic"]
         own = make_batches(list(chain.from_iterable(batch.sequences for batch in batches)), self.config.of_model("critic"))
         self.session.enter("value")
         group.set_batches(own)
-        return Judged(own, group.call_on_tokens(PolicyVerbs.compute_values, own))
+        return JudgedStep(own, group.call_on_tokens(PolicyVerbs.compute_values, own))
 
-    def learn(self, judged: Judged, batches: Sequence[Batch]) -> dict[str, float]:
+    def learn(self, judged: JudgedStep, batches: Sequence[Batch]) -> dict[str, float]:
         """Has the policy compute advantages, and the critic learn the returns that come of them.
 
         `batches` are the policy's, with their log-probabilities. Returns the metrics of the advantages, and those of the critic's last

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mrl import check, env, startup
 from mrl.algo.agreement import Disagreement
@@ -14,21 +14,23 @@ from mrl.cluster.nodes import watch_hosts
 from mrl.config.files import find_config
 from mrl.config.load import load_run
 from mrl.data.reading import write_quarantine
-from mrl.loop import rollouts, supervised
+from mrl.loop import examples, rollouts
 from mrl.loop.rollout_queue import NoSignal
-from mrl.loop.run import Budget, Supplier, Training
+from mrl.loop.run import Budget, Run, Supplier, Training
 from mrl.signals import ENDED_EARLY, LISTENER
-from mrl.store.checkpoints import find_damage
+from mrl.store.checkpoints import Checkpoint, find_damage
 from mrl.store.console import outlook
 from mrl.store.ownership import FolderLost
 from mrl.store.run_folder import RunFolder
 from mrl.store.summary import is_good_enough
-from mrl.train import train
+from mrl.types import RunState
 
 logger = logging.getLogger(__name__)
 
+Train = Callable[[Run[Supplier], Checkpoint | None], RunState]
 
-def run_attempt(training: Training[Supplier], folder: RunFolder, budget: Budget) -> bool:
+
+def run_attempt(train: Train, training: Training[Supplier], folder: RunFolder, budget: Budget) -> bool:
     """Runs the configured steps from the newest checkpoint on. False if the budget was over first: the same command goes on."""
     config, started = training.config, time.monotonic()
     write_quarantine(training.left_out, folder.path / "quarantine")
@@ -55,8 +57,8 @@ def run_attempt(training: Training[Supplier], folder: RunFolder, budget: Budget)
     return state.step == last_step or not budget.is_over
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code.
+def main(train: Train, arguments: Sequence[str] | None = None) -> int:
+    """Entry point of a training loop; returns the exit code.
 
     0: done. 1: the attempt failed; the same command resumes. 2: the input is at fault, with one clear message.
     75: a signal or the time limit ended the run before its last step; the same command resumes. 130: so did a second Ctrl-C, at once.
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config, migration = load_run(options.name, options.words, secrets=options.secrets)
         migration.log()
         budget = Budget(config.checkpointing.must_save_by_s, started=started)
-        training = rollouts.prepare(config) if config.has_engines else supervised.prepare(config)
+        training = rollouts.prepare(config) if config.has_engines else examples.prepare(config)
         folder = RunFolder(training.config, training.identity)
         LISTENER.cleanups.append(folder.give_back)
         folder.open()
@@ -81,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         with folder:
-            is_done = run_attempt(training, folder, budget)
+            is_done = run_attempt(train, training, folder, budget)
     except (NoSignal, Disagreement) as error:
         logger.error("%s", error)
         return 2

@@ -19,6 +19,7 @@ from mrl.config.files import find_config
 from mrl.config.load import read_run
 from mrl.config.secrets import run_entry, start_logging
 from mrl.plan.hardware import GPUS
+from mrl.plan.longest_rows import describe_longest
 from mrl.plan.plan import (
     NUM_BEST,
     Plan,
@@ -31,7 +32,6 @@ from mrl.plan.plan import (
     search_layouts,
     with_config_json,
 )
-from mrl.plan.rows import describe_longest
 from mrl.plan.search import Found
 from mrl.view.page import HERE, page
 

@@ -24,11 +24,11 @@ IMBALANCE = 1.3
 """Tokens of the busiest rank's experts over the mean, with natural routing: fitted on runs of docs/plan.md."""
 
 
-class Model:
+class PlanModel:
     """A model of config.json, with what is computed of it once, and the models that policy ranks hold beside it."""
 
     def __init__(
-        self, hf_config: Mapping[str, object], beside: Mapping[ModelName, Model] = MappingProxyType({}), folder: Path | None = None
+        self, hf_config: Mapping[str, object], beside: Mapping[ModelName, PlanModel] = MappingProxyType({}), folder: Path | None = None
     ) -> None:
         self.hf_config = hf_config
         self.folder = folder
@@ -45,7 +45,7 @@ class Model:
         self.engine_bytes = cache(self._engine_bytes)
 
     @property
-    def by_name(self) -> dict[ModelName, Model]:
+    def by_name(self) -> dict[ModelName, PlanModel]:
         """The policy and the models beside it."""
         return {"policy": self, **self.beside}
 
@@ -55,16 +55,16 @@ class Model:
         return sum(math.prod(slot.shape) * DTYPE_BYTES[slot.dtype] for slot in layout.values())
 
 
-def read_model(config: RunConfig) -> Model:
+def read_model(config: RunConfig) -> PlanModel:
     """The policy of a run and the models beside it, with the config's overrides; ValueError if a config.json cannot be read."""
     return _read(config, "policy", {name: _read(config, name) for name in config.models_beside})
 
 
-def _read(config: RunConfig, model: ModelName, beside: Mapping[ModelName, Model] = MappingProxyType({})) -> Model:
+def _read(config: RunConfig, model: ModelName, beside: Mapping[ModelName, PlanModel] = MappingProxyType({})) -> PlanModel:
     section = config.of_model(model).policy
     try:
         folder = model_folder(section.model_name, with_weights=False).resolve()
-        return Model(read_hf_config(folder, section.hf_config_overrides), beside, folder)
+        return PlanModel(read_hf_config(folder, section.hf_config_overrides), beside, folder)
     except ValueError as error:
         raise ValueError(f"{prefix_of(model)}model_name={section.model_name}: {error}") from error
 

@@ -15,7 +15,7 @@ from mrl.phases import PHASES, WORKERS, ModelName, Phase, Role, role_of
 from mrl.plan.activations import BF16, FP32, part_bytes
 from mrl.plan.engine import CacheLayout, cache_layout, forward_bytes, sampler_bytes
 from mrl.plan.hardware import GIB, Gpu
-from mrl.plan.inputs import IMBALANCE, Model, num_microbatches, row_of, state_rules
+from mrl.plan.inputs import IMBALANCE, PlanModel, num_microbatches, row_of, state_rules
 from mrl.plan.peaks import Stage, logits_bytes, microbatches_in_flight, persistent_bytes, train_peak
 from mrl.plan.states import States, state_bytes
 
@@ -69,7 +69,7 @@ class RankMemory:
         return sum(self.phases[self.peak_phase].values())
 
 
-def engine_memory(config: RunConfig, model: Model, gpu: Gpu) -> EngineMemory:
+def engine_memory(config: RunConfig, model: PlanModel, gpu: Gpu) -> EngineMemory:
     """What `gpu_memory_utilization` leaves an engine worker for its cache; the cache is negative if that is too little."""
     generation, shape = config.policy.generation, model.shape
     vllm, num_proposed = generation.vllm_cfg, generation.num_proposed_tokens
@@ -106,7 +106,7 @@ class Work:
     train: Parts
 
 
-def work_of(config: RunConfig, model: Model, pp_rank: int, role: Role = "policy", *, imbalance: float = IMBALANCE) -> Work:
+def work_of(config: RunConfig, model: PlanModel, pp_rank: int, role: Role = "policy", *, imbalance: float = IMBALANCE) -> Work:
     """The same for a rank of a pipeline stage of a model of this role, as whose `policy` the config sees it (`RunConfig.of_model`)."""
     megatron, shape = config.policy.megatron_cfg, model.shape
     parallel, is_last, chunk_tokens = megatron.parallel, pp_rank == megatron.parallel.pp - 1, config.policy.output_chunk_tokens
@@ -140,7 +140,7 @@ def work_of(config: RunConfig, model: Model, pp_rank: int, role: Role = "policy"
     )
 
 
-def works_beside(config: RunConfig, model: Model, *, imbalance: float = IMBALANCE) -> dict[ModelName, Work]:
+def works_beside(config: RunConfig, model: PlanModel, *, imbalance: float = IMBALANCE) -> dict[ModelName, Work]:
     """Of each model beside the policy the work of the stage that needs most: a rank may have any stage of it."""
     found: dict[ModelName, Work] = {}
     for name, other in model.beside.items():
@@ -159,7 +159,9 @@ def _needed_in_training(work: Work) -> float:
     return work.states.allocated + work.persistent + max(sum(work.forward.values()), sum(work.train.values()))
 
 
-def rank_memory(config: RunConfig, model: Model, pp_rank: int, engine: EngineMemory | None, *, imbalance: float = IMBALANCE) -> RankMemory:
+def rank_memory(
+    config: RunConfig, model: PlanModel, pp_rank: int, engine: EngineMemory | None, *, imbalance: float = IMBALANCE
+) -> RankMemory:
     """Bytes that a rank of a pipeline stage allocates in each phase."""
     mine, beside = work_of(config, model, pp_rank, imbalance=imbalance), works_beside(config, model, imbalance=imbalance)
     states, works = mine.states, {"policy": mine, **beside}
@@ -203,7 +205,9 @@ def rank_memory(config: RunConfig, model: Model, pp_rank: int, engine: EngineMem
     return RankMemory(pp_rank, phases)
 
 
-def all_ranks(config: RunConfig, model: Model, gpu: Gpu, *, imbalance: float = IMBALANCE) -> tuple[list[RankMemory], EngineMemory | None]:
+def all_ranks(
+    config: RunConfig, model: PlanModel, gpu: Gpu, *, imbalance: float = IMBALANCE
+) -> tuple[list[RankMemory], EngineMemory | None]:
     """A rank of each pipeline stage, and the engine beside it. Of inner stages with equal layers the first: it keeps most microbatches."""
     engine = engine_memory(config, model, gpu) if config.has_engines else None
     parallel, layers = config.policy.megatron_cfg.parallel, model.shape.layers
@@ -214,7 +218,7 @@ def all_ranks(config: RunConfig, model: Model, gpu: Gpu, *, imbalance: float = I
     return [rank_memory(config, model, stage, engine, imbalance=imbalance) for stage in stages.values()], engine
 
 
-def stage_states(config: RunConfig, model: Model, pp_rank: int, role: Role = "policy") -> States:
+def stage_states(config: RunConfig, model: PlanModel, pp_rank: int, role: Role = "policy") -> States:
     """States of a rank of a pipeline stage; for other roles than the policy's as for `work_of`."""
     rules = state_rules(config)
     rules = replace(rules, is_trained=False) if role == "teacher" else rules
@@ -232,7 +236,7 @@ def least_peak(rank: RankMemory) -> float:
     return max(sum(size for name, size in parts.items() if name != "slack") for parts in rank.phases.values())
 
 
-def host_memory(config: RunConfig, model: Model, states: States) -> Parts:
+def host_memory(config: RunConfig, model: PlanModel, states: States) -> Parts:
     """Bytes of the first node: what leaves its GPUs, a checkpoint's copy that is being written, model files in the page cache, rollouts.
 
     What leaves at a change of phase goes into one pinned block (`mrl.policy.host_block`), which torch does not round up. What Megatron's
@@ -258,12 +262,12 @@ def host_memory(config: RunConfig, model: Model, states: States) -> Parts:
     return parts
 
 
-def saved_bytes(config: RunConfig, model: Model) -> dict[ModelName, int]:
+def saved_bytes(config: RunConfig, model: PlanModel) -> dict[ModelName, int]:
     """Of one checkpoint, by model."""
     return checkpoint_bytes(config, {name: model.by_name[name].num_parameters for name in config.trained_models})
 
 
-def disk_bytes(config: RunConfig, model: Model) -> tuple[float, int | None]:
+def disk_bytes(config: RunConfig, model: PlanModel) -> tuple[float, int | None]:
     """Of all checkpoints that are kept and one being written, and their number; None if that is not bounded: then one is counted."""
     if not config.checkpointing.enabled:
         return 0.0, 0
@@ -271,7 +275,7 @@ def disk_bytes(config: RunConfig, model: Model) -> tuple[float, int | None]:
     return float(sum(saved_bytes(config, model).values()) * ((kept or 1) + 1)), kept
 
 
-def cache_bytes(model: Model) -> float:
+def cache_bytes(model: PlanModel) -> float:
     """Of the run's models in the cache of converted models, which knows each by its files and config.json."""
     entries = {(each.folder, json.dumps(each.hf_config, sort_keys=True)): each.num_parameters for each in model.by_name.values()}
     return float(sum(entries.values()) * BF16)

@@ -13,7 +13,8 @@ from mrl.config.rules.checks import find_problems
 from mrl.config.schema.run import RunConfig
 from mrl.phases import Phase
 from mrl.plan.hardware import GIB, GPUS, Gpu
-from mrl.plan.inputs import IMBALANCE, Model, read_model
+from mrl.plan.inputs import IMBALANCE, PlanModel, read_model
+from mrl.plan.longest_rows import describe_longest, section_at_work, with_least_rows
 from mrl.plan.memory import (
     EngineMemory,
     Parts,
@@ -28,10 +29,9 @@ from mrl.plan.memory import (
     saved_bytes,
     stage_states,
 )
-from mrl.plan.rows import describe_longest, section_at_work, with_least_rows
 from mrl.plan.search import Candidate, Found, search, worst_rank
 from mrl.plan.times import StepTimes, step_times
-from mrl.plan.traffic import Refit, plan_refit
+from mrl.plan.traffic import RefitTraffic, plan_refit
 
 GB = 1e9
 NUM_NEAREST, NUM_BEST = 3, 10
@@ -44,14 +44,14 @@ class Plan:
 
     config: RunConfig
     gpu: Gpu
-    model: Model
+    model: PlanModel
     worst: RankMemory
     misfit: str | None
     """What does not fit; None if all does."""
     engine: EngineMemory | None
     host: Parts
     """By what holds it, on each node."""
-    refit: Refit | None
+    refit: RefitTraffic | None
     times: StepTimes
 
 
@@ -82,7 +82,7 @@ def make_plan(config: RunConfig, gpu: Gpu, *, mean_tokens: float | None = None) 
     )
 
 
-def search_layouts(config: RunConfig, gpu: Gpu, refit: Refit | None, *, mean_tokens: float | None = None) -> Found:
+def search_layouts(config: RunConfig, gpu: Gpu, refit: RefitTraffic | None, *, mean_tokens: float | None = None) -> Found:
     """All layouts of a run on its GPUs."""
     return search(config, read_model(config), gpu, refit, mean_tokens=mean_tokens_of(config, mean_tokens))
 

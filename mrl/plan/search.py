@@ -13,10 +13,10 @@ from mrl.config.model import ModelSizes, with_value
 from mrl.config.rules import layout
 from mrl.config.schema.run import RunConfig
 from mrl.plan.hardware import Gpu
-from mrl.plan.inputs import Model
+from mrl.plan.inputs import PlanModel
 from mrl.plan.memory import RankMemory, all_ranks, engine_memory
 from mrl.plan.times import StepTimes, exchange_seconds, step_times
-from mrl.plan.traffic import Refit
+from mrl.plan.traffic import RefitTraffic
 
 _MEGATRON, _ENGINE = "policy.megatron_cfg.", "policy.generation.vllm_cfg."
 KEYS = {
@@ -60,7 +60,7 @@ class Found:
     """Why layouts are illegal or do not fit -> how many."""
 
 
-def worst_rank(config: RunConfig, model: Model, gpu: Gpu) -> tuple[RankMemory, str | None]:
+def worst_rank(config: RunConfig, model: PlanModel, gpu: Gpu) -> tuple[RankMemory, str | None]:
     """The policy rank whose GPU is fullest, and what does not fit; None if all does."""
     ranks, engine = all_ranks(config, model, gpu)
     worst = max(ranks, key=lambda rank: rank.peak)
@@ -69,7 +69,7 @@ def worst_rank(config: RunConfig, model: Model, gpu: Gpu) -> tuple[RankMemory, s
     return worst, f"phase {worst.peak_phase} does not fit" if worst.peak > gpu.memory else None
 
 
-def search(config: RunConfig, model: Model, gpu: Gpu, refit: Refit | None, *, mean_tokens: float) -> Found:
+def search(config: RunConfig, model: PlanModel, gpu: Gpu, refit: RefitTraffic | None, *, mean_tokens: float) -> Found:
     """Every layout of the trainer, each with the fastest engines beside which it fits.
 
     `refit` stands for those of all layouts: a schedule for each would take minutes.
@@ -94,9 +94,9 @@ def _lightest(
     config: RunConfig,
     trainer: dict[str, object],
     engines: list[dict[str, object]],
-    model: Model,
+    model: PlanModel,
     gpu: Gpu,
-    refit: Refit | None,
+    refit: RefitTraffic | None,
     mean_tokens: float,
 ) -> Candidate | str:
     """A trainer's layout with the least recomputation and offload, and the fastest engines, with which it fits; else why none does."""
@@ -117,7 +117,7 @@ def _lightest(
     return reason
 
 
-def _times(config: RunConfig, model: Model, gpu: Gpu, refit: Refit | None, mean_tokens: float) -> StepTimes:
+def _times(config: RunConfig, model: PlanModel, gpu: Gpu, refit: RefitTraffic | None, mean_tokens: float) -> StepTimes:
     engine = engine_memory(config, model, gpu) if config.has_engines else None
     return step_times(config, model, gpu, engine, refit, mean_tokens=mean_tokens)
 

@@ -15,23 +15,23 @@ from mrl.phases import role_of
 from mrl.plan.activations import BF16
 from mrl.plan.engine import token_bytes
 from mrl.plan.hardware import Gpu
-from mrl.plan.inputs import Model, num_microbatches
+from mrl.plan.inputs import PlanModel, num_microbatches
 from mrl.plan.memory import EngineMemory
-from mrl.plan.traffic import Refit
+from mrl.plan.traffic import RefitTraffic
 
 
 @dataclass(frozen=True)
-class Range:
+class TimeRange:
     """A low and a high figure."""
 
     low: float
     high: float
 
-    def plus(self, other: Range) -> Range:
-        return Range(self.low + other.low, self.high + other.high)
+    def plus(self, other: TimeRange) -> TimeRange:
+        return TimeRange(self.low + other.low, self.high + other.high)
 
-    def times(self, factor: float) -> Range:
-        return Range(self.low * factor, self.high * factor)
+    def times(self, factor: float) -> TimeRange:
+        return TimeRange(self.low * factor, self.high * factor)
 
 
 # Shares of a GPU's peak (high, low): of products in a train step with natural routing and with dense layers, of memory bandwidth in
@@ -41,12 +41,12 @@ EXPERT_PRODUCTS, DENSE_PRODUCTS, DECODING = (0.36, 0.19), (0.50, 0.28), (0.60, 0
 # 48.5 of 50 GB/s over InfiniBand (github.com/NVIDIA/nccl-tests/issues/267). That of memory is assumed.
 NVLINK, NETWORK, MEMORY = (0.82, 0.41), (0.97, 0.48), (0.80, 0.40)
 # Seconds of a layer in a decode step beside its bytes: kernels that start one after another, two exchanges between workers.
-LAYER_LATENCY = Range(40e-6, 90e-6)
+LAYER_LATENCY = TimeRange(40e-6, 90e-6)
 # Seconds of a switch between phases, rewards and data together.
-SWITCHES = Range(10.0, 18.0)
+SWITCHES = TimeRange(10.0, 18.0)
 # Seconds of a refit on the host: a kernel's launch from Python, a wait for a stream or for another process, and a call of an actor by the
 # driver (docs/performance.md; the high figure is for a slower host).
-LAUNCH, WAIT, CALL = Range(15e-6, 50e-6), Range(50e-6, 300e-6), Range(0.4e-3, 0.8e-3)
+LAUNCH, WAIT, CALL = TimeRange(15e-6, 50e-6), TimeRange(50e-6, 300e-6), TimeRange(0.4e-3, 0.8e-3)
 # Of a round, in the exchange of a rank and in the pull and verification of a worker: kernels besides those of messages, and waits. Then
 # kernels of a message.
 EXCHANGE_LAUNCHES, EXCHANGE_WAITS, PULL_LAUNCHES, PULL_WAITS = 1, 2, 3, 3
@@ -55,24 +55,24 @@ BACKWARD = 2
 """Operations of a backward pass, in forward passes."""
 
 
-def seconds(amount: float, rate: float, shares: tuple[float, float]) -> Range:
+def seconds(amount: float, rate: float, shares: tuple[float, float]) -> TimeRange:
     """Time of an amount at two shares of a rate."""
-    return Range(amount / (rate * shares[0]), amount / (rate * shares[1]))
+    return TimeRange(amount / (rate * shares[0]), amount / (rate * shares[1]))
 
 
 @dataclass(frozen=True)
 class StepTimes:
     """Seconds of the phases of a step, and what bounds the longest."""
 
-    phases: dict[str, Range]
+    phases: dict[str, TimeRange]
     mean_tokens: float
     """Tokens of a rollout with its prompt that the times are for."""
     concurrency: float
     """Rollouts that an engine samples at once."""
 
     @property
-    def total(self) -> Range:
-        total = Range(0.0, 0.0)
+    def total(self) -> TimeRange:
+        total = TimeRange(0.0, 0.0)
         for phase in self.phases.values():
             total = total.plus(phase)
         return total
@@ -87,7 +87,7 @@ def forward_operations(cost: SequenceCost, tokens: float, length: float) -> floa
     return tokens * (cost.per_token + cost.per_token_squared * length + cost.scan_per_token)
 
 
-def train_seconds(shape: ModelSizes, cost: SequenceCost, gpu: Gpu, *, tokens: float, length: float, gpus: int, passes: float) -> Range:
+def train_seconds(shape: ModelSizes, cost: SequenceCost, gpu: Gpu, *, tokens: float, length: float, gpus: int, passes: float) -> TimeRange:
     """Time of so many forward passes' worth of operations on the GPUs of a policy."""
     shares = EXPERT_PRODUCTS if shape.experts else DENSE_PRODUCTS
     return seconds(passes * forward_operations(cost, tokens, length) / gpus, gpu.peak, shares)
@@ -95,7 +95,7 @@ def train_seconds(shape: ModelSizes, cost: SequenceCost, gpu: Gpu, *, tokens: fl
 
 def decode_seconds(
     shape: ModelSizes, gpu: Gpu, engine: EngineMemory, *, tp: int, rollouts: float, at_once: float, mean: float, longest: float
-) -> Range:
+) -> TimeRange:
     """Time in which an engine samples its rollouts: full until the last ones start, then the tail of the longest."""
     letters = "".join(shape.layers)
     # Experts that no token chooses are not read.
@@ -108,7 +108,7 @@ def decode_seconds(
     return step.times(max(1.0, rollouts / at_once) * mean + longest - mean)
 
 
-def exchange_seconds(config: RunConfig, model: Model, gpu: Gpu, *, tokens: float) -> float:
+def exchange_seconds(config: RunConfig, model: PlanModel, gpu: Gpu, *, tokens: float) -> float:
     """What a policy rank sends in a train step, if nothing of it hides behind products: it tells layouts apart, and is in no range.
 
     Tensor-parallel ranks exchange each layer's stream four times, experts get and give back their tokens in both passes.
@@ -127,24 +127,24 @@ def exchange_seconds(config: RunConfig, model: Model, gpu: Gpu, *, tokens: float
 class RefitTimes:
     """Seconds of a refit by who spends them."""
 
-    parts: dict[str, Range]
+    parts: dict[str, TimeRange]
     """Of the exchange: `network`, `node`, `packing`, `exchange host`; of the engine: `pull and verify`, `pull host`; and `driver`."""
     num_rounds: int
 
     @property
-    def serial(self) -> Range:
+    def serial(self) -> TimeRange:
         """If each round is exchanged, pulled and verified before the next begins."""
         return self._sum(*self.parts)
 
     @property
-    def overlapped(self) -> Range:
+    def overlapped(self) -> TimeRange:
         """If a round is exchanged while the one before is pulled and verified: the longer of both, and a round of the shorter."""
         sent, pulled = self._sum("network", "node", "packing", "exchange host"), self._sum("pull and verify", "pull host")
         low, high = (max(a, b) + min(a, b) / self.num_rounds for a, b in ((sent.low, pulled.low), (sent.high, pulled.high)))
-        return Range(low, high).plus(self.parts["driver"])
+        return TimeRange(low, high).plus(self.parts["driver"])
 
-    def _sum(self, *names: str) -> Range:
-        return Range(sum(self.parts[name].low for name in names), sum(self.parts[name].high for name in names))
+    def _sum(self, *names: str) -> TimeRange:
+        return TimeRange(sum(self.parts[name].low for name in names), sum(self.parts[name].high for name in names))
 
 
 def refit_calls(config: RunConfig) -> int:
@@ -152,7 +152,9 @@ def refit_calls(config: RunConfig) -> int:
     return config.num_policy_ranks + 2 * config.num_engines
 
 
-def refit_times(refit: Refit, gpu: Gpu, *, engine_weights: float, num_calls: int, network: tuple[float, float] = NETWORK) -> RefitTimes:
+def refit_times(
+    refit: RefitTraffic, gpu: Gpu, *, engine_weights: float, num_calls: int, network: tuple[float, float] = NETWORK
+) -> RefitTimes:
     """Times of a refit of engine workers with so many bytes of weights, by `num_calls` of the driver.
 
     A sender reads what it sends twice, for packing and checksums, and writes it once; a worker reads its weights where they arrive, writes
@@ -173,7 +175,7 @@ def refit_times(refit: Refit, gpu: Gpu, *, engine_weights: float, num_calls: int
 
 
 def step_times(
-    config: RunConfig, model: Model, gpu: Gpu, engine: EngineMemory | None, refit: Refit | None, *, mean_tokens: float
+    config: RunConfig, model: PlanModel, gpu: Gpu, engine: EngineMemory | None, refit: RefitTraffic | None, *, mean_tokens: float
 ) -> StepTimes:
     """Times of a step whose rollouts have `mean_tokens` tokens with their prompts.
 

@@ -12,11 +12,11 @@ from conversion.families.common import read_by_engines
 from conversion.reshard import reshard
 from conversion.schedule import NUM_BUFFERS, Link
 from mrl.config.schema.run import RunConfig
-from mrl.plan.inputs import Model
+from mrl.plan.inputs import PlanModel
 
 
 @dataclass(frozen=True)
-class Refit:
+class RefitTraffic:
     """One refit of all engines."""
 
     link_bytes: dict[Link, int]
@@ -37,7 +37,7 @@ class Ends:
     node_of: dict[int, int]
 
 
-def refit_ends(config: RunConfig, model: Model) -> Ends:
+def refit_ends(config: RunConfig, model: PlanModel) -> Ends:
     """The layouts of a run's ranks, with Transformer Engine's specs, and of its engine workers."""
     parallel, world, vllm = config.policy.megatron_cfg.parallel, config.num_policy_ranks, config.policy.generation.vllm_cfg
     coords = [parallel.coords_of(rank, world) for rank in range(world)]
@@ -58,7 +58,7 @@ def refit_ends(config: RunConfig, model: Model) -> Ends:
     )
 
 
-def plan_refit(config: RunConfig, model: Model) -> Refit:
+def plan_refit(config: RunConfig, model: PlanModel) -> RefitTraffic:
     """The refit of a run. Takes about two seconds of work with hundreds of GPUs."""
     ends = refit_ends(config, model)
     schedule = reshard(
@@ -80,4 +80,4 @@ def plan_refit(config: RunConfig, model: Model) -> Refit:
     busiest = dict.fromkeys(schedule.link_bytes(), 0)
     for (link, _), num_bytes in chain(sent.items(), received.items()):
         busiest[link] = max(busiest[link], num_bytes)
-    return Refit(schedule.link_bytes(), schedule.num_rounds, busiest, max(messages.values(), default=0))
+    return RefitTraffic(schedule.link_bytes(), schedule.num_rounds, busiest, max(messages.values(), default=0))

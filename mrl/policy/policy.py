@@ -49,7 +49,7 @@ from mrl.types import TeacherTokens, TokenSample
 
 
 @parallel.in_turn
-class Policy:
+class PolicyRank:
     """One rank, in an actor, under torchrun or in a test alike. Every method is collective over all ranks unless it says otherwise.
 
     A process may hold several, of different models and layouts: ranks call their methods in the same order, whichever they belong to.

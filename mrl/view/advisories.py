@@ -29,7 +29,7 @@ SILENT_STEPS, SILENT_MIN_S = 10.0, 300.0
 
 
 @dataclass(frozen=True)
-class Rule:
+class Advice:
     """Holds where `measure` is above `limit` (with `is_below`: below it)."""
 
     key: str
@@ -140,42 +140,42 @@ def _worst_masked(rows: Sequence[Row], _: Facts) -> float | None:
 
 
 RULES = (
-    Rule("not_finite", "stop", "numbers of this step that are not finite", _not_finite, 0.0,
+    Advice("not_finite", "stop", "numbers of this step that are not finite", _not_finite, 0.0,
          "the loss diverged", "policy.megatron_cfg.optimizer.lr down; policy.max_grad_norm down"),
-    Rule("engines_die", "stop", "engine restarts in 10 steps", _increase("rollout/engine_restarts", steps=10), 2.0,
+    Advice("engines_die", "stop", "engine restarts in 10 steps", _increase("rollout/engine_restarts", steps=10), 2.0,
          "an engine runs out of memory or crashes", "logs/exp_NNN/actors/engine-*.log; vllm_cfg.gpu_memory_utilization down"),
-    Rule("no_signal", "stop", "groups with equal rewards, share of all, for 3 steps",
+    Advice("no_signal", "stop", "groups with equal rewards, share of all, for 3 steps",
          _over("rollout/groups_without_signal", "num_prompts", steps=3), 0.99,
          "every prompt is solved or none is, or the reward is broken", "the Rollouts tab; other data; grpo.use_dynamic_sampling=true"),
-    Rule("writes_lost", "stop", "writes lost", _mean("logger/lost"), 0.0,
+    Advice("writes_lost", "stop", "writes lost", _mean("logger/lost"), 0.0,
          "the disk is full or not writable", "free space on the disk of checkpointing.checkpoint_dir"),
-    Rule("kl", "look", "kl", _mean("train/kl_penalty"), 0.5,
+    Advice("kl", "look", "kl", _mean("train/kl_penalty"), 0.5,
          "the policy runs away from the reference", "loss_fn.reference_policy_kl_penalty up; policy.megatron_cfg.optimizer.lr down"),
-    Rule("grad_norm", "look", "grad_norm", _mean("train/grad_norm", steps=3), 10.0,
+    Advice("grad_norm", "look", "grad_norm", _mean("train/grad_norm", steps=3), 10.0,
          "the learning rate is too high, or rewards are noisy", "policy.megatron_cfg.optimizer.lr down; policy.max_grad_norm"),
-    Rule("reward_flat", "look", f"reward over {NUM_STEPS_FLAT} steps moved, in standard errors,", _reward_change, 0.5,
+    Advice("reward_flat", "look", f"reward over {NUM_STEPS_FLAT} steps moved, in standard errors,", _reward_change, 0.5,
          "the task is too hard or too easy, or the learning rate too low", "the Rollouts tab; data; policy.megatron_cfg.optimizer.lr",
          is_below=True),
-    Rule("generation_rises", "look", "generation seconds of 10 steps over those of the 10 before", _growth("time/generation", steps=10),
+    Advice("generation_rises", "look", "generation seconds of 10 steps over those of the 10 before", _growth("time/generation", steps=10),
          1.3, "answers grow longer, or other work slows the engines",
          "policy.generation.max_new_tokens; grpo.reward_shaping.enabled; rollout/mean_length"),
-    Rule("dlogp", "look", "mean |dlogp| of engine and trainer, 3 steps,", _mean("train/mean_abs_dlogp", steps=3), 0.05,
+    Advice("dlogp", "look", "mean |dlogp| of engine and trainer, 3 steps,", _mean("train/mean_abs_dlogp", steps=3), 0.05,
          "engine and trainer compute different logprobs", "python -m mrl.doctor CONFIG --refit; precision; policy.router_replay.enabled"),
-    Rule("truncated", "look", "truncated share, 3 steps,", _mean("rollout/truncated_fraction", steps=3), 0.2,
+    Advice("truncated", "look", "truncated share, 3 steps,", _mean("rollout/truncated_fraction", steps=3), 0.2,
          "answers do not end in time", "policy.generation.max_new_tokens up; grpo.overlong_filtering"),
-    Rule("masked", "look", "masked share of the worst environment", _worst_masked, 0.1,
+    Advice("masked", "look", "masked share of the worst environment", _worst_masked, 0.1,
          "its reward function fails or times out", "the Rollouts tab, filter masked; logs/exp_NNN/actors/rewards*.log"),
-    Rule("router", "look", "unused experts of the worst layer, 3 steps,", _mean("train/moe/unused_experts_worst", steps=3), 0.5,
+    Advice("router", "look", "unused experts of the worst layer, 3 steps,", _mean("train/moe/unused_experts_worst", steps=3), 0.5,
          "the router collapses", "policy.megatron_cfg.moe_router_bias_update_rate; policy.megatron_cfg.optimizer.lr down"),
-    Rule("idle", "look", "engine idle share, 5 steps,", _mean("rollout/engine_idle_fraction", steps=5), 0.5,
+    Advice("idle", "look", "engine idle share, 5 steps,", _mean("rollout/engine_idle_fraction", steps=5), 0.5,
          "a few long rollouts hold all engines up, or rewards are slow", "grpo.async_grpo.enabled; fewer engines; time/reward"),
-    Rule("lag", "look", "lag over its bound, 5 steps,", _over("train/max_trajectory_age", "max_lag", steps=5), 0.99,
+    Advice("lag", "look", "lag over its bound, 5 steps,", _over("train/max_trajectory_age", "max_lag", steps=5), 0.99,
          "engines are slower than the trainer", "more engines; grpo.async_grpo.max_trajectory_age_steps up"),
-    Rule("refit_share", "look", "refit share of a step, 5 steps,", _share("time/refit", "time/total", steps=5), 0.2,
+    Advice("refit_share", "look", "refit share of a step, 5 steps,", _share("time/refit", "time/total", steps=5), 0.2,
          "the link between trainer and engines is slow", "the Weights tab; policy.refit_buffer_size_gb up; python -m mrl.doctor"),
-    Rule("packing", "look", "packing efficiency, 5 steps,", _mean("train/packing_efficiency", steps=5), 0.5,
+    Advice("packing", "look", "packing efficiency, 5 steps,", _mean("train/packing_efficiency", steps=5), 0.5,
          "rows are far longer than sequences", "policy.sequence_packing.enabled; policy.sequence_packing.train_mb_tokens", is_below=True),
-    Rule("checkpoint_waits", "look", f"share of {WINDOW // 2} steps spent waiting for checkpoints",
+    Advice("checkpoint_waits", "look", f"share of {WINDOW // 2} steps spent waiting for checkpoints",
          _share("time/checkpoint", "time/total", steps=WINDOW // 2), 0.1,
          "the disk is slow or saves are frequent", "checkpointing.save_period up; policy.megatron_cfg.checkpoint.async_save=true"),
 )  # fmt: skip

@@ -30,7 +30,7 @@ import numpy as np
 
 from mrl import train
 from mrl.cluster.policies import PolicyGroup
-from mrl.cluster.refit import Refit
+from mrl.cluster.refit import Refitter
 from mrl.cluster.rollouts import RolloutCollector
 from mrl.cluster.scheduling import RequestBook
 from mrl.loop import rollouts
@@ -60,7 +60,7 @@ PARTS: dict[str, tuple[tuple[object, str], ...]] = {
     "packing": ((rollouts, "make_batches"),),
     "set_batches": ((PolicyGroup, "set_batches"),),
     "logprob, train": ((train, "update_policy"),),
-    "refit": ((Refit, "run"),),
+    "refit": ((Refitter, "run"),),
     "ledger": ((Ledger, "take"), (Ledger, "train")),
     "metrics": ((rollouts, "rollout_metrics"), (train, "performance_metrics"), (RunFolder, "log_metrics")),
     "token samples": ((Run, "token_samples"),),

@@ -17,10 +17,10 @@ from pathlib import Path
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
 from mrl.plan.hardware import GPUS
-from mrl.plan.inputs import Model, read_model
+from mrl.plan.inputs import PlanModel, read_model
 from mrl.plan.memory import engine_memory
 from mrl.plan.times import NETWORK, refit_calls, refit_times
-from mrl.plan.traffic import Refit, plan_refit, refit_ends
+from mrl.plan.traffic import RefitTraffic, plan_refit, refit_ends
 from scripts.bench.least_bytes import least_bytes
 from tests.long.record import Row, record
 
@@ -62,7 +62,7 @@ CASES = (
 )
 
 
-def once_per_node(refit: Refit, config: RunConfig, model: Model) -> Refit:
+def once_per_node(refit: RefitTraffic, config: RunConfig, model: PlanModel) -> RefitTraffic:
     """The refit, were each node to fetch a byte once and to pass it on among its GPUs."""
     ends = refit_ends(config, model)
     least = least_bytes(ends.sources, ends.targets, gpu_of=ends.gpu_of, node_of=ends.node_of)

@@ -35,7 +35,7 @@ from tests.stack.ranks import Rank, RankPool
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
-    from mrl.policy.policy import Policy
+    from mrl.policy.policy import PolicyRank
 
 TARGET = 0.9
 TIMEOUT_S = 600.0
@@ -123,7 +123,7 @@ def packed_rows(config: RunConfig, case: Case, index: int, *, num_parts: int) ->
     return [pack_row({number: sequences[number] for number in row}, **multiples, pad_token_id=PAD_TOKEN_ID) for row in plan[index]]
 
 
-def our_step(policy: Policy, rows: list[PackedRow]) -> None:
+def our_step(policy: PolicyRank, rows: list[PackedRow]) -> None:
     """A step of GRPO."""
     policy.enter("logprob")
     policy.set_batch(rows)
@@ -131,7 +131,7 @@ def our_step(policy: Policy, rows: list[PackedRow]) -> None:
     policy.train_step()
 
 
-def bare_step(policy: Policy, rows: list[PackedRow]) -> None:
+def bare_step(policy: PolicyRank, rows: list[PackedRow]) -> None:
     """A step of Megatron alone, with the model and optimizer of the policy."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

@@ -185,7 +185,7 @@ def train(setup: Setup) -> list[Row]:
     """Steps of a policy on one GPU: layers of the 30B model at their real size; on a CPU, small ones."""
     from mrl.config.schema.run import RunConfig
     from mrl.policy.parallel import Meeting
-    from mrl.policy.policy import Policy
+    from mrl.policy.policy import PolicyRank
     from tests.stack.policy import layout_ranks
     from tests.stack.ranks import _free_port
 
@@ -199,7 +199,7 @@ def train(setup: Setup) -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(hf_config), encoding="utf-8")
         config.policy.model_name = name
-        policy = Policy(config, rank=0, world_size=1, meeting=Meeting("127.0.0.1", _free_port()), timeout_s=300.0)
+        policy = PolicyRank(config, rank=0, world_size=1, meeting=Meeting("127.0.0.1", _free_port()), timeout_s=300.0)
 
     def step() -> None:
         policy.enter("logprob")

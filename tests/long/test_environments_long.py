@@ -10,6 +10,7 @@ import pytest
 
 from mrl.config.schema.env import BUILT_IN
 from mrl.loop.main import main
+from mrl.train import train
 from tests.stack.loop.conftest import SMALL, write_inputs
 
 pytestmark = [pytest.mark.long("environments"), pytest.mark.timeout(900)]
@@ -68,7 +69,7 @@ def test_rows_of_all_environments_are_trained_on_together(tmp_path: Path, monkey
         "env.own.timeout_s=2.0",
         "env.own.num_workers=2",
     ]
-    assert main(["grpo_tiny.yaml", *overrides]) == 0
+    assert main(train, ["grpo_tiny.yaml", *overrides]) == 0
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     steps = [row for row in metrics if row["step"] > 0]
     assert len(steps) == NUM_STEPS

@@ -13,6 +13,7 @@ import pytest
 from mrl import check, evaluate
 from mrl.config.load import load_config, resolved_yaml
 from mrl.loop.main import main
+from mrl.train import train
 from tests.sources import ROOT
 from tests.unit.conftest import write_weights
 from tests.waiting import HANG_S
@@ -100,7 +101,7 @@ def test_fewer_rows_than_a_step_takes_are_refused(said, workplace: Path, words: 
 
 def test_a_strict_start_is_no_option():
     with pytest.raises(SystemExit):
-        main(["grpo_tiny.yaml", check.STRICT])
+        main(train, ["grpo_tiny.yaml", check.STRICT])
 
 
 def test_where_the_run_starts_and_what_changed_since_the_last_attempt(said, workplace: Path):
@@ -249,7 +250,7 @@ def test_a_file_that_is_not_there_is_one_message(said):
 
 
 def test_the_entry_checks_in_process_too(capsys: pytest.CaptureFixture[str]):
-    assert main(["grpo_tiny.yaml", "grpo.sed=1", check.OPTION]) == 2
+    assert main(train, ["grpo_tiny.yaml", "grpo.sed=1", check.OPTION]) == 2
     assert "grpo.sed=1 (command line): no such key; the nearest is grpo.seed" in capsys.readouterr().out
 
 

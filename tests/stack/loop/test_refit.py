@@ -16,7 +16,7 @@ from conversion.boxes import Slot
 from mrl.cluster import calls, refit
 from mrl.cluster.calls import Actors, wait_all
 from mrl.cluster.errors import DeadlineExceeded
-from mrl.cluster.refit import Refit
+from mrl.cluster.refit import Refitter
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.phases import PHASES, Phase
 from mrl.train import train_step
@@ -252,7 +252,7 @@ def test_a_missing_box_is_caught_before_anything_moves(live: LiveRun):
     workers[0] = dataclasses.replace(workers[0], inputs=without_box(moving.inputs, lost.target, lost.box))
     with pytest.raises(RuntimeError, match=re.escape(lost.target.name)):
         live.run.supplier.session.engines.call_each(EngineVerbs.prepare_refit, {0: (workers,)})
-    assert isinstance(moving, Refit)
+    assert isinstance(moving, Refitter)
     moving.prepare_again(0)
     recover(live)
 

@@ -19,7 +19,7 @@ from tests.stack.policy.policy_ranks import LAYOUTS, PAD_TOKEN_ID, optimizer_che
 from tests.stack.ranks import Rank
 
 if TYPE_CHECKING:
-    from mrl.policy.policy import Policy
+    from mrl.policy.policy import PolicyRank
 
 MARGINS = ("lr=1e-3", "min_lr=1e-3", "adam_eps=1e-3", "weight_decay=0.01")
 """Of an optimizer whose steps do not amplify rounding."""
@@ -52,7 +52,7 @@ def reward_of(index: int) -> float:
     return float(index % 3 == 0)
 
 
-def rows_of(model: Policy) -> list[PackedRow]:
+def rows_of(model: PolicyRank) -> list[PackedRow]:
     """This rank's rows of the rollouts, packed as the layout of the model asks."""
     from megatron.core import parallel_state
 
@@ -72,7 +72,7 @@ def of_all_ranks(mine: list[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray
     return [{index: part for rank in found for index, part in rank[batch].items()} for batch in range(len(mine))]
 
 
-def step(policy: Policy, critic: Policy, found: Steps, *, trains_policy: bool = True) -> None:
+def step(policy: PolicyRank, critic: PolicyRank, found: Steps, *, trains_policy: bool = True) -> None:
     """One step of PPO; adds what it gave to `found`."""
     critic.enter("value")
     critic.set_batch(rows_of(critic))

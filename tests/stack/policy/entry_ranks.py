@@ -23,7 +23,7 @@ from tests.stack.policy.save_ranks import save
 from tests.stack.ranks import Rank
 
 if TYPE_CHECKING:
-    from mrl.policy.policy import Policy
+    from mrl.policy.policy import PolicyRank
 
 
 @dataclass
@@ -89,7 +89,7 @@ def save_both_ways(rank: Rank, config: RunConfig, ours: Path, megatrons: Path) -
 
 
 @torch.no_grad()
-def _load_as_megatron_does(policy: Policy, folder: Path) -> None:
+def _load_as_megatron_does(policy: PolicyRank, folder: Path) -> None:
     from megatron.core import dist_checkpointing
 
     from mrl.policy import checkpoint
@@ -103,13 +103,13 @@ def _load_as_megatron_does(policy: Policy, folder: Path) -> None:
     policy._state.optimizer.load_state_dict(loaded["optimizer"])
 
 
-def _state_after_a_step(policy: Policy) -> dict[str, int]:
+def _state_after_a_step(policy: PolicyRank) -> dict[str, int]:
     train(policy, 1)
     policy.settle()
     return _state(policy)
 
 
-def _state(policy: Policy) -> dict[str, int]:
+def _state(policy: PolicyRank) -> dict[str, int]:
     """crc32 of every weight and of all that the optimizer keeps on this rank."""
     sums = raw_checksums(policy)
     for part, optimizer in enumerate(optimizers(policy)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of LoRA run on the ranks: a whole `Policy` with adapters."""
+"""What the tests of LoRA run on the ranks: a whole `PolicyRank` with adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.stack.policy.save_ranks import save
 from tests.stack.ranks import Rank
 
 if TYPE_CHECKING:
-    from mrl.policy.policy import Policy
+    from mrl.policy.policy import PolicyRank
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class LoraRun:
 
 
 @torch.no_grad()
-def write(policy: Policy, values: Mapping[Slot, torch.Tensor]) -> None:
+def write(policy: PolicyRank, values: Mapping[Slot, torch.Tensor]) -> None:
     """Puts other values into live weights."""
     for slot, value in values.items():
         policy._tensors[slot].copy_(value)

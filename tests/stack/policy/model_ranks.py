@@ -18,7 +18,7 @@ from tests.stack.ranks import Rank
 from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
-    from mrl.policy.policy import Policy
+    from mrl.policy.policy import PolicyRank
 
 
 @dataclass
@@ -31,17 +31,17 @@ class Numbers:
 
 
 @contextmanager
-def open_models(rank: Rank, configs: Sequence[tuple[ModelName, RunConfig]]) -> Iterator[list[Policy]]:
+def open_models(rank: Rank, configs: Sequence[tuple[ModelName, RunConfig]]) -> Iterator[list[PolicyRank]]:
     """The models of these configs in this process, built in this order."""
     from mrl.policy.parallel import Meeting
-    from mrl.policy.policy import Policy
+    from mrl.policy.policy import PolicyRank
 
     torch.set_num_threads(1)
-    models: list[Policy] = []
+    models: list[PolicyRank] = []
     try:
         for name, config in configs:
             models.append(
-                Policy(
+                PolicyRank(
                     config,
                     rank=rank.rank,
                     world_size=rank.world_size,
@@ -58,7 +58,7 @@ def open_models(rank: Rank, configs: Sequence[tuple[ModelName, RunConfig]]) -> I
             model.close()
 
 
-def steps(model: Policy, num_steps: int) -> Iterator[Numbers]:
+def steps(model: PolicyRank, num_steps: int) -> Iterator[Numbers]:
     """Steps with an update and a pass after it; yields what has been computed so far after each part, so that models can take turns."""
     from megatron.core import parallel_state
 

@@ -12,7 +12,7 @@ from tests.stack.policy import policy_ranks
 from tests.stack.ranks import Rank
 
 if TYPE_CHECKING:
-    from mrl.policy.policy import Policy
+    from mrl.policy.policy import PolicyRank
 
 OBJECTIVES: dict[str, tuple[str, ...]] = {
     "gspo": (
@@ -62,7 +62,7 @@ def steps_of_objectives(rank: Rank, configs: Mapping[str, RunConfig], num_steps:
     return metrics
 
 
-def forget_steps(policy: Policy) -> None:
+def forget_steps(policy: PolicyRank) -> None:
     """Brings the optimizers to where they are before the first step."""
     for optimizer in policy_ranks.optimizers(policy):
         optimizer.optimizer.state.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks of the parity table: steps of a whole `Policy` on packed rollouts, and what it has computed."""
+"""What runs on the ranks of the parity table: steps of a whole `PolicyRank` on packed rollouts, and what it has computed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.stack.policy.policy_ranks import PAD_TOKEN_ID, open_policy, optimizer
 from tests.stack.ranks import Rank
 
 if TYPE_CHECKING:
-    from mrl.policy.policy import Policy
+    from mrl.policy.policy import PolicyRank
 
 NUM_ROLLOUTS = 20
 LONGEST_PROMPT, LONGEST_ROLLOUT = 40, 32
@@ -92,7 +92,7 @@ def _of_rollouts(rows: list[PackedRow], logprobs: list[np.ndarray]) -> dict[int,
     return found
 
 
-def _gradients(policy: Policy) -> dict[str, np.ndarray]:
+def _gradients(policy: PolicyRank) -> dict[str, np.ndarray]:
     """What the last step's gradients were on this rank: whole ones, or the distributed optimizer's shards of them."""
     is_distributed = policy._config.policy.megatron_cfg.optimizer.use_distributed_optimizer
     gradients = {}
@@ -109,7 +109,7 @@ def _gradients(policy: Policy) -> dict[str, np.ndarray]:
     return canonical_values(gradients, policy._live_layout, _shapes(policy))
 
 
-def _shards(policy: Policy) -> dict[int, slice]:
+def _shards(policy: PolicyRank) -> dict[int, slice]:
     """Which elements of a parameter this rank's optimizer updates, by id of the parameter."""
     found = {}
     for optimizer in optimizers(policy):
@@ -120,7 +120,7 @@ def _shards(policy: Policy) -> dict[int, slice]:
     return found
 
 
-def _shapes(policy: Policy) -> dict[str, tuple[int, ...]]:
+def _shapes(policy: PolicyRank) -> dict[str, tuple[int, ...]]:
     base, peft = family(policy._hf_config), policy._config.policy.megatron_cfg.peft
     shapes = base.canonical(policy._hf_config)
     if peft.enabled:

@@ -17,7 +17,7 @@ from tests.stack.ranks import Rank
 
 if TYPE_CHECKING:
     from mrl.phases import Phase
-    from mrl.policy.policy import Policy
+    from mrl.policy.policy import PolicyRank
 
 
 @dataclass
@@ -64,7 +64,7 @@ def walk(rank: Rank, config: RunConfig, weights_dir: Path) -> Walk:
     return result
 
 
-def _step(policy: Policy, result: Walk) -> None:
+def _step(policy: PolicyRank, result: Walk) -> None:
     # What models beside it do leaves the policy as it is.
     for phase in ("teacher", "value", "train_value"):
         _enter(policy, phase, result)
@@ -81,7 +81,7 @@ def _step(policy: Policy, result: Walk) -> None:
     _enter(policy, "generate", result)
 
 
-def _enter(policy: Policy, phase: Phase, result: Walk) -> None:
+def _enter(policy: PolicyRank, phase: Phase, result: Walk) -> None:
     from mrl.policy.optimizer import optimizer_tensors
 
     policy.enter(phase)
@@ -121,7 +121,7 @@ def swapped_reference(rank: Rank, config: RunConfig) -> tuple[bool, bool, bool]:
         return is_current, is_start and start != current, raw_checksums(policy) == current and _addresses(policy) == addresses
 
 
-def _addresses(policy: Policy) -> list[int]:
+def _addresses(policy: PolicyRank) -> list[int]:
     assert policy._reference is not None
     return [tensor.data_ptr() for tensor in [*policy._reference.values(), *policy._tensors.values()]]
 

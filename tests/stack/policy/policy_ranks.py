@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of step, settling and checkpoints run on the ranks: a whole `Policy`, on random rollouts."""
+"""What the tests of step, settling and checkpoints run on the ranks: a whole `PolicyRank`, on random rollouts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.waiting import HANG_S
 if TYPE_CHECKING:
     from megatron.core.optimizer import DistributedOptimizer
 
-    from mrl.policy.policy import Policy
+    from mrl.policy.policy import PolicyRank
 
 PAD_TOKEN_ID = 256
 NUM_SEQUENCES = 16
@@ -127,13 +127,13 @@ def packed_rows(config: PolicyConfig, dp_rank: int, dp_size: int) -> list[Packed
 
 
 @contextmanager
-def open_policy(rank: Rank, config: RunConfig) -> Iterator[Policy]:
+def open_policy(rank: Rank, config: RunConfig) -> Iterator[PolicyRank]:
     """The rank's policy with its model folder's weights and its rows as the batch."""
     from mrl.policy.parallel import Meeting
-    from mrl.policy.policy import Policy
+    from mrl.policy.policy import PolicyRank
 
     torch.set_num_threads(1)
-    policy = Policy(
+    policy = PolicyRank(
         config,
         rank=rank.rank,
         world_size=rank.world_size,
@@ -147,7 +147,7 @@ def open_policy(rank: Rank, config: RunConfig) -> Iterator[Policy]:
         policy.close()
 
 
-def set_batch(policy: Policy, algorithm: str | None = None) -> None:
+def set_batch(policy: PolicyRank, algorithm: str | None = None) -> None:
     """Sets the rollouts as the batch; of a named algorithm with other rows in logprob passes, "" = every sequence in a row of its own."""
     from megatron.core import parallel_state
 
@@ -158,13 +158,13 @@ def set_batch(policy: Policy, algorithm: str | None = None) -> None:
     policy.set_batch(*(pack_rows(config, plan[policy.dp_rank]) for plan in plans))
 
 
-def kept_by_rows(policy: Policy, name: str, batch_index: int = 0) -> list[np.ndarray]:
+def kept_by_rows(policy: PolicyRank, name: str, batch_index: int = 0) -> list[np.ndarray]:
     """The values that a pass has left in the rows of a batch; none off the last pipeline stage."""
     values = [getattr(row, name) for row in policy._batches[batch_index].rows]
     return [value.numpy() for value in values if value is not None]
 
 
-def set_old_logprobs(policy: Policy) -> None:
+def set_old_logprobs(policy: PolicyRank) -> None:
     """Gives the rows made-up old logprobs."""
     (batch,) = policy._batches
     batch.has_old_logprobs = True
@@ -172,7 +172,7 @@ def set_old_logprobs(policy: Policy) -> None:
         row.old_logprobs_T = torch.from_numpy(old_logprobs(row.labels_T.numpy(), row.generator_logprobs_T.numpy()))
 
 
-def train(policy: Policy, num_steps: int) -> list[dict[str, float]]:
+def train(policy: PolicyRank, num_steps: int) -> list[dict[str, float]]:
     """Metrics of on-policy steps; with a reference where the loss asks for one."""
     metrics = []
     for _ in range(num_steps):
@@ -191,7 +191,7 @@ def old_logprobs(labels: np.ndarray, generator_logprobs: np.ndarray) -> np.ndarr
     return generator_logprobs + np.where(labels % 2 == 0, 0.3, -0.2).astype(np.float32)
 
 
-def raw_checksums(policy: Policy) -> dict[str, int]:
+def raw_checksums(policy: PolicyRank) -> dict[str, int]:
     """crc32 of every live tensor as it is now, whether settled or not."""
     return {str(slot): zlib.crc32(tensor.detach().contiguous().view(torch.uint8).numpy().data) for slot, tensor in policy._tensors.items()}
 
@@ -213,7 +213,7 @@ def off_policy_steps(rank: Rank, config: RunConfig, num_steps: int) -> tuple[lis
         return metrics, canonical_weights(policy)
 
 
-def canonical_weights(policy: Policy) -> dict[str, np.ndarray]:
+def canonical_weights(policy: PolicyRank) -> dict[str, np.ndarray]:
     """Whole canonical tensors, of a policy of one rank."""
     from conversion.families.registry import family
     from conversion.tensors import box_view
@@ -264,7 +264,7 @@ def step_with_advantage(rank: Rank, config: RunConfig, advantage: float) -> tupl
         return message, before == (raw_checksums(policy), optimizer_checksum(policy)), train(policy, 1)
 
 
-def optimizers(policy: Policy) -> list[DistributedOptimizer]:
+def optimizers(policy: PolicyRank) -> list[DistributedOptimizer]:
     """The optimizers of dense layers and of experts."""
     from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 
@@ -272,7 +272,7 @@ def optimizers(policy: Policy) -> list[DistributedOptimizer]:
     return [optimizer for optimizer in policy._state.optimizer.chained_optimizers if isinstance(optimizer, DistributedOptimizer)]
 
 
-def optimizer_checksum(policy: Policy) -> int:
+def optimizer_checksum(policy: PolicyRank) -> int:
     states = [state for optimizer in optimizers(policy) for state in optimizer.optimizer.state.values()]
     return zlib.crc32(b"".join(state[key].numpy().tobytes() for state in states for key in ("exp_avg", "exp_avg_sq")))
 
@@ -376,7 +376,7 @@ def settle_after_steps(rank: Rank, config: RunConfig) -> tuple[dict[str, int], d
         return raw, raw_checksums(policy), weights, main_shards(policy)
 
 
-def main_shards(policy: Policy) -> list[tuple[str, int, np.ndarray]]:
+def main_shards(policy: PolicyRank) -> list[tuple[str, int, np.ndarray]]:
     """(slot, first element, values) of every fp32 main parameter shard that this rank's optimizer updates."""
     names = {id(tensor): str(slot) for slot, tensor in policy._tensors.items()}
     shards = []
@@ -427,7 +427,7 @@ def load_both_ways(rank: Rank, config: RunConfig, cached: Path) -> tuple[list[st
         return [name for name in from_hf if from_hf[name] != from_cache[name]], len(from_hf)
 
 
-def loaded_bits(policy: Policy) -> dict[str, bytes]:
+def loaded_bits(policy: PolicyRank) -> dict[str, bytes]:
     """All that loading sets, as bytes."""
     tensors = {f"weight {slot}": tensor for slot, tensor in policy.settled_weights().items()}
     tensors |= {f"reference {slot}": tensor for slot, tensor in (policy._reference or {}).items()}

@@ -17,13 +17,13 @@ from tests.stack.ranks import Rank
 from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
-    from mrl.policy.policy import Policy
+    from mrl.policy.policy import PolicyRank
 
 
 TIMEOUT_S = HANG_S
 
 
-def save(policy: Policy, weights_dir: Path) -> None:
+def save(policy: PolicyRank, weights_dir: Path) -> None:
     """Writes a checkpoint, and waits for it."""
     assert policy.begin_save(weights_dir) == ""
     assert policy.finish_save(TIMEOUT_S).problem == ""
@@ -106,7 +106,7 @@ def settings_after_load(
         return fresh, settings_of(policy), [metrics["train/lr"] for metrics in train(policy, 2)]
 
 
-def settings_of(policy: Policy) -> list[dict[str, object]]:
+def settings_of(policy: PolicyRank) -> list[dict[str, object]]:
     return [{key: value for key, value in group.items() if key not in ("params", "step")} for group in policy._state.optimizer.param_groups]
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mrl.config.model import ModelSizes
 from mrl.plan.activations import FP32, RECOMPUTED, Row, part_bytes
-from mrl.plan.inputs import Model, read_model, state_rules
+from mrl.plan.inputs import PlanModel, read_model, state_rules
 from mrl.plan.memory import stage_states
 from mrl.policy.mamba_torch import MAX_CHUNK
 from tests import models
@@ -51,13 +51,13 @@ def meta_elements(hf_config: dict[str, object]) -> int:
 def test_parameters_are_those_of_models_on_the_meta_device(name: str, is_changed: bool):
     hf_config = {"model_type": name, **models.TINY[name], **(CHANGES[name] if is_changed else {})}
     config = AutoConfig.for_model(**hf_config).to_dict()
-    assert Model(config).num_parameters == meta_elements(hf_config)
+    assert PlanModel(config).num_parameters == meta_elements(hf_config)
 
 
 @pytest.mark.parametrize("name", ["nemotron3_nano_30b_a3b", "qwen3_30b_a3b"])
 def test_parameters_of_published_models_are_those_on_the_meta_device(name: str):
     hf_config = json.loads((ROOT / f"scripts/bench/models/{name}.config.json").read_text())
-    assert Model(hf_config).num_parameters == meta_elements(hf_config)
+    assert PlanModel(hf_config).num_parameters == meta_elements(hf_config)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -120,7 +120,7 @@ def kept_by_torch(shape: ModelSizes, letter: str) -> dict[str, int]:
 @pytest.mark.parametrize("measured", json.loads((ROOT / "docs/data/recompute.json").read_text())["rows"], ids=str)
 def test_activations_are_those_that_ranks_without_gpus_keep(measured: dict[str, Any]):
     name, modules = measured["model"], CALLED[measured["recomputed"]]
-    shape = Model(AutoConfig.for_model(name, **{**models.TINY[name], **LONG[name]}).to_dict()).shape
+    shape = PlanModel(AutoConfig.for_model(name, **{**models.TINY[name], **LONG[name]}).to_dict()).shape
     left_out = {tensor for module in modules for tensor in (*RECOMPUTED.get(module, ()), *FREED.get(module, ()))}
 
     def kept(layer: str, without: set[str]) -> float:

@@ -14,7 +14,7 @@ import torch
 from mrl.config.load import load_config
 from mrl.plan.engine import cache_layout
 from mrl.plan.hardware import GPUS
-from mrl.plan.inputs import Model, read_model
+from mrl.plan.inputs import PlanModel, read_model
 from mrl.plan.memory import engine_memory
 from tests import models
 from tests.rollouts import MAX_MODEL_LEN, StartEngine
@@ -57,7 +57,7 @@ def test_blocks_and_states_are_those_of_the_engine(
         folder, kv_cache_memory_mib=CACHE_MIB, speculation=speculation, enable_prefix_caching=shares_prefixes, max_num_seqs=8
     )
     config = engine.llm.vllm_config
-    model, given = Model(json.loads((folder / "config.json").read_text())), speculation or {}
+    model, given = PlanModel(json.loads((folder / "config.json").read_text())), speculation or {}
     found = cache_layout(
         model.shape,
         1,

@@ -21,7 +21,7 @@ from conversion.reshard import ScheduleError
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.errors import ActorName
 from mrl.cluster.policies import PolicyGroup
-from mrl.cluster.refit import Refit, build_schedule, refit_inputs
+from mrl.cluster.refit import Refitter, build_schedule, refit_inputs
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import EngineSlots
 from mrl.config.load import load_config
@@ -95,10 +95,10 @@ def wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mrl.cluster.refit.wait_all", lambda pending, **_: pending)
 
 
-def refit_between(folder: Path, engine: Engine, precision: str = "float32") -> Refit:
+def refit_between(folder: Path, engine: Engine, precision: str = "float32") -> Refitter:
     """The run's own refit, between one rank and one engine of this process."""
     engine.enter("load")
-    return Refit(*one_slot(folder, precision), engines_of(engine))
+    return Refitter(*one_slot(folder, precision), engines_of(engine))
 
 
 def engines_of(engine: object) -> EngineGroup:

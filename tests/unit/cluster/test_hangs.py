@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from mrl.cluster import hangs
-from mrl.cluster.hangs import Finding, Judge, Reading, Wait, who_is_to_blame
+from mrl.cluster.hangs import Hang, HangJudge, ProcessReading, Wait, who_is_to_blame
 
 NOTICE_S = 50.0
 STEP_S = 5.0
@@ -16,14 +16,14 @@ NAMES = ("driver", "policy rank 0", "policy rank 1", "engine 0", "raylet")
 Change = Callable[[float, str], dict]
 
 
-def reading(now: float, name: str, *, state: str = "S", core_share: float = 0.0, num_done: int = 0, **facts) -> Reading:
+def reading(now: float, name: str, *, state: str = "S", core_share: float = 0.0, num_done: int = 0, **facts) -> ProcessReading:
     pid = 100 + NAMES.index(name)
-    return Reading(name, pid, "host", state, cpu_s=core_share * now, io_bytes=0, num_done=num_done, **facts)
+    return ProcessReading(name, pid, "host", state, cpu_s=core_share * now, io_bytes=0, num_done=num_done, **facts)
 
 
 def follow(
-    judge: Judge, change: Change, waits: Sequence[Wait] = (), *, begin: float = 0.0, end: float = 60.0
-) -> tuple[float, Finding] | None:
+    judge: HangJudge, change: Change, waits: Sequence[Wait] = (), *, begin: float = 0.0, end: float = 60.0
+) -> tuple[float, Hang] | None:
     """The first finding and its moment, of readings that are idle except for what `change` says of a moment and a process."""
     now = begin
     while now <= end:
@@ -39,7 +39,7 @@ def wait(what: str, *names: str, since: float = 0.0) -> Wait:
 
 
 def test_a_run_that_makes_spans_is_left_alone():
-    assert follow(Judge(NOTICE_S), lambda now, _: {"num_done": int(now)}, [wait("train_step", "policy rank 0")], end=600) is None
+    assert follow(HangJudge(NOTICE_S), lambda now, _: {"num_done": int(now)}, [wait("train_step", "policy rank 0")], end=600) is None
 
 
 @pytest.mark.parametrize("victim", NAMES)
@@ -47,14 +47,14 @@ def test_a_stopped_process_is_named_though_others_go_on(victim: str):
     def change(now: float, name: str) -> dict:
         return {"state": "T"} if name == victim else {"num_done": int(now)}
 
-    found = follow(Judge(NOTICE_S), change)
+    found = follow(HangJudge(NOTICE_S), change)
     assert found is not None and found[0] == NOTICE_S
     ((suspect, reason),) = found[1].suspects
     assert (suspect.name, found[1].is_hang) == (victim, True) and "state T" in reason
 
 
 def test_a_process_that_was_stopped_for_a_while_is_not_named():
-    assert follow(Judge(NOTICE_S), lambda now, _: {"num_done": int(now), "state": "T" if now % 45 else "S"}, end=600) is None
+    assert follow(HangJudge(NOTICE_S), lambda now, _: {"num_done": int(now), "state": "T" if now % 45 else "S"}, end=600) is None
 
 
 def test_a_file_system_that_does_not_answer_is_told_from_a_busy_one():
@@ -64,9 +64,9 @@ def test_a_file_system_that_does_not_answer_is_told_from_a_busy_one():
     def busy(now: float, name: str) -> dict:
         return stuck(now, name) | {"core_share": 0.01}
 
-    found = follow(Judge(NOTICE_S), stuck)
+    found = follow(HangJudge(NOTICE_S), stuck)
     assert found is not None and "state D" in found[1].suspects[0][1]
-    assert follow(Judge(NOTICE_S), busy, end=600) is None
+    assert follow(HangJudge(NOTICE_S), busy, end=600) is None
 
 
 def test_the_rank_that_waits_idly_is_named_and_not_the_one_at_work():
@@ -74,7 +74,7 @@ def test_the_rank_that_waits_idly_is_named_and_not_the_one_at_work():
         facts = {"doing": "train_step", "phase": "train"} if name.startswith("policy") else {"num_done": int(now)}
         return facts | ({"core_share": 1.0, "state": "R"} if name == "policy rank 0" else {})
 
-    found = follow(Judge(NOTICE_S), change, [wait("train_step", "policy rank 0", "policy rank 1")])
+    found = follow(HangJudge(NOTICE_S), change, [wait("train_step", "policy rank 0", "policy rank 1")])
     assert found is not None and found[0] == NOTICE_S and found[1].is_hang
     assert [suspect.name for suspect, _ in found[1].suspects] == ["policy rank 1"]
     assert found[1].wait == "train_step, since 50 s, for policy rank 0, policy rank 1"
@@ -86,7 +86,7 @@ def test_of_ranks_that_all_wait_the_stopped_one_is_named():
     def change(now: float, name: str) -> dict:
         return {"state": "T"} if name == "policy rank 1" and now > 30 else {}
 
-    found = follow(Judge(NOTICE_S), change, [wait("train_step", "policy rank 0", "policy rank 1")])
+    found = follow(HangJudge(NOTICE_S), change, [wait("train_step", "policy rank 0", "policy rank 1")])
     assert found is not None and found[0] == NOTICE_S
     assert [(suspect.name, "state T" in reason) for suspect, reason in found[1].suspects] == [("policy rank 1", True)]
 
@@ -95,7 +95,7 @@ def test_long_work_is_told_as_work_and_once_known_not_at_all():
     def working(now: float, name: str) -> dict:
         return {"core_share": 0.9, "num_done": int(now > 100)} if name.startswith("policy") else {}
 
-    judge, first = Judge(NOTICE_S), [wait("train_step", "policy rank 0")]
+    judge, first = HangJudge(NOTICE_S), [wait("train_step", "policy rank 0")]
     found = follow(judge, working, first)
     assert found is not None and not found[1].is_hang and "at work" in found[1].suspects[0][1]
     judge.see(100.0, [reading(100.0, name) for name in NAMES], first)
@@ -106,7 +106,7 @@ def test_long_work_is_told_as_work_and_once_known_not_at_all():
 
 
 def test_a_driver_that_waits_for_nobody_is_named_itself():
-    found = follow(Judge(NOTICE_S), lambda _, name: {"doing": "after wait: set_batch"} if name == "driver" else {})
+    found = follow(HangJudge(NOTICE_S), lambda _, name: {"doing": "after wait: set_batch"} if name == "driver" else {})
     assert found is not None and [suspect.name for suspect, _ in found[1].suspects] == ["driver"]
 
 
@@ -117,7 +117,7 @@ def test_a_complaint_is_reported_by_the_name_of_who_gave_no_answer(monkeypatch: 
     assert who_is_to_blame(timed_out, [], what="begin_save") is None
     text = who_is_to_blame(timed_out, ["policy rank 1"], what="begin_save")
     assert text is not None and text.startswith("begin_save: no answer at all from policy rank 1; policy rank 0 failed")
-    judge = Judge(NOTICE_S)
+    judge = HangJudge(NOTICE_S)
     for now in (0.0, 5.0):
         judge.see(now, [reading(now, "policy rank 0"), reading(now, "policy rank 1", state="T")], [])
     monkeypatch.setattr(hangs, "_judge", judge)

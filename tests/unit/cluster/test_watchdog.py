@@ -17,7 +17,7 @@ from mrl import spans
 from mrl.cluster import carrier, hangs
 from mrl.cluster import watchdog as watchdog_module
 from mrl.cluster.carrier import OUTBOX, Carrier, end_carrier, local_file, start_carrier
-from mrl.cluster.hangs import Reading, Wait
+from mrl.cluster.hangs import ProcessReading, Wait
 from mrl.cluster.watchdog import Watchdog, innermost, read_all, read_process, read_signs, read_stacks
 from mrl.signals import LISTENER
 from tests.sources import ROOT
@@ -76,7 +76,7 @@ def test_names_and_states_of_real_processes(tmp_path: Path):
         assert child.stdout is not None
         child.stdout.readline()
         os.kill(child.pid, signal.SIGSTOP)
-        found: list[Reading] = []
+        found: list[ProcessReading] = []
 
         def is_stopped() -> bool:
             found[:] = [one for one in read_all(os.getpid(), read_signs(tmp_path)) if one.pid == child.pid]
@@ -104,7 +104,7 @@ def test_each_hang_is_told_once_and_so_is_its_end(tmp_path: Path, caplog: pytest
     with caplog.at_level(logging.INFO):
         for second in range(0, 90, 5):
             states = {0: "S", 1: "T" if second < 80 else "S"}
-            ranks = [Reading(f"policy rank {rank}", rank, "host", state, 0.0, 0, num_done=second) for rank, state in states.items()]
+            ranks = [ProcessReading(f"policy rank {rank}", rank, "host", state, 0.0, 0, num_done=second) for rank, state in states.items()]
             monkeypatch.setattr(watchdog, "_answered_at", begin + second)
             watchdog.look(begin + second, ranks)
     watchdog.stop()
@@ -125,7 +125,7 @@ def test_after_a_signal_only_a_wait_without_a_limit_is_ended(
     monkeypatch.setattr(watchdog, "_end", ended.append)
     for second in range(0, 120, 5):
         monkeypatch.setattr(watchdog, "_answered_at", begin + second)
-        watchdog.look(begin + second, [Reading("driver", 1, "host", state, 0.0, 0)])
+        watchdog.look(begin + second, [ProcessReading("driver", 1, "host", state, 0.0, 0)])
     watchdog.stop()
     assert bool(ended) == ends and all("SIGTERM asked the run to end" in reason for reason in ended)
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from mrl.config.load import load_config
-from mrl.doctor.inputs import judge_gpus
 from mrl.doctor.probe import HostFacts
+from mrl.doctor.run_inputs import judge_gpus
 
 
 @pytest.mark.parametrize(

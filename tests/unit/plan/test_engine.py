@@ -11,7 +11,7 @@ import pytest
 from mrl.config.load import load_config
 from mrl.plan.engine import CacheLayout
 from mrl.plan.hardware import GPUS
-from mrl.plan.inputs import Model, read_model
+from mrl.plan.inputs import PlanModel, read_model
 from mrl.plan.memory import EngineMemory, engine_memory, rank_memory
 from mrl.plan.times import decode_seconds
 from tests.sources import ROOT
@@ -52,7 +52,7 @@ def test_states_have_the_type_of_the_model_where_the_run_names_none(tmp_path: Pa
 
 
 def test_a_decode_step_reads_and_writes_one_state_whatever_is_kept():
-    model = Model(NANO)
+    model = PlanModel(NANO)
 
     def seconds(states: int) -> float:
         engine = EngineMemory(1e9, 0.0, 0.0, 0.0, 1e10, CacheLayout(1056, 3_244_032, 1, 4, states))

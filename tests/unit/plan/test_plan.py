@@ -22,7 +22,7 @@ from mrl.loop.preflight import check_start
 from mrl.plan.__main__ import main
 from mrl.plan.deadlines import checkpoint_deadline
 from mrl.plan.hardware import GIB, GPUS
-from mrl.plan.inputs import Model, read_model
+from mrl.plan.inputs import PlanModel, read_model
 from mrl.plan.memory import cache_bytes, disk_bytes, engine_memory, host_memory, rank_memory, saved_bytes, stage_states, work_of
 from mrl.plan.plan import as_data, make_plan, prediction
 from mrl.plan.times import EXPERT_PRODUCTS, forward_operations, train_seconds
@@ -55,7 +55,7 @@ def hf_config(name: str) -> dict[str, object]:
 
 @pytest.mark.parametrize(("name", "parameters"), [("nano", 31_577_940_288), ("qwen", 30_532_122_624)])
 def test_parameters_are_those_of_the_published_models(name: str, parameters: int):
-    assert Model(hf_config(name)).num_parameters == parameters
+    assert PlanModel(hf_config(name)).num_parameters == parameters
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -64,7 +64,7 @@ def test_elements_of_every_stage_are_those_of_the_conversion_tables(name: str, s
     config, (tp, pp, ep, etp) = hf_config(name), sizes
     parallel = MegatronParallel(tp=tp, pp=pp, ep=ep, etp=etp)
     ranks = tp * pp * ep * etp
-    model = Model(config)
+    model = PlanModel(config)
     for stage in range(pp):
         place = parallel.coords_of(stage * ranks // pp, ranks)
         layout = family(config).megatron_layout(config, parallel, place, "bfloat16", "te")
@@ -244,7 +244,7 @@ def test_bad_words_end_with_two(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 # Published train steps with the share of the peak that they state (docs/plan.md).
 @pytest.mark.parametrize(("name", "tokens_per_s"), [("qwen", 8_655), ("qwen", 13_011), ("nano", 8192 / 0.657), ("nano", 16_789)])
 def test_published_train_steps_lie_inside_the_range(name: str, tokens_per_s: float):
-    model = Model(hf_config(name))
+    model = PlanModel(hf_config(name))
     length = 8192 if tokens_per_s == 8192 / 0.657 else 4096
     found = train_seconds(model.shape, model.cost(), H100, tokens=tokens_per_s, length=length, gpus=1, passes=3)
     assert found.low <= 1.0 <= found.high <= 2 * found.low
@@ -275,7 +275,7 @@ def test_a_teacher_needs_most_on_the_stage_that_makes_logits(folders: dict[str, 
     parts = rank_memory(config, read_model(config), 0, None).phases["teacher"]
     # Five bytes of each logit of a row of 49,152 tokens on four context-parallel ranks, of two that share the vocabulary.
     assert parts["logits or one layer"] == 5 * 49152 / 4 * 151936 / 2
-    stages = [work_of(config.of_model("teacher"), Model(hf_config("qwen")), stage) for stage in (0, 3)]
+    stages = [work_of(config.of_model("teacher"), PlanModel(hf_config("qwen")), stage) for stage in (0, 3)]
     assert sum(stages[0].train.values()) > sum(stages[1].train.values())
 
 
@@ -327,7 +327,7 @@ def test_a_teacher_is_counted_where_it_is(folders: dict[str, str]):
     teacher = load_config("grpo_nanov3.yaml", [folders["qwen"], "policy.megatron_cfg.pipeline_model_parallel_size=4"]).policy
     config = with_value(with_value(alone, "teacher", teacher), "algorithm", "distillation")
     model, plain = read_model(config), read_model(alone)
-    stages = [Model(hf_config("qwen")).elements.stage(teacher.megatron_cfg.parallel, stage) for stage in range(4)]
+    stages = [PlanModel(hf_config("qwen")).elements.stage(teacher.megatron_cfg.parallel, stage) for stage in range(4)]
     mine, before = (rank_memory(*given, 0, engine_memory(given[0], given[1], H100)).phases for given in ((config, model), (alone, plain)))
     assert mine.keys() - before.keys() == {"teacher"}
     weights = mine["teacher"]["weights of the teacher"]
@@ -337,4 +337,4 @@ def test_a_teacher_is_counted_where_it_is(folders: dict[str, str]):
     host, host_alone = (host_memory(*given, stage_states(*given, 0)) for given in ((config, model), (alone, plain)))
     assert host["weights of the teacher"] == weights * config.cluster.slots_per_node
     files = "model files in the page cache"
-    assert host[files] - host_alone[files] == 2 * Model(hf_config("qwen")).num_parameters
+    assert host[files] - host_alone[files] == 2 * PlanModel(hf_config("qwen")).num_parameters

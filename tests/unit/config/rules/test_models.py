@@ -11,7 +11,7 @@ import pytest
 from mrl import check
 from mrl.config.errors import ConfigError
 from mrl.config.load import load_config
-from mrl.doctor.inputs import check_inputs
+from mrl.doctor.run_inputs import check_inputs
 from mrl.loop.preflight import check_start
 
 # The model of these tests has seven layers.

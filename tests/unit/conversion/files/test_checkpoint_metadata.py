@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import save as save_checkpoint
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.serialization import _get_layout
 
-from conversion.files.checkpoint_metadata import CheckpointMetadata, Record, RefusedPickle, StoredChunk, unpickle
+from conversion.files.checkpoint_metadata import CheckpointMetadata, PickledRecord, RefusedPickle, StoredChunk, unpickle
 
 
 class Evil:
@@ -51,13 +51,13 @@ def test_a_pickle_cannot_change_what_outlives_it(target: bytes, state: bytes):
     with pytest.raises(ValueError, match="it is damaged"):
         unpickle(b"\x80\x02" + target + state + b"b.", "it")
     assert StorageMeta().load_id is None
-    assert not any(hasattr(what, "load_id") for what in (Path, _get_layout, Record))
+    assert not any(hasattr(what, "load_id") for what in (Path, _get_layout, PickledRecord))
 
 
 def test_objects_of_torch_become_records_without_methods():
     metadata = Metadata({}, planner_data={"a": torch.Size([2])}, storage_meta=StorageMeta(load_id="me", checkpoint_id=Path("/a")))
     found = unpickle(pickle.dumps(metadata), "it")
-    assert isinstance(found, Record) and type(found).__name__ == "Metadata"
+    assert isinstance(found, PickledRecord) and type(found).__name__ == "Metadata"
     assert vars(found)["planner_data"] == {"a": torch.Size([2])}
     assert vars(vars(found)["storage_meta"])["load_id"] == "me"
 

@@ -12,7 +12,7 @@ from mrl.config.schema.ppo import ValueConfig
 from mrl.config.schema.run import RunConfig
 from mrl.phases import WORKERS, Phase
 from mrl.plan.hardware import Gpu
-from mrl.plan.inputs import Model
+from mrl.plan.inputs import PlanModel
 from mrl.plan.memory import all_ranks
 from mrl.plan.search import worst_rank
 
@@ -38,7 +38,7 @@ def with_least_rows(config: RunConfig, *, keeps_full: bool) -> RunConfig:
     return _in_each_section(config, least)
 
 
-def describe_longest(config: RunConfig, model: Model, gpu: Gpu) -> str | None:
+def describe_longest(config: RunConfig, model: PlanModel, gpu: Gpu) -> str | None:
     """How long rows may get where the longest do not fit, and which keys decide; None if any fit, or none does."""
     ranks, _ = all_ranks(config, model, gpu)
     phases: dict[Phase, float] = {phase: max(sum(rank.phases[phase].values()) for rank in ranks) for phase in ranks[0].phases}
@@ -81,7 +81,7 @@ def _cut(section: Section, tokens: int) -> Section:
     return replace(section, train_micro_batch_size=1, logprob_batch_size=1, max_total_sequence_length=tokens)
 
 
-def _longest(config: RunConfig, model: Model, gpu: Gpu) -> int:
+def _longest(config: RunConfig, model: PlanModel, gpu: Gpu) -> int:
     """Tokens of the longest row with which every phase fits, rounded down; 0 if none does."""
 
     def length(section: Section) -> int:
