@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from transformers import GenerationConfig, NemotronHConfig, NemotronHForCausalLM
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer, NemotronHTopkRouter
 from transformers.utils import logging as transformers_logging
 
-from mrl.recipes.tiny import Addition
 from mrl.recipes.tokenizer import BOS_ID, END_ID, PAD_ID, VOCAB_SIZE
 
 # B sequences, T tokens, V vocabulary.

@@ -117,7 +117,7 @@ def plan_of(algorithm: str, dp_size: int, sequence_multiple: int = 1) -> tuple[R
 def pack_rows(config: PolicyConfig, plan: Sequence[tuple[int, ...]]) -> list[PackedRow]:
     """The planned rows of one rank, padded as its layout asks."""
     sequences, multiples = rollouts(), dict(divisible_by=config.row_multiple, sequence_multiple=config.sequence_multiple)
-    made = {index: pulled(*rest) for index, *rest in sequences}
+    made = {index: pulled(rollout, advantage, is_valid) for index, rollout, advantage, is_valid in sequences}
     return [pack_row({index: made[index] for index in row}, **multiples, pad_token_id=PAD_TOKEN_ID) for row in plan]
 
 
