@@ -28,6 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from conversion.convert import convert_mcore_to_hf
+from mrl.check import Target, find_target
 from mrl.cluster.errors import ActorLost, DeadlineExceeded, NoCluster
 from mrl.cluster.session import start_engines
 from mrl.config.errors import ConfigError, Problems
@@ -39,7 +40,6 @@ from mrl.data.prompts import PromptData, load_prompts, validation_sampling
 from mrl.loop.preflight import check_start
 from mrl.store.console import rollout_progress
 from mrl.store.evaluations import ALL, scores_by_environment, table_lines, write_results
-from mrl.target import Target, find_target
 from mrl.types import RolloutGroup
 
 logger = logging.getLogger(__name__)

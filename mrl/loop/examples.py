@@ -17,9 +17,8 @@ from mrl.config.schema.algo import DistillationConfig, GrpoConfig
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import batch_examples
-from mrl.data.order import prompts_of_step
+from mrl.data.order import num_steps_of, prompts_of_step
 from mrl.data.planning import SequenceCost, sequence_cost
-from mrl.data.steps import num_steps_of
 from mrl.data.supervised import Example, SupervisedData, load_examples
 from mrl.loop.preflight import check_start
 from mrl.loop.run import Budget, Run, StepData, Training

@@ -14,8 +14,8 @@ from mrl.cluster.agreement import compare_at_start
 from mrl.cluster.session import RolloutSession, start_session
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import make_batches
+from mrl.data.order import num_steps_of
 from mrl.data.prompts import PromptData, load_prompts, validation_sampling
-from mrl.data.steps import num_steps_of
 from mrl.loop.critic import Critic
 from mrl.loop.preflight import check_start
 from mrl.loop.rollout_queue import NoSignal, RolloutQueue, open_queue

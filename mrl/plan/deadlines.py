@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conversion.files.hf_folder import weight_files
-from mrl.config.checkpoint_size import checkpoint_bytes
 from mrl.config.model import read_model
+from mrl.config.rules.checks import checkpoint_bytes
 from mrl.config.schema.run import RunConfig
 from mrl.data.planning import sequence_cost
 from mrl.phases import ModelName

@@ -8,8 +8,7 @@ import math
 from dataclasses import dataclass, replace
 
 from conversion.schedule import NUM_BUFFERS
-from mrl.config.checkpoint_size import checkpoint_bytes
-from mrl.config.rules.checks import num_kept_at_most
+from mrl.config.rules.checks import checkpoint_bytes, num_kept_at_most
 from mrl.config.schema.run import RunConfig
 from mrl.phases import PHASES, WORKERS, ModelName, Phase, Role, role_of
 from mrl.plan.activations import BF16, FP32, part_bytes

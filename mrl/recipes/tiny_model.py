@@ -18,6 +18,9 @@ from transformers.utils import logging as transformers_logging
 
 from mrl.recipes.tokenizer import BOS_ID, END_ID, PAD_ID, VOCAB_SIZE
 
+if TYPE_CHECKING:
+    from mrl.recipes.tiny import Addition
+
 # B sequences, T tokens, V vocabulary.
 
 logger = logging.getLogger(__name__)

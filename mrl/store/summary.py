@@ -14,11 +14,11 @@ from typing import Literal
 import numpy as np
 
 from mrl import spans
-from mrl.algo.evaluation import mean_pass_at_k
 from mrl.algo.rewards import shaped_rewards_of
 from mrl.config.schema.algo import GrpoConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.planning import sequence_cost
+from mrl.store.evaluations import mean_pass_at_k
 from mrl.types import Batch, Proposals, RolloutGroup
 
 logger = logging.getLogger(__name__)

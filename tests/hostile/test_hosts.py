@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from conversion.files.owners import ABANDONED_S, Owner, this_process
-from mrl.cluster.caches import CACHES, keep_caches_private
+from mrl.cluster.environment import CACHES, keep_caches_private
 from mrl.cluster.policies import MEETING_FILE
 from mrl.cluster.runtime import FOLDER_PREFIX, OWNER_FILE, RAY_FOLDER, ray_runtime, reclaim_dead_owners
 from mrl.config.load import load_config

@@ -6,18 +6,19 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mrl.config.checkpoint_size import checkpoint_bytes
 from mrl.config.errors import NotKnown, Problems, Unchecked, Unprovided
 from mrl.config.model import ModelSizes, is_hub_id, read_model
 from mrl.config.passthrough import check_arguments
-from mrl.config.rules import algorithms, data, layout, models, sockets, tokens, training
+from mrl.config.rules import algorithms, data, layout, models, tokens, training
 from mrl.config.rules.models import Check, ModelCheck
 from mrl.config.schema.run import RunConfig
+from mrl.phases import ModelName
 
 
 def find_problems(config: RunConfig, *, to_evaluate: bool = False) -> list[str]:
@@ -138,7 +139,7 @@ RULES: dict[str, Check] = {
     "optimizer": training.check_optimizer,
     "log-probabilities": training.check_logprobs,
     "ports": layout.check_ports,
-    "sockets": sockets.check_sockets,
+    "sockets": layout.check_sockets,
     "reward model": algorithms.check_reward_model,
     "own functions and classes": algorithms.check_own,
     "parallel layout": layout.check_cluster,
@@ -171,3 +172,21 @@ MODEL_RULES: dict[str, ModelCheck] = {
     "room for checkpoints": lambda config, model, problems: check_disk(config, model.num_parameters, problems),
 }
 """Those that need the model's config.json."""
+
+
+# An optimizer's main parameter and two moments, in float32.
+_OPTIMIZER_BYTES = 12
+
+
+def checkpoint_bytes(config: RunConfig, num_parameters: Mapping[ModelName, int]) -> dict[ModelName, int]:
+    """Bytes of each of these models in a checkpoint: its weights, and with `save_optimizer` the states of its optimizer.
+
+    `num_parameters` has those of `RunConfig.trained_models`, or of some of them. All count as trained, but with adapters (LoRA) none: the
+    adapters' own states are next to nothing.
+    """
+    found: dict[ModelName, int] = {}
+    for model, number in num_parameters.items():
+        policy = config.of_model(model).policy
+        has_states = config.checkpointing.save_optimizer and not policy.megatron_cfg.peft.enabled
+        found[model] = number * ((2 if policy.precision == "bfloat16" else 4) + (_OPTIMIZER_BYTES if has_states else 0))
+    return found

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from mrl.cluster.caches import HOME, find_writable_by_others
+from mrl.cluster.environment import HOME, find_writable_by_others
 from mrl.cluster.runtime import FOLDER_PREFIX, OWNER_FILE, RAY_FOLDER
 from tests.stack.loop.conftest import LiveRun
 

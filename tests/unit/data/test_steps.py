@@ -6,8 +6,8 @@ import pytest
 
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
+from mrl.data.order import find_few_rows, num_steps_of
 from mrl.data.prompts import load_prompts
-from mrl.data.steps import find_few_rows, num_steps_of
 from mrl.recipes.tokenizer import byte_tokenizer
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.algo.evaluation import consensus_at_k, mean_pass_at_k, pass_at_k
+from mrl.store.evaluations import consensus_at_k, mean_pass_at_k, pass_at_k
 
 
 @settings(max_examples=50, deadline=None)
