@@ -337,8 +337,8 @@ def two_updates_of_a_step(
         kept = kept_by_rows(policy, "old_logprobs_T", 1)
         policy.enter("train")
         updates = [policy.train_step(0), policy.train_step(1)]
-        policy.enter("refit")
-        policy.enter("train")
+        for phase in ("refit", "generate", "train"):
+            policy.enter(phase)
         assert "there is no batch" in message_of(policy.train_step)
         return before, kept, updates, train(policy, 1)
 
