@@ -18,5 +18,5 @@ if not torch.cuda.is_available():
 import mrl.policy.policy  # noqa: F401
 
 # With what they import themselves, transformers among it: 1.7 CPU seconds of each rank.
-for path in sorted(Path(__file__).parent.rglob("*_ranks.py")):
+for path in sorted([*Path(__file__).parent.rglob("*_ranks.py"), *Path(__file__).parent.glob("refit/[!_]*.py")]):
     importlib.import_module(".".join(path.relative_to(Path(__file__).parents[2]).with_suffix("").parts))
