@@ -29,8 +29,12 @@ MAX_CHARACTERS = 1 << 20
 MAX_EXPRESSION = 2000
 """Characters of a value with an interpolation in it. The grammar of interpolations takes seconds for more."""
 
+_ABSENT = object()
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _REFERENCE_OR_SELECT = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)")
+_WORD = re.compile(r"[A-Za-z_][\w.]*")
+_INDIRECT = re.compile(r"\$\{\s*\.|\$\{[^{}:]*\$\{|\[")
+"""A reference that is relative, has another inside its name, or an index."""
 _NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{0,30})?([eE][-+]?\d{1,3})?")
 
 # The start of an error's type in pydantic -> what a config's author is told.
@@ -82,10 +86,6 @@ class Tree:
         for key, setting in settings.items():
             _put(self._content, key, setting.value)
 
-    @functools.cached_property
-    def _node(self) -> DictConfig:
-        return OmegaConf.create(self._content)
-
     def value(self, dotted: str) -> object:
         """The resolved value of a dotted key, such as `data.train.datasets[0].seed`; None if there is none.
 
@@ -93,10 +93,16 @@ class Tree:
             Unresolved: its expression, or one that this refers to, cannot be resolved.
             MissingMandatoryValue: it is required and not set.
         """
-        if "${" not in repr(written := self.written(dotted)) and written != "???":
-            return copy.deepcopy(written)
+        written = self.written(dotted)
+        # OmegaConf's grammar takes milliseconds an expression, and most are nothing but the name of another key.
+        for _ in range(MAX_DEPTH):
+            if written is not _ABSENT and written != "???" and "${" not in repr(written):
+                return copy.deepcopy(written)
+            if not isinstance(written, str) or not (reference := REFERENCE.fullmatch(written)) or reference[1].startswith("."):
+                break
+            written = self._find(reference[1])
         try:
-            value = OmegaConf.select(self._node, dotted, throw_on_missing=True)
+            value = OmegaConf.select(self._around(dotted), dotted, throw_on_missing=True)
             return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
         except MissingMandatoryValue:
             raise
@@ -107,10 +113,34 @@ class Tree:
 
     def written(self, dotted: str) -> object:
         """The value of a dotted key as it is written; None if there is none."""
+        value = self._find(dotted)
+        return None if value is _ABSENT else value
+
+    def _find(self, dotted: str) -> object:
+        """`written`, but _ABSENT if there is no such key."""
         value: object = self._content
         for name in re.findall(r"[^.\[\]]+", dotted):
-            value = value.get(name) if isinstance(value, dict) else value[int(name)] if isinstance(value, list) else None
+            value = value.get(name, _ABSENT) if isinstance(value, dict) else value[int(name)] if isinstance(value, list) else _ABSENT
         return value
+
+    def _around(self, dotted: str) -> DictConfig:
+        """As much of the tree as the expression of a key may refer to. All of it is 600 nodes, which take OmegaConf 10 ms."""
+        part: dict[str, Any] = {}
+        waiting, seen = [dotted], set[str]()
+        while waiting:
+            name = waiting.pop()
+            written = self.written(name)
+            if _INDIRECT.search(text := f"{name} {written!r}"):
+                return OmegaConf.create(self._content)
+            above = part
+            *sections, last = name.split(".")
+            for section in sections:
+                above = above.setdefault(section, {})
+            above[last] = written
+            words = {word for word in _WORD.findall(text) if self._find(word) is not _ABSENT} - seen
+            seen |= words
+            waiting += words
+        return OmegaConf.create(part)
 
     def references(self, dotted: str) -> frozenset[str]:
         """The other keys of the schema that a key's expression refers to."""

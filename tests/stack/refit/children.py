@@ -28,7 +28,9 @@ from mrl.refit.pull import Puller, VerifyReport
 from tests.waiting import HANG_S
 
 DEADLINE_S = HANG_S
-SPAWN = multiprocessing.get_context("spawn")
+FORKED = multiprocessing.get_context("forkserver")
+# As the ranks of the other stack tests, so that both are forked from the same process.
+FORKED.set_forkserver_preload(["tests.stack.preload"])
 
 
 class State:
@@ -51,8 +53,8 @@ class Child:
     """A process that runs `function(state, *args)` on demand."""
 
     def __init__(self) -> None:
-        self._connection, theirs = SPAWN.Pipe()
-        self._process = SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
+        self._connection, theirs = FORKED.Pipe()
+        self._process = FORKED.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
 
     def send(self, function: Callable, *args: object) -> None:
