@@ -87,7 +87,7 @@ class PolicyRank:
         )
         self._hf_config: dict[str, object] = json.loads((Path(config.policy.model_name) / "config.json").read_text())
         self._layout = live_layout(config.policy, self._hf_config, parallel.coordinates())
-        is_trained, trains_mtp = role_of(model) != "teacher", model == "policy" and config.mtp_steps > 0
+        is_trained, trains_mtp = role_of(model) != "teacher", config.mtp_steps > 0
         bare_chunks = build_model(config.policy, self._hf_config, is_trained=is_trained, trains_mtp=trains_mtp)
         self._lora = attach_adapters(bare_chunks, config.policy, self._hf_config, seed=config.training.seed)
         has_head = config.algorithm == "rm" or model == "critic"
@@ -96,7 +96,7 @@ class PolicyRank:
         self._chunks = wrap_ddp(bare_chunks, config.policy)
         self._models = unwrap_model(self._chunks)
         self._replay: RouterReplay | None = None
-        if config.policy.router_replay.enabled and model == "policy":
+        if config.policy.router_replay.enabled:
             self._replay = RouterReplay(self._chunks, family(self._hf_config).expert_layers(self._hf_config))
         self._tensors = rank_tensors(self._models, self._live_layout)
         self._weights = self._lora.merged_weights(self._arena_tensors(self._tensors))
@@ -331,10 +331,11 @@ class PolicyRank:
         if self._phase != needed:
             raise RuntimeError(f"a train step in phase {self._phase}, where gradients have no memory: enter('{needed}') comes first")
         batch = self._of_step()[update_index]
-        if self._config.needs_old_logprobs and self._name == "policy" and not batch.has_old_logprobs:
-            raise RuntimeError("compute_old_logprobs comes before train_step")
-        if self._config.has_engines and self._name == "policy" and not batch.is_finished:
-            self._finish_batches()
+        if self._name == "policy" and self._config.has_engines:
+            if self._config.needs_old_logprobs and not batch.has_old_logprobs:
+                raise RuntimeError("compute_old_logprobs comes before train_step")
+            if not batch.is_finished:
+                self._finish_batches()
         self._is_settled, self._has_moments = False, True
         metrics = train_step(
             self._chunks,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from mrl.config.fields import AtLeastTwo, Count, NotNegative, Only, Positive, Precision, Share, follows
 from mrl.config.schema.megatron import MegatronConfig
-from mrl.config.schema.policy import DynamicBatchingConfig, PolicyConfig, RouterReplayConfig, SequencePackingConfig
+from mrl.config.schema.policy import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
 
 
 @dataclass
@@ -92,7 +92,6 @@ class ValueConfig:
             sequence_packing=self.sequence_packing,
             dynamic_batching=self.dynamic_batching,
             megatron_cfg=self.megatron_cfg,
-            router_replay=RouterReplayConfig(),
             hf_config_overrides={},
             logprob_chunk_size=None,
         )

@@ -28,7 +28,7 @@ from mrl.config.schema.algo import (
 from mrl.config.schema.data import DataConfig
 from mrl.config.schema.env import GYM_TURNS, EnvConfig
 from mrl.config.schema.logger import LoggerConfig
-from mrl.config.schema.policy import PolicyConfig
+from mrl.config.schema.policy import PolicyConfig, RouterReplayConfig
 from mrl.config.schema.ppo import PpoConfig, ValueConfig, ValueLossConfig
 from mrl.phases import ModelName, role_of
 
@@ -179,9 +179,9 @@ class RunConfig:
             return self
         seen, section = copy.copy(self), self.value.beside(self.policy) if model == "critic" else self.teachers[model]
         generation = dataclasses.replace(self.policy.generation, temperature=section.generation.temperature)
-        # MTP layers learn in the policy alone.
+        # MTP layers learn in the policy alone, and engines chose experts of the policy alone.
         megatron = dataclasses.replace(section.megatron_cfg, mtp_num_layers=0)
-        seen.policy = dataclasses.replace(section, generation=generation, megatron_cfg=megatron)
+        seen.policy = dataclasses.replace(section, generation=generation, megatron_cfg=megatron, router_replay=RouterReplayConfig())
         return seen
 
     @property
