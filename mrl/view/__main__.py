@@ -14,9 +14,9 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from mrl.view.dumps import list_dumps, read_dump, read_evaluations
-from mrl.view.page import compressed, page
+from mrl.view.page import compressed, data_of, page
 from mrl.view.rows import METRICS
-from mrl.view.run_data import Json, newest_change, owner_state, rule_table, run_data
+from mrl.view.run_data import Json, newest_change, owner_state, run_data
 from mrl.view.timeline import list_windows, read_timelines
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Runs:
         if seen == version:
             return None
         runs: list[Json] = [run_data(folder, has_rollouts=False) | {"version": version} for folder in self.folders]
-        return compressed({"runs": runs, "rules": rule_table(), "is_live": True})
+        return data_of(runs, is_live=True)
 
     def timeline(self, index: str, step: str) -> bytes | None:
         """The lanes of a step, compressed; None if it was not recorded."""

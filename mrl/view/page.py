@@ -27,7 +27,7 @@ def write_report(path: Path, *, state: State | None = None) -> None:
 
 def page(runs: Sequence[Json], *, is_live: bool = False, scripts: Sequence[Path] = SCRIPTS) -> str:
     """The page of these runs, or of what `scripts` show. A live page asks its server for what is new, and for rollouts it lacks."""
-    data = compressed({"runs": list(runs), "rules": rule_table(), "charts": charts(), "is_live": is_live})
+    data = data_of(runs, is_live=is_live)
     script = "\n".join(path.read_text(encoding="utf-8") for path in scripts)
     style = "\n".join(path.read_text(encoding="utf-8") for path in STYLES)
     # The browser runs and loads nothing but these two texts, whatever a model has written.
@@ -41,6 +41,11 @@ def page(runs: Sequence[Json], *, is_live: bool = False, scripts: Sequence[Path]
         f'<div id="page"></div><script type="text/plain" id="data">{base64.b64encode(data).decode()}</script>'
         f"<script>{script}</script></body></html>"
     )
+
+
+def data_of(runs: Sequence[Json], *, is_live: bool) -> bytes:
+    """What the page's script shows."""
+    return compressed({"runs": list(runs), "rules": rule_table(), "charts": charts(), "is_live": is_live})
 
 
 def compressed(value: Json | list[dict]) -> bytes:

@@ -52,11 +52,14 @@ def test_nothing_else_is_served(address: str, path: str):
 
 
 def test_a_reader_gets_news_once(address: str, tmp_path: Path):
-    seen = read_page(get(f"{address}/token/")[1].decode())["runs"][0]["version"]
+    first = read_page(get(f"{address}/token/")[1].decode())
+    seen = first["runs"][0]["version"]
     assert get(f"{address}/token/data?seen={seen}") == (204, b"")
     write_metrics(tmp_path / "one", [row(step) for step in range(1, 12)])
     code, content = get(f"{address}/token/data?seen={seen}")
-    assert code == 200 and json.loads(gzip.decompress(content))["runs"][0]["series"]["step"][-1] == 11
+    news = json.loads(gzip.decompress(content))
+    assert code == 200 and news["runs"][0]["series"]["step"][-1] == 11
+    assert news.keys() == first.keys(), "the page's script takes them in place of its own"
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
