@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of an evaluation: scores, a table of them, and a JSON file with every answer."""
+"""Results of an evaluation: scores (pass@k, majority), a table of them, and a JSON file with every answer."""
 
 from __future__ import annotations
 

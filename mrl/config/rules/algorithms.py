@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between the keys of the algorithms: which parts of the GRPO family go together, and what training without rollouts needs."""
+"""Rules between the keys of the algorithms: the parts of the GRPO family, the user's own functions, training without rollouts."""
 
 from __future__ import annotations
 

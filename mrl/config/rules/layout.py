@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the parallel layouts of trainer and engines divide the model, the batch and the cluster, and whether the engines can start."""
+"""Rules of parallel layouts, which divide the model, the batch and the cluster, and of what engines and sockets need to start."""
 
 from __future__ import annotations
 

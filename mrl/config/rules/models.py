@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the models beside the policy: those of the policy's own section, and what a critic needs besides."""
+"""Rules of the models beside the policy: those of the policy's own section, and what critics and teachers need besides."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the trainer: rows, optimizer, log-probabilities, and what of the model is recomputed, routed, adapted and frozen."""
+"""Rules of the trainer: rows, optimizer, log-probabilities, and what of the model is recomputed, routed, adapted and frozen; speculation."""
 
 from __future__ import annotations
 

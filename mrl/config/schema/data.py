@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section `data`: rows. See `mrl.config.schema.run`."""
+"""Section `data`, and data sets by NeMo RL's names. See `mrl.config.schema.run`; how rows are read is in `mrl.data`."""
 
 from __future__ import annotations
 
