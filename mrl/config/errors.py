@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems of a config: their texts, the error that raises them, values that are not known because of them, and how they name keys of a model."""
+"""Problems of a config: their texts, how they name keys, the error that raises them, and values that are not known because of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of prompts: over a run, from its seed and the epoch alone; and within a step, the longest rollouts first. The steps of a run."""
+"""The order of prompts: over a run, from its seed and the epoch alone; and within a step, longest rollouts first. The steps of a run."""
 
 from __future__ import annotations
 
