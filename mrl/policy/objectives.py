@@ -194,8 +194,9 @@ def with_mtp(objective: Objective, rows: Sequence[PackedRow], config: MegatronCo
     """The objective with the loss of the MTP layers added, and their metrics: `mtp_K_loss` and `mtp_K_acceptance_rate`, from step 1.
 
     At position t, step k of K predicts the label of position t + k from the hidden state of step k - 1 (of the model, for the first) and
-    the embedding of token t + k. With factor f the loss is f / K * sum over k of the mean negative log-likelihood of the labels that count, at
-    temperature 1 (arXiv:2412.19437, equations 24 and 25). Each mean is over the global batch, so that no packing or layout changes it.
+    the embedding of token t + k. With factor f the loss is f / K * sum over k of the mean negative log-likelihood of the labels that count,
+    at temperature 1 (arXiv:2412.19437, equations 24 and 25). Each mean is over the global batch, so that no packing or layout changes it.
+
     An acceptance rate is the share of labels that the step holds likeliest. `rows` are this rank's, of the global batch. Collective over
     the dp group.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the trainer: rows, optimizer, log-probabilities, what of the model is recomputed, routed, adapted and frozen, and speculation."""
+"""Rules of the trainer: rows, optimizer, log-probabilities, what is recomputed, routed, adapted and frozen, and speculation."""
 
 from __future__ import annotations
 
