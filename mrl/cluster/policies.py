@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -25,7 +26,7 @@ from mrl.cluster.environment import policy_variables, start_actor_process
 from mrl.cluster.errors import ActorName
 from mrl.cluster.payload import Packed, PayloadRef, pack, pull, pull_arrays, pull_teacher, put_arrays
 from mrl.cluster.runtime import Placement
-from mrl.cluster.verbs import PolicyVerbs
+from mrl.cluster.verbs import PolicyVerbs, TokenVerb
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import split_secrets
 from mrl.data.batch import make_batch
@@ -35,8 +36,6 @@ from mrl.plan.deadlines import start_deadline, train_deadline
 from mrl.types import Batch, TrainSequence
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from mrl.policy.policy import PolicyRank
 
 logger = logging.getLogger(__name__)
@@ -118,28 +117,32 @@ class PolicyActor:
         return len(packed)
 
     def call_on_tokens(self, model: ModelName, verb: str, given: Sequence[Mapping[int, PayloadRef]] | None) -> list[dict[int, PayloadRef]]:
-        """Calls a verb with the arrays of `given`, by batch and sequence; the arrays that it returns stay here until they are pulled."""
+        """Calls one of `ON_TOKENS` with arrays by batch and sequence; those that it returns stay here until they are pulled."""
+        from mrl.policy.beside import ON_TOKENS
+
         arguments = () if given is None else (pull_arrays(given, timeout_s=self.timeout_s),)
-        return put_arrays(cast("list[dict[int, np.ndarray]] | None", self.call(model, verb, *arguments)) or [])
+        return put_arrays(self._spanned(model, verb, partial(ON_TOKENS[verb], self.models[model]), *arguments) or [])
 
     def teach(self, model: ModelName, k: int) -> tuple[list[int], Packed]:
-        """Indices of the sequences that this rank answers for, and what the teacher says of each; see `PolicyRank.teach`."""
-        start = time.monotonic()
-        spans.begin("teacher", str(self.models[model].phase))
-        found = self.models[model].teach(k)
-        spans.add("teacher", start, phase=str(self.models[model].phase), **spans.memory_facts())
+        """Indices of the sequences that this rank answers for, and what the teacher says of each; see `mrl.policy.beside.teach`."""
+        from mrl.policy.beside import teach
+
+        found = self._spanned(model, "teacher", teach, self.models[model], k)
         return list(found), pack(found.values())
 
     def call(self, model: ModelName, verb: str, *arguments: object) -> object:
+        verbs: PolicyVerbs = self.models[model]
+        return self._spanned(model, spans.name_of(verb, *arguments), getattr(verbs, verb), *arguments)
+
+    def _spanned(self, model: ModelName, name: str, function: Callable[..., T], *arguments: object) -> T:
         from torch.profiler import record_function
 
         start = time.monotonic()
-        verbs: PolicyVerbs = self.models[model]
-        spans.begin(spans.name_of(verb, *arguments), str(self.models[model].phase))
-        with record_function(verb):
-            answer = getattr(verbs, verb)(*arguments)
+        spans.begin(name, str(self.models[model].phase))
+        with record_function(name):
+            answer = function(*arguments)
         facts = spans.memory_facts() if time.monotonic() - start > spans.MIN_MEASURED_S else {}
-        spans.add(spans.name_of(verb, *arguments), start, phase=str(self.models[model].phase), **facts)
+        spans.add(name, start, phase=str(self.models[model].phase), **facts)
         return answer
 
     def apply(self, model: ModelName, function: Callable[..., T], *arguments: object) -> T:
@@ -230,9 +233,9 @@ class PolicyGroup(Actors[PolicyVerbs]):
             self.wait(pending, deadline_s=None, what="set_batch")
 
     def call_on_tokens(
-        self, verb: Callable[..., object], batches: Sequence[Batch], given: Mapping[int, PayloadRef] | None = None
+        self, verb: TokenVerb, batches: Sequence[Batch], given: Mapping[int, PayloadRef] | None = None
     ) -> dict[int, PayloadRef]:
-        """Calls a verb that takes or returns arrays of sequences; they move from rank to rank, here are references to them.
+        """Calls a function that takes or returns arrays of sequences; they move from rank to rank, here are references to them.
 
         Both are by place in the step, in the order of its batches, so that models may have other batches of the same sequences.
         """
@@ -245,8 +248,8 @@ class PolicyGroup(Actors[PolicyVerbs]):
                     {index: given[first + index] for row in batch.rows[dp_rank] for index in row}
                     for first, batch in zip(firsts, batches, strict=False)
                 ]
-            pending[self.name(rank)] = ask(self.handles[rank], PolicyActor.call_on_tokens, self.model, verb.__name__, mine)
-        answers = self.wait(pending, deadline_s=None, what=verb.__name__).values()
+            pending[self.name(rank)] = ask(self.handles[rank], PolicyActor.call_on_tokens, self.model, verb, mine)
+        answers = self.wait(pending, deadline_s=None, what=verb).values()
         return {
             first + index: payload
             for answer in answers
@@ -255,7 +258,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         }
 
     def teach(self, sequences: Sequence[TrainSequence], k: int) -> list[TrainSequence]:
-        """The sequences, each with a reference to what this model says of the tokens that were generated; see `PolicyRank.teach`.
+        """The sequences, each with a reference to what this model says of the tokens that were generated; see `mrl.policy.beside.teach`.
 
         What it computes stays in its processes, whose node hands it on to the ranks that train on it.
         """

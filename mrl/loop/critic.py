@@ -43,7 +43,7 @@ class Critic:
         own = make_batches(list(chain.from_iterable(batch.sequences for batch in batches)), self.config.of_model("critic"))
         self.session.enter("value")
         group.set_batches(own)
-        return JudgedStep(own, group.call_on_tokens(PolicyVerbs.compute_values, own))
+        return JudgedStep(own, group.call_on_tokens("compute_values", own))
 
     def learn(self, judged: JudgedStep, batches: Sequence[Batch]) -> dict[str, float]:
         """Has the policy compute advantages, and the critic learn the returns that come of them.
@@ -52,9 +52,9 @@ class Critic:
         pass as `train/critic/*`.
         """
         group = self.session.models_beside["critic"]
-        returns = self.session.policies.call_on_tokens(PolicyVerbs.compute_advantages, batches, judged.values)
+        returns = self.session.policies.call_on_tokens("compute_advantages", batches, judged.values)
         self.session.enter("train_value")
-        group.call_on_tokens(PolicyVerbs.set_returns, judged.batches, returns)
+        group.call_on_tokens("set_returns", judged.batches, returns)
         indices = range(len(judged.batches))
         updates = [group.call(PolicyVerbs.train_step, index)[0] for _ in range(self.config.num_passes) for index in indices]
         last = [{name.removeprefix("train/"): value for name, value in update.items()} for update in updates[-len(judged.batches) :]]

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, pack_row, token_samples
 from mrl.phases import ModelName, Phase, role_of
 from mrl.policy import checkpoint, parallel
-from mrl.policy.batch import RankBatch, answers_for_rows, check_equal_counts, finish_batches, global_batch_size, sequences_of
+from mrl.policy.batch import RankBatch, answers_for_rows, check_equal_counts, finish_batches, global_batch_size
 from mrl.policy.checkpoint import CheckpointWrite
 from mrl.policy.host_block import HostBlock, HostStorages, host_copies, swap
 from mrl.policy.logprobs import TokenDistribution, vocab_size_of
@@ -40,12 +41,14 @@ from mrl.policy.optimizer import TrainingMemory, TrainState, build_optimizer, bu
 from mrl.policy.output import attach_reward_head
 from mrl.policy.parallel import Meeting
 from mrl.policy.profile import RankProfiler
-from mrl.policy.step import compute_drawn_logprobs, compute_logprobs, compute_top_logits, compute_values, evaluate, train_step
+from mrl.policy.step import compute_logprobs, evaluate, train_step
 from mrl.policy.weights import Arena, CopyCheck, buffer_views, perturb, rank_tensors
 from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.group import ExchangeGroup, GroupAddress
 from mrl.refit.inputs import RankPlace, RefitInputs
-from mrl.types import TeacherTokens, TokenSample
+from mrl.types import TokenSample
+
+T = TypeVar("T")
 
 
 @parallel.in_turn
@@ -110,7 +113,7 @@ class PolicyRank:
         )
         self._copy_check = CopyCheck(self._tensors, self._live_layout)
 
-        self._distribution = TokenDistribution.of(config.policy, vocab_size, is_sampled=config.has_engines)
+        self.distribution = TokenDistribution.of(config.policy, vocab_size, is_sampled=config.has_engines)
         self._is_settled = False
         self._reference: dict[Slot, Tensor] | None = None
         self._batches: list[RankBatch] = []
@@ -287,12 +290,24 @@ class PolicyRank:
             self._batches.clear()
         self._batches.append(RankBatch(rows, logprob_rows, global_batch_size(rows)))
 
+    def batches(self) -> list[RankBatch]:
+        """Those of the step. Not collective."""
+        if not self._batches:
+            raise RuntimeError("there is no batch: set_batch comes first, once a step")
+        return self._batches
+
+    def computed(self, compute: Callable[..., T], rows: list[PackedRow], *arguments: object) -> T:
+        """What a pass of `mrl.policy.step` without gradients computes of rows, padded to what the schedule needs, from settled weights."""
+        self.settled_weights()
+        with self._lora.without_dropout():
+            return compute(self._chunks, self._whole_groups(rows), *arguments)
+
     def compute_old_logprobs(self) -> None:
         """Computes log-probabilities of the batches under the current weights, before any update. The last pipeline stage keeps them."""
         with self._replay.counting() if self._replay is not None else nullcontext():
-            for batch in self._of_step():
+            for batch in self.batches():
                 batch.has_old_logprobs = True
-                for row, logprobs_T in batch.with_values(self._logprobs(batch.logprob_rows, self._distribution)):
+                for row, logprobs_T in batch.with_values(self._logprobs(batch.logprob_rows, self.distribution)):
                     row.old_logprobs_T = logprobs_T
 
     def compute_reference_logprobs(self) -> None:
@@ -301,25 +316,14 @@ class PolicyRank:
         This reference chooses its experts itself. Afterwards the current weights are back, bit for bit.
         """
         with self._reference_weights():
-            for batch in self._of_step():
+            for batch in self.batches():
                 rows = [replace(row, routes=None) for row in batch.logprob_rows]
-                for row, logprobs_T in batch.with_values(self._logprobs(rows, self._distribution.untruncated)):
+                for row, logprobs_T in batch.with_values(self._logprobs(rows, self.distribution.untruncated)):
                     row.reference_logprobs_T = logprobs_T
 
     def logprobs_of_rows(self, rows: list[PackedRow]) -> list[np.ndarray]:
         """Log-probability of every label, float32 [T] per row; an empty list on all but the last pipeline stage."""
-        return [logprobs.cpu().numpy() for logprobs in self._logprobs(rows, self._distribution)]
-
-    def teach(self, k: int) -> dict[int, TeacherTokens]:
-        """At each generated token of the batch the k likeliest tokens, by index of the sequence, on the rank that answers for it.
-
-        With k = 0 the logprob of the generated token itself, never truncated. Empty on all other ranks.
-        """
-        rows = self._whole_groups(self._of_step()[0].logprob_rows)
-        self.settled_weights()
-        if k:
-            return compute_top_logits(self._chunks, rows, self._distribution, k)
-        return compute_drawn_logprobs(self._chunks, rows, self._distribution.untruncated)
+        return [logprobs.cpu().numpy() for logprobs in self._logprobs(rows, self.distribution)]
 
     def train_step(self, update_index: int = 0) -> dict[str, float]:
         """Takes one optimizer step on a batch of the step; returns metrics `train/*`, the same floats on every rank.
@@ -330,19 +334,19 @@ class PolicyRank:
         needed = "train_value" if self._name == "critic" else "train"
         if self._phase != needed:
             raise RuntimeError(f"a train step in phase {self._phase}, where gradients have no memory: enter('{needed}') comes first")
-        batch = self._of_step()[update_index]
+        batch = self.batches()[update_index]
         if self._name == "policy" and self._config.has_engines:
             if self._config.needs_old_logprobs and not batch.has_old_logprobs:
                 raise RuntimeError("compute_old_logprobs comes before train_step")
             if not batch.is_finished:
-                self._finish_batches()
+                self.finish_batches()
         self._is_settled, self._has_moments = False, True
         metrics = train_step(
             self._chunks,
             self._state.optimizer,
             batch.rows,
             size=batch.size,
-            objective=objective_of(self._config, self._distribution, batch, self._name),
+            objective=objective_of(self._config, self.distribution, batch, self._name),
             megatron=self._config.policy.megatron_cfg,
             replay=self._replay,
         )
@@ -352,33 +356,15 @@ class PolicyRank:
         mismatch = self._replay.take_metrics() if self._replay is not None else {}
         return metrics | batch.metrics | {f"train/{name}": value for name, value in mismatch.items()}
 
-    def compute_values(self) -> list[dict[int, np.ndarray]]:
-        """Computes the critic's values of the batches, before any update. Returns those of each batch's sequences, by index.
-
-        Only one rank of each dp rank answers; the others return empty mappings.
-        """
-        self.settled_weights()
-        for batch in self._of_step():
-            values = compute_values(self._chunks, self._whole_groups(batch.logprob_rows))
-            for row, values_T in batch.with_values(values[: len(batch.logprob_rows)]):
-                row.values_T = values_T
-        return sequences_of([[(row, row.values_T) for row in batch.rows] for batch in self._batches])
-
-    def compute_advantages(self, values: list[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
-        """Computes the policy's advantages from a critic's values of the batches; returns what the critic is to learn, in the same form."""
-        for batch, found in zip(self._of_step(), values, strict=True):
-            batch.take_values(found)
-        self._finish_batches()
-        return sequences_of([[(row, row.returns_T) for row in batch.rows] for batch in self._batches])
+    def finish_batches(self) -> None:
+        """Finishes all batches of the step before the first update, because some signals span them: masks, and advantages by token."""
+        gae = self._config.ppo.adv_estimator if self._config.has_critic else None
+        loss = self._config.loss_fn if self._config.algorithm != "distillation" else None
+        finish_batches(self._batches, self._config.rollouts, loss, gae, self._config.teaching)
 
     def batch_metrics(self) -> list[dict[str, float]]:
         """Metrics of the advantages of the step's batches, the same floats on every rank. Not collective."""
-        return [batch.metrics for batch in self._of_step()]
-
-    def set_returns(self, returns: list[dict[int, np.ndarray]]) -> None:
-        """Sets what the critic learns of the batches, by sequence; tokens where that is NaN do not count."""
-        for batch, found in zip(self._of_step(), returns, strict=True):
-            batch.take_returns(found)
+        return [batch.metrics for batch in self.batches()]
 
     def token_samples(self, wanted: Collection[int]) -> dict[int, TokenSample]:
         """The sequences of these indices of the step's first batch, from the rank of tp and cp that answers. Not collective."""
@@ -389,10 +375,10 @@ class PolicyRank:
 
     def evaluate(self) -> dict[str, float]:
         """Metrics of the objective on the batch, the same floats on every rank. For losses without old logprobs."""
-        batch = self._of_step()[0]
+        batch = self.batches()[0]
         self.settled_weights()
         with self._lora.without_dropout():
-            return evaluate(self._chunks, batch.rows, objective_of(self._config, self._distribution, batch))
+            return evaluate(self._chunks, batch.rows, objective_of(self._config, self.distribution, batch))
 
     def start_profile(self) -> None:
         """Records what this rank does until `stop_profile`. Not collective."""
@@ -440,26 +426,12 @@ class PolicyRank:
         """Leaves the process groups. Not collective; the policy cannot be used afterwards."""
         parallel.shutdown()
 
-    def _finish_batches(self) -> None:
-        # The first batch of a step finishes those behind it, too: some signals span the whole step.
-        gae = self._config.ppo.adv_estimator if self._config.has_critic else None
-        loss = self._config.loss_fn if self._config.algorithm != "distillation" else None
-        finish_batches(self._batches, self._config.rollouts, loss, gae, self._config.teaching)
-
-    def _of_step(self) -> list[RankBatch]:
-        if not self._batches:
-            raise RuntimeError("there is no batch: set_batch comes first, once a step")
-        return self._batches
-
     def _whole_groups(self, rows: list[PackedRow]) -> list[PackedRow]:
         """`rows`, and as many empty ones as the interleaved schedule needs: it goes through rows in groups, one for each stage."""
         return [*rows, *(replace(self._empty_row) for _ in range(-len(rows) % self._row_group))]
 
     def _logprobs(self, rows: list[PackedRow], distribution: TokenDistribution) -> list[Tensor]:
-        self.settled_weights()
-        with self._lora.without_dropout():
-            logprobs = compute_logprobs(self._chunks, self._whole_groups(rows), distribution, self._replay)
-        return logprobs[: len(rows)]
+        return self.computed(compute_logprobs, rows, distribution, self._replay)[: len(rows)]
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:

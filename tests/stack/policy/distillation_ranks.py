@@ -142,6 +142,8 @@ def distilled(rank: Rank, config: RunConfig, num_steps: int) -> Distilled:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from mrl.policy.beside import teach
+
     every, names, taught = range(policy_ranks.NUM_SEQUENCES), list(config.teachers), dict[int, TeacherTokens]()
     with open_models(rank, [(name, config) for name in (*names, "policy")]) as (*teachers, student):
         for place, (name, teacher) in enumerate(zip(names, teachers, strict=True)):
@@ -151,7 +153,7 @@ def distilled(rank: Rank, config: RunConfig, num_steps: int) -> Distilled:
             teacher.enter("teacher")
             teacher.set_batch(own)
             parts: list[dict[int, TeacherTokens]] = [{}] * rank.world_size
-            dist.all_gather_object(parts, teacher.teach(config.num_taught_logits))
+            dist.all_gather_object(parts, teach(teacher, config.num_taught_logits))
             found = {index: said for part in parts for index, said in part.items()}
             assert len(found) == sum(map(len, parts)), "two ranks answer for one sequence"
             assert sorted(found) == list(every[place :: len(names)])

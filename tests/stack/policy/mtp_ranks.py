@@ -57,7 +57,7 @@ def gradients(rank: Rank, config: RunConfig) -> tuple[dict[str, float], dict[str
         batch = policy._batches[0]
         for chunk in policy._chunks:
             chunk.zero_grad_buffer()
-        objective = objective_of(config, policy._distribution, batch)
+        objective = objective_of(config, policy.distribution, batch)
         rows = forward_backward(policy._chunks, batch.rows, size=batch.size, objective=objective)
         metrics = {name: sum(float(row[name]) for row in rows) for name in rows[0]}
         routing = take_routing(policy._chunks, loss_type=config.policy.megatron_cfg.moe_router_load_balancing_type)
@@ -100,7 +100,7 @@ def clipped(rank: Rank, config: RunConfig, damage: float = 0.0) -> tuple[float, 
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        objective = objective_of(config, policy._distribution, batch)
+        objective = objective_of(config, policy.distribution, batch)
         forward_backward(chunks, batch.rows, size=batch.size, objective=objective)
         if damage:
             main_gradient(next(parameter for parameter in chunks[0].parameters() if parameter.requires_grad)).add_(damage)

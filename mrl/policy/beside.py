@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank does for models beside the policy: a teacher's say of tokens, a critic's values of them, and the returns that it learns.
+
+Collective over all ranks. Each function takes the rank of one model, and makes that current.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mrl.policy import step
+from mrl.policy.batch import sequences_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from mrl.policy.policy import PolicyRank
+    from mrl.types import TeacherTokens
+
+
+def teach(teacher: PolicyRank, k: int) -> dict[int, TeacherTokens]:
+    """At each generated token of the batch the k likeliest tokens, by index of the sequence, on the rank that answers for it.
+
+    With k = 0 the logprob of the generated token itself, never truncated. Empty on all other ranks.
+    """
+    teacher.make_current()
+    rows = teacher.batches()[0].logprob_rows
+    if k:
+        return teacher.computed(step.compute_top_logits, rows, teacher.distribution, k)
+    return teacher.computed(step.compute_drawn_logprobs, rows, teacher.distribution.untruncated)
+
+
+def compute_values(critic: PolicyRank) -> list[dict[int, np.ndarray]]:
+    """Computes the critic's values of the batches, before any update. Returns those of each batch's sequences, by index.
+
+    Only one rank of each dp rank answers; the others return empty mappings.
+    """
+    critic.make_current()
+    for batch in critic.batches():
+        values = critic.computed(step.compute_values, batch.logprob_rows)
+        for row, values_T in batch.with_values(values[: len(batch.logprob_rows)]):
+            row.values_T = values_T
+    return sequences_of([[(row, row.values_T) for row in batch.rows] for batch in critic.batches()])
+
+
+def compute_advantages(policy: PolicyRank, values: list[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
+    """Computes the policy's advantages from a critic's values of the batches; returns what the critic is to learn, in the same form."""
+    policy.make_current()
+    for batch, found in zip(policy.batches(), values, strict=True):
+        batch.take_values(found)
+    policy.finish_batches()
+    return sequences_of([[(row, row.returns_T) for row in batch.rows] for batch in policy.batches()])
+
+
+def set_returns(critic: PolicyRank, returns: list[dict[int, np.ndarray]]) -> None:
+    """Sets what the critic learns of the batches, by sequence; tokens where that is NaN do not count."""
+    critic.make_current()
+    for batch, found in zip(critic.batches(), returns, strict=True):
+        batch.take_returns(found)
+
+
+ON_TOKENS = {"compute_values": compute_values, "compute_advantages": compute_advantages, "set_returns": set_returns}
+"""The functions that take or return arrays of sequences, by name."""
