@@ -20,7 +20,7 @@ import ray
 
 from mrl import spans
 from mrl.cluster.calls import Actors, ask, fetch, start_actor, wait_all
-from mrl.cluster.environment import engine_variables, start_actor_process
+from mrl.cluster.environment import engine_variables, importing, start_actor_process
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.payload import Packed, PayloadRef, describe, pack, with_transcripts
 from mrl.cluster.runtime import Placement
@@ -60,7 +60,7 @@ class EngineActor:
         Returns the base URL of the engine's HTTP server, which asks for `api_key`, if the config wants one.
         """
         # Imported here: the driver holds this class too, and must not import vllm.
-        with spans.span("import"):
+        with importing():
             from mrl.rollout.engine import Engine
 
         has_server = config.policy.generation.vllm_cfg.expose_http_server

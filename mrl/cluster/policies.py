@@ -22,7 +22,7 @@ from conversion.families.common import MegatronParallel
 from conversion.files.owners import PATIENCE_S, answer_canary, is_answered, release_canary, retire_canary
 from mrl import env, spans, startup
 from mrl.cluster.calls import Actors, ask, put, start_actor, wait_all
-from mrl.cluster.environment import policy_variables, start_actor_process
+from mrl.cluster.environment import importing, policy_variables, start_actor_process
 from mrl.cluster.errors import ActorName
 from mrl.cluster.payload import Packed, PayloadRef, pack, pull, pull_arrays, pull_teacher, put_arrays
 from mrl.cluster.runtime import Placement
@@ -66,7 +66,7 @@ class PolicyActor:
     ) -> int:
         """Builds a model of the rank, its weights still random. Collective over all ranks. Returns the data-parallel rank."""
         # Imported here: the driver holds this class too, and must not import megatron.
-        with spans.span("import"):
+        with importing():
             from mrl.policy.megatron_import import import_megatron
 
             import_megatron()

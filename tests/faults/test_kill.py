@@ -106,12 +106,20 @@ MOMENTS: list[tuple[str, Moment]] = [
 DRIVER, RANK = "driver", "policy-rank-1"
 
 
-@pytest.mark.parametrize("victims", [(RANK, DRIVER, RANK), pytest.param((DRIVER, RANK, DRIVER), marks=pytest.mark.long("kills"))])
+LONG = pytest.mark.long("kills")
+
+
+@pytest.mark.parametrize(
+    "victims", [(None, RANK, DRIVER), pytest.param((RANK, DRIVER, RANK), marks=LONG), pytest.param((DRIVER, RANK, DRIVER), marks=LONG)]
+)
 def test_a_killed_driver_or_rank_costs_time_only(
-    inputs: tuple[Path, list[str]], unbroken: Path, tmp_path: Path, victims: tuple[str, str, str]
+    inputs: tuple[Path, list[str]], unbroken: Path, tmp_path: Path, victims: tuple[str | None, str, str]
 ):
+    """One victim a moment, each in an attempt of its own."""
     run = f"{victims[0]}-first"
     for number, (victim, (name, has_come)) in enumerate(zip(victims, MOMENTS, strict=True)):
+        if victim is None:
+            continue
         with attempt(inputs, run, str(number)) as current:
             current.wait_until(lambda: has_come(current.run_folder), name)  # noqa: B023  called in this turn of the loop
             pid = current.process.pid if victim == DRIVER else current.actor_pid(victim)
@@ -127,9 +135,10 @@ def test_a_killed_driver_or_rank_costs_time_only(
     assert_same_run(last.run_folder, unbroken, tmp_path)
 
 
-def test_a_killed_engine_is_replaced_within_the_run(inputs: tuple[Path, list[str]], unbroken: Path, tmp_path: Path):
-    with attempt(inputs, "engine", "only") as current:
-        for number, (name, has_come) in enumerate(MOMENTS):
+@pytest.mark.parametrize("num_kills", [2, pytest.param(3, marks=LONG)])
+def test_a_killed_engine_is_replaced_within_the_run(inputs: tuple[Path, list[str]], unbroken: Path, tmp_path: Path, num_kills: int):
+    with attempt(inputs, f"{num_kills}-engines", "only") as current:
+        for number, (name, has_come) in enumerate(MOMENTS[:num_kills]):
             current.wait_until(lambda: has_come(current.run_folder), name)  # noqa: B023  called in this turn of the loop
             os.kill(current.actor_pid("engine-0"), signal.SIGKILL)
             current.wait_until(lambda: current.text().count("engine 0 died; starting it again") == number + 1, "restart")  # noqa: B023

@@ -114,7 +114,6 @@ WALK = [
     ("Ray", signal.SIGTERM, "group"),
     ("rollouts", signal.SIGINT, "group"),
     ("train", signal.SIGTERM, "every process"),
-    ("end", signal.SIGINT, "driver"),
 ]
 
 

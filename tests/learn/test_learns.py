@@ -88,7 +88,8 @@ def test_the_model_does_not_know_the_answers_before(quickstart: Quickstart):
     assert before.greedy <= 0.50
 
 
-def test_other_data_are_refused_until_allowed(quickstart: Quickstart):
+@pytest.mark.parametrize("is_allowed", [False, pytest.param(True, marks=pytest.mark.long("learning"))], ids=["refused", "allowed"])
+def test_other_data_are_refused_until_allowed(quickstart: Quickstart, is_allowed: bool):
     folder, other = quickstart.folder / "results" / "other_data", quickstart.folder / "other.jsonl"
     shutil.copytree(quickstart.run_folder, folder)
     rows = (quickstart.folder / "prepared/tiny/data/train.jsonl").read_text().splitlines()
@@ -98,6 +99,8 @@ def test_other_data_are_refused_until_allowed(quickstart: Quickstart):
     with Attempt(folder, overrides, quickstart.folder / "refused.log", working_folder=quickstart.folder) as refused:
         assert refused.finish() == 2
     assert "checkpointing.allow_changes=[data]" in refused.text()
+    if not is_allowed:
+        return
     overrides += ["checkpointing.allow_changes=[data]"]
     with Attempt(folder, overrides, quickstart.folder / "allowed.log", working_folder=quickstart.folder) as allowed:
         assert allowed.finish() == 0, allowed.text()[-6000:]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every rank of the stack tests imports, once for all: ranks are forked from a process that has done it."""
 
+import gc
 import importlib
 import os
 from pathlib import Path
@@ -20,3 +21,5 @@ import mrl.policy.policy  # noqa: F401
 # With what they import themselves, transformers among it: 1.7 CPU seconds of each rank.
 for path in sorted([*Path(__file__).parent.rglob("*_ranks.py"), *Path(__file__).parent.glob("refit/[!_]*.py")]):
     importlib.import_module(".".join(path.relative_to(Path(__file__).parents[2]).with_suffix("").parts))
+
+gc.freeze()

@@ -150,7 +150,7 @@ def test_layers_that_are_computed_again_learn_behind_frozen_joins(ranks: RankPoo
         np.testing.assert_allclose(gradient, whole[name], atol=1e-6, rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("detaches", [False, True], ids=["joined", "detached"])
+@pytest.mark.parametrize("detaches", [pytest.param(False, marks=pytest.mark.long("parity")), True], ids=["joined", "detached"])
 def test_bfloat16_learns_the_same(ranks: RankPool, folders: dict[bool, Path], detaches: bool):
     case, steps = MtpCase(2, repeats=True, detaches=detaches), []
     for overrides in ((), BF16, (*BF16, *RECOMPUTED, f"{_DDP}.grad_reduce_in_fp32=false")):

@@ -6,13 +6,16 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from mrl.cluster.environment import importing
 from mrl.config.schema.generation import GenerationConfig, VllmConfig
 from mrl.rollout.environment import engine_environment
 from tests import models
@@ -61,7 +64,8 @@ def start_engine(checkpoint: Callable[[int], Path]) -> Iterator[StartEngine]:
         speculation: Mapping[str, object] | None = None,
         **vllm_cfg: int | str,
     ) -> Engine:
-        from mrl.rollout.engine import Engine
+        with nullcontext() if "mrl.rollout.engine" in sys.modules else importing():
+            from mrl.rollout.engine import Engine
 
         stop()
         limits = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32, "max_num_batched_tokens": 2048} | vllm_cfg

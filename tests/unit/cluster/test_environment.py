@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -10,7 +11,7 @@ import sys
 
 import pytest
 
-from mrl.cluster.environment import FULL_FLOAT32, engine_variables, policy_variables
+from mrl.cluster.environment import FULL_FLOAT32, engine_variables, importing, policy_variables
 from mrl.config.fields import Precision
 from mrl.config.schema.run import ClusterConfig, RunConfig
 from tests.sources import ROOT
@@ -91,3 +92,14 @@ def test_triton_makes_three_products_of_one_in_float32():
     default, ours = count({}), count(FULL_FLOAT32)
     assert len(default) == 3 and min(default) > 0
     assert ours == [3 * number for number in default]
+
+
+def test_what_an_actor_imports_is_left_out_of_later_collections():
+    frozen = gc.get_freeze_count()
+    try:
+        with importing():
+            assert not gc.isenabled()
+            kept = [[] for _ in range(1000)]
+        assert gc.isenabled() and gc.get_freeze_count() >= frozen + len(kept)
+    finally:
+        gc.unfreeze()
