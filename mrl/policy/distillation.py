@@ -8,7 +8,6 @@ size, K tokens that the teacher holds likeliest at each position.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,69 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.algo.distillation import StudentScores
-from mrl.policy.logprobs import CHUNK_TOKENS, TokenDistribution
-
-
-@dataclass(frozen=True)
-class OutputColumns:
-    """This rank's columns of the logits of a row, of which float32 copies are made for `chunk_tokens` rows at a time."""
-
-    inputs: Tensor
-    """The logits [T, V] where there is no weight, and hidden states [T, D] where there is one."""
-    weight_VD: Tensor | None
-    distribution: TokenDistribution
-    group: dist.ProcessGroup
-    """Tensor parallel: its ranks have the columns of the padded vocabulary, in rank order."""
-    chunk_tokens: int = CHUNK_TOKENS
-
-    @property
-    def num_columns(self) -> int:
-        return self.inputs.shape[1] if self.weight_VD is None else len(self.weight_VD)
-
-    @property
-    def first(self) -> int:
-        """The token of the first column."""
-        return self.group.rank() * self.num_columns
-
-    @property
-    def num_real(self) -> int:
-        """Columns that are no padding of the vocabulary."""
-        return min(max(self.distribution.vocab_size - self.first, 0), self.num_columns)
-
-    def chunks(self) -> list[slice]:
-        num_tokens = len(self.inputs)
-        return [slice(start, min(start + self.chunk_tokens, num_tokens)) for start in range(0, num_tokens, self.chunk_tokens)]
-
-    def logits(self, chunk: slice) -> Tensor:
-        """A float32 copy of the real columns of a chunk, after temperature."""
-        rows = self.inputs[chunk]
-        logits = rows[:, : self.num_real] if self.weight_VD is None else rows @ self.weight_VD[: self.num_real].t()
-        return logits.to(torch.float32, copy=True).div_(self.distribution.temperature)
-
-
-class _Gradients:
-    """Of the inputs and the weight of columns, chunk by chunk."""
-
-    def __init__(self, columns: OutputColumns, needed: tuple[bool, ...]) -> None:
-        self._columns = columns
-        self.inputs = torch.zeros_like(columns.inputs) if needed[0] else None
-        # A sum of many chunks would lose the small ones in bfloat16.
-        weight_VD = columns.weight_VD
-        self._weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needed[1] and weight_VD is not None else None
-
-    def add(self, chunk: slice, scaled: Tensor) -> None:
-        """Adds those by the logits of a chunk, given those by its logits after temperature, which are overwritten."""
-        columns, num_real = self._columns, self._columns.num_real
-        grad = scaled.div_(columns.distribution.temperature).to(columns.inputs.dtype)
-        if self.inputs is not None and columns.weight_VD is None:
-            self.inputs[chunk, :num_real] = grad
-        if self.inputs is not None and columns.weight_VD is not None:
-            self.inputs[chunk] = grad @ columns.weight_VD[:num_real]
-        if self._weight_VD is not None:
-            self._weight_VD[:num_real] += grad.t() @ columns.inputs[chunk]
-
-    def weight(self) -> Tensor | None:
-        return None if self._weight_VD is None else self._weight_VD.to(self._columns.inputs.dtype)
+from mrl.policy.logprobs import Gradients, OutputColumns
 
 
 @torch.no_grad()
@@ -123,9 +60,7 @@ class _StudentScores(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: Tensor, weight_VD: Tensor | None, columns: OutputColumns, tokens_TK: Tensor, needs_vocabulary: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        column_TK = tokens_TK - columns.first
-        is_local_TK = (column_TK >= 0) & (column_TK < columns.num_real)
-        column_TK = torch.where(is_local_TK, column_TK, 0)
+        column_TK, is_local_TK = columns.place(tokens_TK)
         logits_TK = torch.zeros(tokens_TK.shape, device=inputs.device)
         # Largest logit of this rank, and of exp(logit - largest) the sum, and that times logit - largest.
         max_T = torch.full((len(tokens_TK),), torch.finfo(torch.float32).min, device=inputs.device)
@@ -162,7 +97,7 @@ class _StudentScores(torch.autograd.Function):
         inputs, weight_VD, column_TK, is_local_TK, *of_vocabulary = ctx.saved_tensors
         columns = OutputColumns(inputs, weight_VD, *ctx.of_columns)
         grad_TK, *vocabulary_grads = grads
-        gradients = _Gradients(columns, ctx.needs_input_grad)
+        gradients = Gradients(columns, ctx.needs_input_grad)
         for chunk in columns.chunks() if columns.num_real else ():
             if ctx.needs_vocabulary:
                 grad = _vocabulary_gradient(columns.logits(chunk), chunk, of_vocabulary, vocabulary_grads)
@@ -170,7 +105,7 @@ class _StudentScores(torch.autograd.Function):
                 grad = torch.zeros(chunk.stop - chunk.start, columns.num_real, device=inputs.device)
             if grad_TK is not None:
                 grad.scatter_add_(1, column_TK[chunk], grad_TK[chunk] * is_local_TK[chunk])
-            gradients.add(chunk, grad)
+            gradients.add(chunk, grad.div_(columns.distribution.temperature))
         return gradients.inputs, gradients.weight(), None, None, None
 
 

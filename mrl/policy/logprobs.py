@@ -113,56 +113,83 @@ class TokenScores:
     """Whether no token is likelier than the label, bool."""
 
 
-def scores_of_logits(logits_TV: Tensor, labels_T: Tensor, distribution: TokenDistribution, group: dist.ProcessGroup) -> TokenScores:
-    """Scores of the labels, from this rank's columns of the padded vocabulary, in rank order.
+@dataclass(frozen=True)
+class OutputColumns:
+    """This rank's columns of the logits of a row, of which float32 copies are made for `chunk_tokens` rows at a time."""
 
-    Columns from `vocab_size` on are padding and have no probability. Logits are divided by the temperature in float32 first, as the
-    sampler does. Collective over `group` (tensor parallel): every rank calls it, in the same order; the backward pass has no collective.
+    inputs: Tensor
+    """The logits [T, V] where there is no weight, and hidden states [T, D] where there is one."""
+    weight_VD: Tensor | None
+    distribution: TokenDistribution
+    group: dist.ProcessGroup
+    """Tensor parallel: its ranks have the columns of the padded vocabulary, in rank order."""
+    chunk_tokens: int = CHUNK_TOKENS
+
+    @property
+    def num_columns(self) -> int:
+        return self.inputs.shape[1] if self.weight_VD is None else len(self.weight_VD)
+
+    @property
+    def first(self) -> int:
+        """The token of the first column."""
+        return self.group.rank() * self.num_columns
+
+    @property
+    def num_real(self) -> int:
+        """Columns that are no padding of the vocabulary."""
+        return min(max(self.distribution.vocab_size - self.first, 0), self.num_columns)
+
+    def chunks(self) -> list[slice]:
+        num_tokens = len(self.inputs)
+        return [slice(start, min(start + self.chunk_tokens, num_tokens)) for start in range(0, num_tokens, self.chunk_tokens)]
+
+    def logits(self, chunk: slice) -> Tensor:
+        """A float32 copy of the real columns of a chunk, after temperature."""
+        rows = self.inputs[chunk]
+        logits = rows[:, : self.num_real] if self.weight_VD is None else rows @ self.weight_VD[: self.num_real].t()
+        return logits.to(torch.float32, copy=True).div_(self.distribution.temperature)
+
+    def place(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's column of each token, 0 where it has none, and whether it has one."""
+        columns = tokens - self.first
+        is_local = (columns >= 0) & (columns < self.num_real)
+        return torch.where(is_local, columns, 0), is_local
+
+
+class Gradients:
+    """Of the inputs and the weight of columns, chunk by chunk."""
+
+    def __init__(self, columns: OutputColumns, needed: tuple[bool, ...]) -> None:
+        self._columns = columns
+        self.inputs = torch.zeros_like(columns.inputs) if needed[0] else None
+        # A sum of many chunks would lose the small ones in bfloat16.
+        weight_VD = columns.weight_VD
+        self._weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needed[1] and weight_VD is not None else None
+
+    def add(self, chunk: slice, grad: Tensor) -> None:
+        """Adds those by the logits of a chunk, before temperature."""
+        columns, num_real = self._columns, self._columns.num_real
+        grad = grad.to(columns.inputs.dtype)
+        if self.inputs is not None and columns.weight_VD is None:
+            self.inputs[chunk, :num_real] = grad
+        if self.inputs is not None and columns.weight_VD is not None:
+            self.inputs[chunk] = grad @ columns.weight_VD[:num_real]
+        if self._weight_VD is not None:
+            self._weight_VD[:num_real] += grad.t() @ columns.inputs[chunk]
+
+    def weight(self) -> Tensor | None:
+        return None if self._weight_VD is None else self._weight_VD.to(self._columns.inputs.dtype)
+
+
+def scores_of(columns: OutputColumns, labels_T: Tensor) -> TokenScores:
+    """Scores of the labels. Logits are divided by the temperature in float32 first, as the sampler does.
+
+    Of hidden states, only `chunk_tokens` rows of logits are ever there, in the backward pass too; their gradient is that of this rank's
+    columns, still to be summed over the group, and the weight's is summed over the chunks in float32. Collective over the tensor-parallel
+    group: every rank calls it, in the same order; the backward pass has no collective.
     """
-    return scores_of_hidden(logits_TV, None, labels_T, distribution, group, chunk_tokens=CHUNK_TOKENS)
-
-
-def scores_of_hidden(
-    hidden_TD: Tensor,
-    weight_VD: Tensor | None,
-    labels_T: Tensor,
-    distribution: TokenDistribution,
-    group: dist.ProcessGroup,
-    *,
-    chunk_tokens: int,
-) -> TokenScores:
-    """As `scores_of_logits` of `hidden_TD @ weight_VD.T`, of which only `chunk_tokens` rows are ever there, in the backward pass too.
-
-    Every rank passes the hidden states of all T tokens; their gradient is that of this rank's columns, still to be summed over `group`.
-    The weight's gradient is summed over the chunks in float32. Without a weight, `hidden_TD` are the logits.
-    """
-    logprobs_T, untruncated_T, entropy_T, likeliest_T = _Scores.apply(hidden_TD, weight_VD, labels_T, distribution, group, chunk_tokens)
-    return TokenScores(logprobs_T, untruncated_T if distribution.is_truncated else logprobs_T, entropy_T, likeliest_T)
-
-
-class _Columns:
-    """Which columns of the vocabulary this rank has, and which labels are among them."""
-
-    def __init__(self, num_columns: int, labels_T: Tensor, distribution: TokenDistribution, group: dist.ProcessGroup) -> None:
-        first_column = group.rank() * num_columns
-        self.num_real = min(max(distribution.vocab_size - first_column, 0), num_columns)
-        column_T = labels_T - first_column
-        self.is_local_T = (column_T >= 0) & (column_T < self.num_real)
-        self.label_T = torch.where(self.is_local_T, column_T, 0)
-        self.temperature = distribution.temperature
-
-    def scaled_logits(self, inputs: Tensor, weight_VD: Tensor | None, chunk: slice) -> Tensor:
-        """A float32 copy of this rank's real columns of the logits of a chunk of rows, after temperature."""
-        logits = inputs[chunk, : self.num_real] if weight_VD is None else inputs[chunk] @ weight_VD[: self.num_real].t()
-        return logits.to(torch.float32, copy=True).div_(self.temperature)
-
-    def gradient(self, grad_T: Tensor, normalizer_T: Tensor, scaled: Tensor, chunk: slice) -> Tensor:
-        """Of the log-softmax of the labels: of the label 1 - probability, of all others -probability, over the temperature."""
-        scale = grad_T[chunk, None] / self.temperature
-        result = torch.sub(scaled, normalizer_T[chunk, None]).exp_().mul_(-scale)
-        if self.num_real:
-            result.scatter_add_(1, self.label_T[chunk, None], scale * self.is_local_T[chunk, None])
-        return result
+    logprobs_T, untruncated_T, entropy_T, likeliest_T = _Scores.apply(columns.inputs, columns.weight_VD, columns, labels_T)
+    return TokenScores(logprobs_T, untruncated_T if columns.distribution.is_truncated else logprobs_T, entropy_T, likeliest_T)
 
 
 class _Scores(torch.autograd.Function):
@@ -173,27 +200,20 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        inputs: Tensor,
-        weight_VD: Tensor | None,
-        labels_T: Tensor,
-        distribution: TokenDistribution,
-        group: dist.ProcessGroup,
-        chunk_tokens: int,
+        ctx: Any, inputs: Tensor, weight_VD: Tensor | None, columns: OutputColumns, labels_T: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        columns = _Columns(inputs.shape[1] if weight_VD is None else len(weight_VD), labels_T, distribution, group)
-        rows = [slice(start, min(start + chunk_tokens, len(labels_T))) for start in range(0, len(labels_T), chunk_tokens)]
+        distribution, group, (column_T, is_local_T) = columns.distribution, columns.group, columns.place(labels_T)
         # Sums over this rank's columns first, then over the ranks: a chunk waits for no other rank unless the distribution is truncated.
-        max_T = torch.empty(len(labels_T), device=columns.label_T.device)
+        max_T = torch.empty(len(labels_T), device=inputs.device)
         least_kept_T = torch.full_like(max_T, -torch.inf)
         # Of exp(logit - max) over all tokens and over those that can be drawn, and the latter times logit - max. A label's own logit is
         # kept apart from the normalizer, which loses fewest bits.
         whole_T, kept_T, moment_T, label_T = sums = torch.zeros(4, len(max_T), device=max_T.device)
-        for chunk in rows:
-            scaled = columns.scaled_logits(inputs, weight_VD, chunk)
+        for chunk in columns.chunks():
+            scaled = columns.logits(chunk)
             if columns.num_real:
-                label = scaled.gather(1, columns.label_T[chunk, None])[:, 0]
-                label_T[chunk] = torch.where(columns.is_local_T[chunk], label, 0.0)
+                label = scaled.gather(1, column_T[chunk, None])[:, 0]
+                label_T[chunk] = torch.where(is_local_T[chunk], label, 0.0)
             max_T[chunk] = _local_max(scaled)
             is_out = None
             if distribution.is_truncated:
@@ -217,40 +237,38 @@ class _Scores(torch.autograd.Function):
         # NaN logits must stay NaN.
         logprobs_T = torch.where(label_T < least_kept_T, -torch.inf, above_T - log_kept_T)
         entropy_T = log_kept_T - moment_T / kept_T
-        ctx.columns, ctx.rows, ctx.is_truncated = columns, rows, distribution.is_truncated
+        # The columns hold the inputs, which the graph alone frees in time.
+        ctx.of_columns = distribution, group, columns.chunk_tokens
         normalizers = global_max_T + log_kept_T, global_max_T + log_whole_T
-        ctx.save_for_backward(inputs, weight_VD, *normalizers, least_kept_T, label_T >= least_kept_T)
+        ctx.save_for_backward(inputs, weight_VD, column_T, is_local_T, *normalizers, least_kept_T, label_T >= least_kept_T)
         ctx.set_materialize_grads(False)
         is_likeliest_T = above_T >= 0
         ctx.mark_non_differentiable(entropy_T, is_likeliest_T)
         return logprobs_T, above_T - log_whole_T, entropy_T, is_likeliest_T
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        inputs, weight_VD, normalizer_T, untruncated_normalizer_T, least_kept_T, is_kept_T = ctx.saved_tensors
-        columns, num_real = ctx.columns, ctx.columns.num_real
-        grad_T, untruncated_grad_T, *_ = grads
-        grad_inputs = torch.zeros_like(inputs) if ctx.needs_input_grad[0] else None
-        # A sum of many chunks would lose the small ones in bfloat16.
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for chunk in ctx.rows:
-            scaled = columns.scaled_logits(inputs, weight_VD, chunk)
-            grad = None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
+        inputs, weight_VD, column_T, is_local_T, normalizer_T, untruncated_normalizer_T, least_kept_T, is_kept_T = ctx.saved_tensors
+        columns = OutputColumns(inputs, weight_VD, *ctx.of_columns)
+        gradients, distribution, (grad_T, untruncated_grad_T, *_) = Gradients(columns, ctx.needs_input_grad), columns.distribution, grads
+
+        def by_logits(grad_T: Tensor, normalizer_T: Tensor, scaled: Tensor, chunk: slice) -> Tensor:
+            """Of the log-softmax of the labels: of the label 1 - probability, of all others -probability, over the temperature."""
+            scale = grad_T[chunk, None] / distribution.temperature
+            result = torch.sub(scaled, normalizer_T[chunk, None]).exp_().mul_(-scale)
+            return result.scatter_add_(1, column_T[chunk, None], scale * is_local_T[chunk, None]) if columns.num_real else result
+
+        for chunk in columns.chunks():
+            scaled, grad = columns.logits(chunk), None
             if grad_T is not None:
-                grad = columns.gradient(torch.where(is_kept_T, grad_T, 0.0), normalizer_T, scaled, chunk)
-                if ctx.is_truncated:
+                grad = by_logits(torch.where(is_kept_T, grad_T, 0.0), normalizer_T, scaled, chunk)
+                if distribution.is_truncated:
                     grad.masked_fill_(scaled < least_kept_T[chunk, None], 0.0)
             if untruncated_grad_T is not None:
-                untruncated = columns.gradient(untruncated_grad_T, untruncated_normalizer_T, scaled, chunk)
+                untruncated = by_logits(untruncated_grad_T, untruncated_normalizer_T, scaled, chunk)
                 grad = untruncated if grad is None else grad.add_(untruncated)
-            grad = (torch.zeros_like(scaled) if grad is None else grad).to(inputs.dtype)
-            if grad_inputs is not None and weight_VD is None:
-                grad_inputs[chunk, :num_real] = grad
-            if grad_inputs is not None and weight_VD is not None:
-                grad_inputs[chunk] = grad @ weight_VD[:num_real]
-            if grad_weight_VD is not None:
-                grad_weight_VD[:num_real] += grad.t() @ inputs[chunk]
-        return grad_inputs, None if grad_weight_VD is None else grad_weight_VD.to(inputs.dtype), None, None, None, None
+            gradients.add(chunk, torch.zeros_like(scaled) if grad is None else grad)
+        return gradients.inputs, gradients.weight(), None, None
 
 
 def _local_max(scaled_TV: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from mrl.metrics import extreme_of
 from mrl.phases import ModelName
 from mrl.policy.batch import RankBatch, own_positions, packed_params, whole_row
 from mrl.policy.distillation import student_scores
-from mrl.policy.logprobs import TokenDistribution, scores_of_hidden
+from mrl.policy.logprobs import TokenDistribution, scores_of
 from mrl.policy.mtp import embedding_on_last_stage, mtp_of
 from mrl.policy.output import output_columns, token_rewards, token_scores
 
@@ -225,7 +225,7 @@ def _row_loss(
     bare, block, local, device = unwrap_model(model), mtp_of(model), own_positions(row), output.device
     assert block is not None
     embedding = bare.embedding if bare.pre_process else block.embedding[0]
-    packed, group = packed_params(row, device), parallel_state.get_tensor_model_parallel_group()
+    packed = packed_params(row, device)
     hidden_T1D = output.transpose(0, 1)
     if config.mtp_detach_heads:
         # What is recomputed needs an input that requires a gradient.
@@ -244,10 +244,8 @@ def _row_loss(
         # A row's backward pass on the last stage comes right behind its forward pass: routers know the row where layers are recomputed.
         hidden_T1D = block.layers[(ahead - 1) % len(block.layers)](hidden_T1D, embedded_T1D, packed)
         columns = output_columns(model, hidden_T1D.transpose(0, 1), distribution)
-        weight_VD = columns.weight_VD
-        assert weight_VD is not None, "the model returns hidden states where MTP layers are trained"
-        weight_VD = weight_VD.detach() if config.mtp_detach_heads else weight_VD
-        scores = scores_of_hidden(columns.inputs, weight_VD, labels_T, distribution, group, chunk_tokens=columns.chunk_tokens)
+        assert columns.weight_VD is not None, "the model returns hidden states where MTP layers are trained"
+        scores = scores_of(replace(columns, weight_VD=columns.weight_VD.detach()) if config.mtp_detach_heads else columns, labels_T)
         weights_T = mask_T / max(counts[ahead - 1], 1)
         loss = -(scores.logprobs_T * weights_T).sum()
         total = total + loss * (config.mtp_loss_scaling_factor / config.mtp_num_layers)

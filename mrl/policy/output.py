@@ -18,8 +18,7 @@ from conversion.boxes import Layout, Piece, Slot, SlotLayout, full
 from conversion.files import hf_folder
 from mrl.data.packing import PackedRow
 from mrl.policy.batch import own_positions
-from mrl.policy.distillation import OutputColumns
-from mrl.policy.logprobs import TokenDistribution, TokenScores, scores_of_hidden
+from mrl.policy.logprobs import OutputColumns, TokenDistribution, TokenScores, scores_of
 
 REWARD_HEAD = "reward_head"
 """The attribute of a model that is its reward head."""
@@ -54,10 +53,7 @@ def token_scores(model: nn.Module, output: Tensor, row: PackedRow, distribution:
 
     On ranks of the last pipeline stage. Collective over the tensor-parallel group: every rank calls it, in the same order.
     """
-    labels_T = row.labels_T[own_positions(row)].to(output.device)
-    columns = output_columns(model, output, distribution)
-    inputs, weight_VD, group = columns.inputs, columns.weight_VD, columns.group
-    return scores_of_hidden(inputs, weight_VD, labels_T, distribution, group, chunk_tokens=columns.chunk_tokens)
+    return scores_of(output_columns(model, output, distribution), row.labels_T[own_positions(row)].to(output.device))
 
 
 def output_columns(model: nn.Module, output: Tensor, distribution: TokenDistribution) -> OutputColumns:

@@ -86,15 +86,14 @@ def measure(case: Case) -> Row:
 
 def compute(case: Case, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Log-probability of every label by the method of the case."""
-    from mrl.policy.logprobs import TokenDistribution, scores_of_hidden, scores_of_logits
+    from mrl.policy.logprobs import CHUNK_TOKENS, OutputColumns, TokenDistribution, scores_of
 
     if case.method.startswith("log_softmax"):
         return torch.log_softmax(F.linear(hidden, weight).float(), dim=-1).gather(1, labels[:, None])[:, 0]
     group, distribution = dist.group.WORLD, TokenDistribution(COLUMNS)
     assert group is not None
-    if case.chunk_tokens is None:
-        return scores_of_logits(F.linear(hidden, weight), labels, distribution, group).logprobs_T
-    return scores_of_hidden(hidden, weight, labels, distribution, group, chunk_tokens=case.chunk_tokens).logprobs_T
+    given = (F.linear(hidden, weight), None) if case.chunk_tokens is None else (hidden, weight)
+    return scores_of(OutputColumns(*given, distribution, group, case.chunk_tokens or CHUNK_TOKENS), labels).logprobs_T
 
 
 def memory(what: str) -> int:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mrl.algo.distillation import distillation_loss, needs_vocabulary
 from mrl.config.schema.algo import LossConfig
-from mrl.policy.distillation import OutputColumns, student_scores, top_logits
-from mrl.policy.logprobs import TokenDistribution
+from mrl.policy.distillation import student_scores, top_logits
+from mrl.policy.logprobs import OutputColumns, TokenDistribution
 from scripts.bench.nemo_code import NemoRl
 
 Pairs = list[tuple[str, Tensor, Tensor]]

@@ -70,7 +70,8 @@ def _loss(rank: Rank, case: Case) -> Result:
     import torch.distributed as dist
 
     from mrl.algo.distillation import distillation_loss, needs_vocabulary
-    from mrl.policy.distillation import OutputColumns, student_scores, top_logits
+    from mrl.policy.distillation import student_scores, top_logits
+    from mrl.policy.logprobs import OutputColumns
 
     group = dist.group.WORLD
     assert group is not None

@@ -71,10 +71,7 @@ def results(rank: Rank, cases: list[Case]) -> list[Result]:
     """Of every case, on this rank's columns."""
     import torch.distributed as dist
 
-    from mrl.policy import logprobs
-
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{rank.master_port}", rank=rank.rank, world_size=rank.world_size)
-    logprobs.CHUNK_TOKENS = 7
     result = [_result(rank, case) for case in cases]
     dist.destroy_process_group()
     return result
@@ -83,7 +80,7 @@ def results(rank: Rank, cases: list[Case]) -> list[Result]:
 def _result(rank: Rank, case: Case) -> Result:
     import torch.distributed as dist
 
-    from mrl.policy.logprobs import scores_of_hidden, scores_of_logits
+    from mrl.policy.logprobs import OutputColumns, scores_of
 
     group = dist.group.WORLD
     assert group is not None
@@ -92,10 +89,8 @@ def _result(rank: Rank, case: Case) -> Result:
     hidden = given.hidden.requires_grad_()
     weight = given.weight[rank.rank * columns :][:columns].clone().requires_grad_()
     logits = hidden @ weight.t()
-    if case.chunk_tokens is None:
-        scores = scores_of_logits(logits, given.labels, case.distribution(), group)
-    else:
-        scores = scores_of_hidden(hidden, weight, given.labels, case.distribution(), group, chunk_tokens=case.chunk_tokens)
+    given_to = (logits, None) if case.chunk_tokens is None else (hidden, weight)
+    scores = scores_of(OutputColumns(*given_to, case.distribution(), group, case.chunk_tokens or 7), given.labels)
     first, second = given.token_weights
     # A log-probability of -inf times a weight is not a loss; the product's gradient still reaches the operator.
     drawable = torch.where(torch.isneginf(scores.logprobs_T), 0.0, scores.logprobs_T)
