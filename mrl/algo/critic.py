@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mrl.algo.advantages import normalize_over_tokens
 from mrl.algo.losses import LOSS
-from mrl.algo.ratios import Segments
+from mrl.algo.ratios import Segments, extremes
 
 if TYPE_CHECKING:
     from mrl.config.schema.ppo import GaeConfig, ValueLossConfig
@@ -123,8 +123,7 @@ def value_loss(
             "residual_sq_mean": plain_N,
         }
         metrics = {name: values.sum() * per_token for name, values in means.items()}
-        infinity = values_N.new_tensor([torch.inf])
-        metrics |= {"values_min": torch.cat([values_N, infinity]).min(), "values_max": torch.cat([values_N, -infinity]).max()}
+        metrics |= extremes("values_{}", values_N)
     return loss, {LOSS: loss.detach(), **metrics}
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mrl.algo.ratios import KlType, Segments, correction_weight, importance_weights, is_bounded, kl_divergence, log_weights, ratio
+from mrl.algo.ratios import KlType, Segments, correction_weight, extremes, importance_weights, is_bounded, kl_divergence, log_weights, ratio
 from mrl.config.own import find
 
 if TYPE_CHECKING:
@@ -142,8 +142,8 @@ def policy_loss(
         sums["outside_truncation_fraction"] = ((tokens.loss_mask_T > 0) & ~tokens.is_valid_T).float().sum()
         metrics = {name: value / max(size.num_valid_tokens, 1.0) for name, value in sums.items()}
         metrics |= {LOSS: loss.detach(), "kl_penalty": (weights_T * kl_T).sum(), "positive_nll_loss": positive_nll.detach()}
-        metrics |= _extremes("probs_ratio", ratio_T[tokens.is_valid_T])
-        metrics |= _extremes("probs_ratio_clamped", clipped_ratio_T[tokens.is_valid_T])
+        metrics |= extremes("probs_ratio_{}", ratio_T[tokens.is_valid_T])
+        metrics |= extremes("probs_ratio_clamped_{}", clipped_ratio_T[tokens.is_valid_T])
         in_tokens_T, in_sequences_T = (
             segments.mask_T / max(size.num_valid_tokens, 1.0),
             segments.weights_T / max(size.num_valid_sequences, 1.0),
@@ -243,8 +243,3 @@ def token_metrics(new: Tensor, old: Tensor, generator: Tensor, ratios: Tensor, *
         "probs_ratio": ratios.sum(),
         "approx_entropy": -((new - generator).exp() * new).sum(),
     }
-
-
-def _extremes(name: str, values: Tensor) -> dict[str, Tensor]:
-    infinity = values.new_tensor(torch.inf)
-    return {f"{name}_min": torch.cat([values, infinity[None]]).min(), f"{name}_max": torch.cat([values, -infinity[None]]).max()}

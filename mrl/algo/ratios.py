@@ -132,3 +132,9 @@ def importance_weights(log_ratio_T: Tensor, segments: Segments, config: LossConf
     if config.truncation == "tis":  # truncated importance sampling (https://fengyao.notion.site/off-policy-rl)
         return weights_T.clamp(low, high), is_outside_T
     return weights_T.masked_fill(is_outside_T, 0.0), is_outside_T  # as IcePop (arXiv:2510.18855, section 3.2)
+
+
+def extremes(pattern: str, values: Tensor) -> dict[str, Tensor]:
+    """The smallest and the largest of values as `pattern` with min and max in it; infinite where there are none."""
+    infinity = values.new_tensor([torch.inf])
+    return {pattern.format("min"): torch.cat([values, infinity]).min(), pattern.format("max"): torch.cat([values, -infinity]).max()}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mrl.algo.advantages import normalize_over_tokens
-from mrl.algo.ratios import Segments, kl_divergence
+from mrl.algo.ratios import Segments, extremes, kl_divergence
 
 if TYPE_CHECKING:
     from mrl.config.schema.algo import GrpoConfig, LossConfig
@@ -34,13 +34,8 @@ def error_metrics(errors: Tensor, is_kept: Tensor, rewards: Tensor) -> dict[str,
     """
     metrics = {"num_masked_correct": (rewards[~is_kept] == 1).sum()}
     for suffix, values in (("", errors), ("_after_mask", errors[is_kept])):
-        infinity = values.new_tensor([torch.inf])
-        metrics |= {
-            f"sum_seq_mult_prob_error{suffix}": values.sum(),
-            f"num_seqs{suffix}": values.new_tensor(len(values)),
-            f"min_seq_mult_prob_error{suffix}": torch.cat([values, infinity]).min(),
-            f"max_seq_mult_prob_error{suffix}": torch.cat([values, -infinity]).max(),
-        }
+        metrics |= {f"sum_seq_mult_prob_error{suffix}": values.sum(), f"num_seqs{suffix}": values.new_tensor(len(values))}
+        metrics |= extremes(f"{{}}_seq_mult_prob_error{suffix}", values)
     return metrics
 
 

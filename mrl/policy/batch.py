@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mrl.algo.critic import ValuedRow, gae_of_rows
 from mrl.algo.losses import BatchSize
+from mrl.algo.ratios import extremes
 from mrl.algo.token_advantages import error_metrics, finish_error_metrics, kl_penalty, sequence_errors, teacher_gap, token_advantages
 from mrl.config.schema.algo import GrpoConfig, LossConfig, OnPolicyDistillationConfig
 from mrl.config.schema.ppo import GaeConfig
@@ -231,13 +232,7 @@ def _gap(row: PackedRow) -> Tensor:
 
 def _advantage_metrics(rows: list[PackedRow], has_teachers: bool) -> dict[str, float]:
     values = torch.cat([row.advantages_T[row.loss_mask_T > 0] for row in rows])
-    infinity = torch.tensor([torch.inf])
-    parts = {
-        "advantages/mean": values.sum(),
-        "num_tokens": torch.tensor(float(len(values))),
-        "advantages/min": torch.cat([values, infinity]).min(),
-        "advantages/max": torch.cat([values, -infinity]).max(),
-    }
+    parts = {"advantages/mean": values.sum(), "num_tokens": torch.tensor(float(len(values))), **extremes("advantages/{}", values)}
     if has_teachers:
         parts["teacher_gap/mean"] = torch.cat([_gap(row) for row in rows]).sum()
     totals = combine([parts], parallel_state.get_data_parallel_group())
