@@ -130,6 +130,27 @@ def test_after_a_signal_only_a_wait_without_a_limit_is_ended(
     assert bool(ended) == ends and all("SIGTERM asked the run to end" in reason for reason in ended)
 
 
+@pytest.mark.parametrize("is_listening", [True, False])
+def test_once_a_daemon_of_ray_has_died_the_run_is_asked_to_end_or_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_listening: bool
+):
+    watchdog, ended, sent = a_watchdog(tmp_path), list[str](), list[tuple[int, int]]()
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(LISTENER, "is_listening", is_listening)
+    monkeypatch.setattr(watchdog, "_end", ended.append)
+    monkeypatch.setattr(watchdog_module.os, "kill", lambda *arguments: sent.append(arguments))
+    answers = iter(["", "Ray's gcs_server (process 7, exit code -9) has died", "asked again"])
+    watchdog.look_after(lambda: next(answers))
+    for _ in range(3):
+        watchdog._look_at_ray()
+    watchdog.stop()
+    if is_listening:
+        assert "Ray's gcs_server (process 7, exit code -9) has died: the run ends." in caplog.text and "same command resumes" in caplog.text
+    assert (sent, ended) == (
+        ([(os.getpid(), signal.SIGTERM)], []) if is_listening else ([], ["Ray's gcs_server (process 7, exit code -9) has died"])
+    )
+
+
 def test_a_run_folder_that_does_not_answer_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     watchdog = a_watchdog(tmp_path)
     with caplog.at_level(logging.INFO):

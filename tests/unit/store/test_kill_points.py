@@ -20,7 +20,7 @@ from tests.unit.store.test_run_folder import config
 
 HANG_S = 60
 # How often the run below passes the points of each name.
-POINTS = {"commit": 16, "prune": 8, "fallback": 5}
+POINTS = {"start": 3, "rollouts": 16, "commit": 16, "prune": 8, "fallback": 5}
 
 
 def run(folder: Path, steps: int) -> Attempt:
@@ -67,7 +67,7 @@ def in_order(name: str) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        pytest.param(name, number, marks=[pytest.mark.long("faults")] if place >= 2 else [])
+        pytest.param(name, number, marks=[pytest.mark.long("faults")] if place >= 1 else [])
         for name in POINTS
         for place, number in enumerate(in_order(name))
     ],
