@@ -271,7 +271,7 @@ class Watchdog:
         reason = frozen if finding is None else described(finding, {})
         if silent_s >= self._end_s:
             self._end(f"nothing has finished for {silent_s:.0f} s, longer than any deadline: {reason}")
-        elif self._asked is not None and now - self._asked[0] >= self._notice_s and self._never_ends(finding):
+        elif self._asked is not None and now - self._asked[0] >= self._notice_s and not is_frozen and self._never_ends(finding):
             self._end(f"{self._asked[1]} asked the run to end {now - self._asked[0]:.0f} s ago, and it hangs: {reason}")
 
     def _never_ends(self, finding: Finding | None) -> bool:

@@ -168,25 +168,6 @@ class CheckpointStore:
                 logger.warning("passing over %s: %s", checkpoint.folder, damage)
         return None
 
-    def refuse_to_begin_anew(self, *, before: float = math.inf) -> None:
-        """NoWholeCheckpoint if there were checkpoints, and none before step `before` is whole: a run from step 0 would take their place.
-
-        Renames nothing: a file system that is mounted wrongly makes all of them look damaged.
-        """
-        folders = [found.folder for found in checkpoints_in(self.folder) if found.step < before]
-        if any(find_damage(folder, with_shards=False) is None for folder in folders):
-            return
-        folders += sorted(path for path in self.folder.glob(f"{DAMAGED}step_*") if STEP_FOLDER.match(path.name.removeprefix(DAMAGED)))
-        by_shards = "an earlier start has found a shard damaged"
-        lost = {folder: find_damage(folder, with_shards=False) or by_shards for folder in folders if _was_complete(folder)}
-        if lost:
-            raise NoWholeCheckpoint(
-                f"checkpointing.checkpoint_dir={self.folder}: none of its checkpoints is whole, and a start at step 0 would train over the "
-                f"run that they are of. {'; '.join(f'{folder.name}: {damage}' for folder, damage in lost.items())}. Restore one of them as "
-                "step_N, or choose another checkpointing.checkpoint_dir; to begin this run anew, with its ledger and metrics, move these "
-                "folders out of it"
-            )
-
     def set_aside(self, checkpoint: Checkpoint, damage: str) -> None:
         """Renames a damaged checkpoint, for good; warns. Only the run that owns the folder may call this."""
         kill_point("fallback")
@@ -240,6 +221,26 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
     """The folders of checkpoints in a run folder, whole or not, newest first."""
     matches = [(STEP_FOLDER.fullmatch(path.name), path) for path in folder.glob("step_*")]
     return sorted((Checkpoint(int(match[1]), path) for match, path in matches if match), key=lambda found: -found.step)
+
+
+def find_lost_run(folder: Path, *, before: float = math.inf) -> str:
+    """Why a run does not begin in a run folder: it had checkpoints, and none before step `before` is whole; "" if nothing is lost.
+
+    Changes nothing: a file system that is mounted wrongly makes all of them look damaged.
+    """
+    places = [found.folder for found in checkpoints_in(folder) if found.step < before]
+    if any(find_damage(place, with_shards=False) is None for place in places):
+        return ""
+    places += sorted(path for path in folder.glob(f"{DAMAGED}step_*") if STEP_FOLDER.match(path.name.removeprefix(DAMAGED)))
+    by_shards = "an earlier start has found a shard damaged"
+    lost = [f"{place.name}: {find_damage(place, with_shards=False) or by_shards}" for place in places if _was_complete(place)]
+    if not lost:
+        return ""
+    return (
+        f"checkpointing.checkpoint_dir={folder}: none of its checkpoints is whole, and a start at step 0 would train over the run that "
+        f"they are of. {'; '.join(lost)}. Restore one of them as step_N, or choose another checkpointing.checkpoint_dir; to begin this "
+        "run anew, with its ledger and metrics, move these folders out of it"
+    )
 
 
 def _was_complete(folder: Path) -> bool:

@@ -27,7 +27,16 @@ from mrl.data.chat import OWN_TEMPLATE, load_tokenizer, template_text
 from mrl.env import kill_point
 from mrl.phases import ModelName
 from mrl.store.about import about_this_attempt
-from mrl.store.checkpoints import LEDGER, RUN_CONFIG, Checkpoint, CheckpointStore, check_models, newest_step
+from mrl.store.checkpoints import (
+    LEDGER,
+    RUN_CONFIG,
+    Checkpoint,
+    CheckpointStore,
+    NoWholeCheckpoint,
+    check_models,
+    find_lost_run,
+    newest_step,
+)
 from mrl.store.console import step_header, step_lines, story, supervised_lines
 from mrl.store.identity import TOKENIZER_FILES, Identity, check_identity
 from mrl.store.ledger import Ledger
@@ -141,7 +150,7 @@ class RunFolder:
     def _check_start(self) -> None:
         """Refuses what another run has left, and leaves it as it is; then sets damaged checkpoints aside, and opens the ledger."""
         try:
-            self.checkpoints.refuse_to_begin_anew()
+            self._refuse_to_begin_anew()
             if self._identity is not None:
                 allowed, resumes_at = self.config.checkpointing.allow_changes, newest_step(self.path)
                 if resumes_at:
@@ -155,6 +164,10 @@ class RunFolder:
             self._ownership.give_back()
             raise
 
+    def _refuse_to_begin_anew(self, *, before: float = math.inf) -> None:
+        if lost := find_lost_run(self.path, before=before):
+            raise NoWholeCheckpoint(lost)
+
     def pass_over(self, checkpoint: Checkpoint, damage: str) -> Checkpoint | None:
         """As `newest_checkpoint`, after a checkpoint that has turned out to be damaged, which is set aside."""
         self.checkpoints.set_aside(checkpoint, damage)
@@ -166,7 +179,7 @@ class RunFolder:
         The content of its shards is for those who load it to check; `resume_from` comes then. RuntimeError: the ledger is of another run.
         NoWholeCheckpoint: all that there are turn out to be damaged.
         """
-        self.checkpoints.refuse_to_begin_anew(before=before)
+        self._refuse_to_begin_anew(before=before)
         newest = self.checkpoints.newest(before=before, sets_aside=True)
         if obstacle := self.ledger.find_obstacle(*_place(newest)):
             raise RuntimeError(obstacle)
@@ -178,6 +191,8 @@ class RunFolder:
     def resume_from(self, checkpoint: Checkpoint | None) -> None:
         """Takes ledger, metrics and samples back to a checkpoint of which every byte has been compared; None: to the start."""
         assert self._metrics is not None, "newest_checkpoint comes first"
+        if checkpoint is None and self.ledger.state.trained:
+            logger.warning("%s holds %d trained steps, and there is no checkpoint of any", self.ledger.path, len(self.ledger.state.trained))
         self.ledger.roll_back(*_place(checkpoint))
         kill_point("fallback")
         # Without a checkpoint, step 0 is validated again too.
