@@ -64,7 +64,7 @@ def dead_daemons() -> str:
     node = ray._private.worker._global_node  # pyright: ignore[reportAttributeAccessIssue]  no public call says it
     found = node.dead_processes() if node is not None else []
     dead = [f"{kind} (process {process.pid}, exit code {process.returncode})" for kind, process in found if kind in hangs.RAY_PROCESSES]
-    return f"Ray's {' and '.join(dead)} has died" if dead else ""
+    return f"Ray's {' and '.join(dead)} died" if dead else ""
 
 
 @cache

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S, make_folder, read_whole, write_atomic
 from conversion.files.hf_folder import OF_THE_MODEL, copy_companions
-from conversion.files.limits import within
+from conversion.files.limits import is_waiting, within
 from mrl import spans
 from mrl.config.load import changes_since, resolved_yaml
 from mrl.config.schema.run import RunConfig
@@ -132,7 +132,7 @@ class RunFolder:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # It does not wait: the thread may be stuck in a file system that does not answer, and `finish_texts` has a limit.
         self._writer.shutdown(wait=False)
-        if kind is not None and issubclass(kind, TimeoutError):
+        if kind is not None and issubclass(kind, TimeoutError) and is_waiting():
             return
         self.finish_texts()
         if self._metrics is not None and kind is not FolderLost:
@@ -344,7 +344,7 @@ class RunFolder:
         # The page shows them.
         self.finish_texts()
         with self._may_fail(REPORT):
-            write_report(self.path / REPORT, state=state)
+            within(WRITE_TIMEOUT_S, f"write of {self.path / REPORT}", write_report, self.path / REPORT, state=state)
         ended = time.monotonic()
         self._next_report = ended + (ended - started) / MAX_REPORT_SHARE
 
