@@ -13,7 +13,7 @@ import pytest
 
 from mrl.signals import ENDED_EARLY
 from mrl.store.checkpoints import find_damage, newest_step
-from tests.faults.attempts import Attempt, is_trained, ledger, lineage
+from tests.faults.attempts import Attempt, is_trained, lineage
 from tests.faults.test_hangs import SETTINGS
 from tests.stack.loop.conftest import write_inputs
 
@@ -37,7 +37,7 @@ def assert_goes_on(run_folder: Path, inputs: list[str]) -> None:
     """Two attempts, one ended by a signal and one that trains to its last step, each from where the one before has ended."""
     first = newest_step(run_folder)
     with attempt(run_folder, inputs, "next") as current:
-        current.wait_until(lambda: is_trained(run_folder, first + 2), "two steps")
+        current.wait_until(lambda: f"Step {first + 2}/" in current.text(), "two steps")
         current.send(signal.SIGTERM, "driver")
         assert current.finish() == ENDED_EARLY, current.text()[-4000:]
         current.assert_nothing_survives()
@@ -80,5 +80,5 @@ def test_a_run_whose_ray_dies_ends_by_its_name_and_goes_on(tmp_path: Path, daemo
         current.assert_nothing_survives()
     assert not (run_folder / "owner.json").exists()
     if code == ENDED_EARLY:  # actors live on without the head
-        assert newest_step(run_folder) == max(lineage(run_folder)) == max(event["step"] for event in ledger(run_folder))
+        assert newest_step(run_folder) == max(lineage(run_folder))
     assert_goes_on(run_folder, inputs)
