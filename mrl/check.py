@@ -32,7 +32,7 @@ from mrl.data.trial import find_bad_template
 from mrl.envs.workers import describe_workers, usable_cores
 from mrl.plan.hardware import local_gpu
 from mrl.plan.plan import prediction
-from mrl.store.checkpoints import RUN_CONFIG, newest_step
+from mrl.store.checkpoints import RUN_CONFIG, find_lost_run, newest_step
 from mrl.target import find_target
 
 logger = logging.getLogger(__name__)
@@ -139,6 +139,8 @@ def examine(name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: boo
             problems = [*problems, *find_missing_weights(config)]
         config = with_cached_folders(config)
         problems = [*problems, *find_problems(config, to_evaluate=to_evaluate), *([] if to_evaluate else find_few_rows(config))]
+        if not to_evaluate and (lost := find_lost_run(Path(config.checkpointing.checkpoint_dir))):
+            problems.append(lost)
         with suppress(NotKnown):
             problems += find_wrong_weights(config)
     checked = Checked(config, migration, problems, path, [] if config is None else find_doubts(config))

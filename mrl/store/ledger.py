@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conversion.files.durable import put_aside, read_whole, sync_descriptor, write_atomic
+from conversion.files.durable import WRITE_TIMEOUT_S, put_aside, read_whole, sync_descriptor, write_atomic
+from conversion.files.limits import within
 from conversion.files.reading import read_file
 from mrl.env import kill_point
 from mrl.store.ownership import unowned
@@ -60,18 +61,23 @@ class Ledger:
 
     def take(self, step: int, prompts: Sequence[PromptKey]) -> None:
         """Records that the run asks for rollouts of these prompts while `step` is the next to train."""
+        kill_point("rollouts")
         self._append({"event": "taken", "step": step, "prompts": prompts})
+        kill_point("rollouts")
 
     def train(self, step: int, trained: Sequence[PromptKey], dropped: Sequence[PromptKey] = ()) -> None:
         """Records that step `step` has consumed these prompts: it trained on some and dropped others because of their rollouts."""
+        kill_point("rollouts")
         self._append(_trained(step, trained, dropped))
+        kill_point("rollouts")
 
     def copy_to(self, path: Path) -> None:
         """Writes the ledger of a run that only made the steps trained so far: the part that a checkpoint of now holds."""
         events: list[dict[str, object]] = []
         for step, (trained, dropped) in self.state.steps(len(self.state.trained)).items():
             events += [{"event": "taken", "step": step, "prompts": (*trained, *dropped)}, _trained(step, trained, dropped)]
-        path.write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
+        text = "".join(json.dumps(event) + "\n" for event in events)
+        within(WRITE_TIMEOUT_S, f"write of {path}", path.write_text, text, encoding="utf-8")
 
     def find_obstacle(self, to_step: int, copy: Path | None) -> str:
         """Why the run cannot go on from the checkpoint of `to_step`, whose copy of the ledger is at `copy` (None: it has none); else ""."""
@@ -118,6 +124,8 @@ class Ledger:
         self._unwritten += (json.dumps(event) + "\n").encode()
         try:
             self.flush()
+        except TimeoutError:  # it may be written yet: a second write would write it twice
+            raise
         except OSError as error:
             if had_room:
                 logger.warning(
@@ -125,9 +133,15 @@ class Ledger:
                 )
 
     def flush(self) -> None:
-        """Writes what the disk had no room for; OSError: it still has none, and the file ends with a whole event as before."""
-        if not self._unwritten:
-            return
+        """Writes what the disk had no room for; OSError: it still has none, and the file ends with a whole event as before.
+
+        TimeoutError: the file system does not answer.
+        """
+        if self._unwritten:
+            within(WRITE_TIMEOUT_S, f"write of {self.path}", self._write)
+            self._unwritten = b""
+
+    def _write(self) -> None:
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         size = os.fstat(descriptor).st_size
         try:
@@ -139,7 +153,6 @@ class Ledger:
             raise
         finally:
             os.close(descriptor)
-        self._unwritten = b""
 
 
 def replay(path: Path) -> LedgerState:
@@ -154,7 +167,7 @@ def replay(path: Path) -> LedgerState:
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
         logger.warning("%s: cutting off a half-written last line", path)
-        os.truncate(path, len(whole))
+        within(WRITE_TIMEOUT_S, f"write of {path}", os.truncate, path, len(whole))
     for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
         try:
             apply_event(state, json.loads(line.decode()))
