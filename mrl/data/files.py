@@ -14,6 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from conversion.files.reading import name_inside, read_json
 from mrl.config.datasets import known_dataset
+from mrl.config.model import is_hub_id
 from mrl.data.records import SUFFIXES
 
 if TYPE_CHECKING:
@@ -42,6 +43,16 @@ def find_data_files(dataset: DatasetConfig, *, setting: str) -> list[Path]:
     except (LocalEntryNotFoundError, ValueError):
         logger.info("Downloading %s: the local Hugging Face cache lacks it, or its split or subset", source)
     return _files_in(_snapshot(source, dataset, setting, is_local=False), dataset, setting)
+
+
+def is_here(dataset: DatasetConfig, *, setting: str) -> bool:
+    """Whether `find_data_files` finds a data set without a download."""
+    if os.path.exists(dataset.source):
+        return True
+    try:
+        return is_hub_id(dataset.source) and bool(_files_in(_snapshot(dataset.source, dataset, setting, is_local=True), dataset, setting))
+    except (LocalEntryNotFoundError, ValueError):
+        return False
 
 
 def _files_in(folder: Path, dataset: DatasetConfig, setting: str) -> list[Path]:
