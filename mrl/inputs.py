@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mrl.config.errors import ConfigError, Unchecked, Unprovided
+from mrl.config.model import is_hub_id
 from mrl.config.schema.data import DatasetConfig
 from mrl.config.schema.env import BUILT_IN
 from mrl.config.schema.run import RunConfig
@@ -56,6 +57,13 @@ class Look:
 def look_at_inputs(config: RunConfig, *, is_strict: bool, to_evaluate: bool) -> Look:
     """The complaints about tokenizer, chat template, rows and run folder, as far as they are on this machine; `is_strict` reads all."""
     look = look_at_data(config, is_strict=is_strict)
+    if not to_evaluate:
+        from mrl.store.loggers.group import check_loggers
+
+        try:
+            check_loggers(config.logger)
+        except ValueError as error:
+            look.problems.append(Unprovided(str(error)))
     if to_evaluate or not os.path.isdir(config.checkpointing.checkpoint_dir):
         return look
     from mrl.store.resuming import look_at_folder
@@ -76,6 +84,10 @@ def look_at_data(config: RunConfig, *, is_strict: bool) -> Look:
         lacks = [path for path in (dataset.prompt_file, dataset.system_prompt_file) if path is not None and not os.path.isfile(path)]
         if not is_here(dataset, setting=key):
             look.unseen.append(f"{key}: the rows of {dataset.source}, which is not on this machine")
+            if is_hub_id(dataset.source):
+                look.problems.append(
+                    Unprovided(f"{key}: the data set {dataset.source} is not in the local Hugging Face cache; a start downloads it")
+                )
         elif lacks:
             look.unseen.append(f"{key}: the rows of {dataset.source}, without {lacks[0]}")
         else:
@@ -101,12 +113,15 @@ def tokenizer_of(config: RunConfig, look: Look) -> PreTrainedTokenizerBase | Non
         look.problems.append(Unprovided(f"{key}={name}: no tokenizer in this folder; put it there, or give the folder of the model's"))
         return None
     from mrl.data.chat import load_tokenizer, use_chat_template
+    from mrl.data.prompts import sampling_params
     from mrl.data.trial import try_template
 
     try:
         tokenizer = load_tokenizer(name)
         use_chat_template(tokenizer, config.policy.tokenizer)
         try_template(tokenizer, config.policy.tokenizer.chat_template_kwargs)
+        if config.has_engines:
+            sampling_params(config.policy, tokenizer)
     except ImportError as error:
         look.problems.append(Unchecked(f"{key}={name}: its chat template; this machine lacks a library: {error}"))
         return None

@@ -109,19 +109,19 @@ def _of_lines(path: Path, first: list[Record]) -> list[Record]:
         for place in sorted(draw.randrange(size) for _ in range(NUM_BETWEEN)):
             found |= _lines_behind(file, place, 1)
         found |= _lines_behind(file, max(0, size - _BLOCK_BYTES))
-        starts = sorted(start for start, line in found.items() if line.strip())
+        starts = sorted(found)
         numbers = _numbers(file, starts) if size <= MAX_COUNTED_BYTES else dict.fromkeys(starts, 0)
     later = [Record(numbers[start], found[start].rstrip(b"\r\n"), start / size) for start in starts]
     return [*first, *(record for record in later if not record.number or record.number > first[-1].number)]
 
 
 def _lines_behind(file: IO[bytes], place: int, num_lines: int | None = None) -> dict[int, bytes]:
-    """Start and bytes of the first lines that begin behind a place, or of the last ones of the file."""
+    """Start and bytes of the first lines with content that begin behind a place, or of the last ones of the file."""
     file.seek(place)
-    lines, start = {}, place + len(file.readline(MAX_LINE_BYTES + 1))
-    for line in islice(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), num_lines):
+    lines, start = dict[int, bytes](), place + len(file.readline(MAX_LINE_BYTES + 1))
+    while len(lines) != num_lines and (line := file.readline(MAX_LINE_BYTES + 1)):
         # The start of an overlong line is not known.
-        if start - place <= MAX_LINE_BYTES:
+        if line.strip() and start - place <= MAX_LINE_BYTES:
             lines[start] = line
         start += len(line)
     return lines if num_lines is not None else dict(list(lines.items())[-NUM_ENDS:])

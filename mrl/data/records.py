@@ -30,6 +30,16 @@ MAX_SMALL_EXPANSION = 1000
 SMALL_BYTES = 64 << 20
 MAX_BLANK_LINES = 1_000_000
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_OTHER_FORMATS = {
+    b"\x1f\x8b": "packed by gzip: let its name end in .gz",
+    b"(\xb5/\xfd": "packed by zstd: unpack it",
+    b"PK\x03\x04": "a zip archive: unpack it",
+    b"PAR1": "a Parquet file: let its name end in .parquet",
+    b"\xff\xfe": "text in UTF-16: save it as UTF-8",
+    b"\xfe\xff": "text in UTF-16: save it as UTF-8",
+    b"version https://git-lfs": "a pointer of Git LFS: fetch the file itself with `git lfs pull`",
+}
+"""First bytes of files that are not lines of JSON, and what to do with such a file."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,12 @@ def records(path: Path) -> Iterator[Record]:
                 for number, row in enumerate(rows, 1):
                     yield Record(number, json.dumps(row).encode("ascii"), number / len(rows))
             else:
+                start = file.read(64)
+                if other := next((text for magic, text in _OTHER_FORMATS.items() if start.startswith(magic)), None):
+                    raise ValueError(f"{path} does not hold lines of JSON, it is {other}")
+                if start.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
+                    raise ValueError(f"{path} begins as a JSON array: let its name end in .json, or write one row a line")
+                file.seek(0)
                 yield from _lines(path, file, file.tell)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} cannot be read: it is cut off or no gzip file ({error}); copy or download it again") from error

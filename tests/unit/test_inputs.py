@@ -17,12 +17,16 @@ import pytest
 
 from mrl import check, launch
 from mrl.config.load import load_config
+from mrl.config.schema.run import CheckpointingConfig
 from mrl.data.excerpts import MAX_WHOLE_ROWS, excerpt
 from mrl.data.tables import chosen_rows, table_rows
 from mrl.loop import supervised
 from mrl.recipes import tokenizer
+from mrl.store.checkpoints import CheckpointStore
+from mrl.store.ledger import Ledger
 from mrl.store.ownership import Ownership
 from mrl.store.run_folder import RunFolder
+from mrl.types import RunState
 
 MODEL, TRAIN = Path("prepared/tiny/model"), Path("prepared/tiny/data/train.jsonl")
 PAIRS = Path("prepared/tiny/data/train_preferences.jsonl")
@@ -37,6 +41,19 @@ def ready(workplace: Path) -> Path:
 
 def write_rows(path: Path, row: Mapping[str, object], count: int = 64) -> None:
     path.write_text((json.dumps(row) + "\n") * count)
+
+
+def write_checkpoint(run: Path, step: int) -> None:
+    """A whole checkpoint of the policy, with the ledger that led to it."""
+    checkpoints = CheckpointStore(run, CheckpointingConfig(save_period=1, keep_top_k=9))
+    pending, ledger = checkpoints.begin(RunState(step=step)), Ledger(run / f"ledger-{step}.jsonl")
+    for number in range(1, step + 1):
+        ledger.take(number, [(0, f"train:{number}")])
+        ledger.train(number, [(0, f"train:{number}")])
+    ledger.copy_to(pending.ledger)
+    ledger.copy_to(run / "ledger.jsonl")
+    ledger.path.unlink()
+    checkpoints.commit(pending, {})
 
 
 @dataclass(frozen=True)
@@ -78,12 +95,14 @@ MISTAKES = {
     "parallel sizes of another machine": Mistake(
         ["policy.megatron_cfg.tensor_model_parallel_size=8"],
         "Refused",
-        "policy.megatron_cfg.tensor_model_parallel_size=8: the 4 slots (cluster.num_nodes=1 x cluster.cpu_units_per_node=4) are no multiple",
+        "policy.megatron_cfg.tensor_model_parallel_size=8: the 4 slots (cluster.num_nodes=1 x cluster.cpu_units_per_node=4) are no",
     ),
-    "TRL's names": Mistake(["learning_rate=1e-6"], "Refused", "learning_rate=1e-06 (command line): no such key; the nearest is policy.megatron_cfg.optimizer.lr"),
-    "preferences for GRPO": Mistake(
-        [], "Refused", f"data.train.data_path={TRAIN} has 64 bad rows", lambda: shutil.copy(PAIRS, TRAIN)
+    "TRL's names": Mistake(
+        ["learning_rate=1e-6"],
+        "Refused",
+        "learning_rate=1e-06 (command line): no such key; the nearest is policy.megatron_cfg.optimizer.lr",
     ),
+    "preferences for GRPO": Mistake([], "Refused", f"data.train.data_path={TRAIN} has 64 bad rows", lambda: shutil.copy(PAIRS, TRAIN)),
     "questions for DPO": Mistake(
         [f"data.train.data_path={TRAIN}"],
         "Refused",
@@ -153,7 +172,7 @@ def test_another_run_s_folder_is_refused_in_the_words_of_the_start(ready: Path):
     run = ready / "run"
     with RunFolder(training.config, training.identity) as folder:
         folder.open()
-    write_checkpoint(run, 5, models=("policy",))
+    write_checkpoint(run, 5)
 
     def look(*words: str) -> tuple[list[str], list[str]]:
         checked = check.examine(sft[0], [*sft[1:], *words])
@@ -179,7 +198,9 @@ def test_another_run_s_folder_is_refused_in_the_words_of_the_start(ready: Path):
     assert look(*words, "checkpointing.allow_changes=[model,tokenizer]")[0] == []
     write_rows(ready / "rows.jsonl", {"question": "1+2=", "answer": "3"})
     refused, _ = look("data.train.data_path=rows.jsonl")
-    assert refused == said_by_the_start("data.train.data_path=rows.jsonl") and refused[0].startswith("data.train: the run resumes at step 5")
+    assert refused == said_by_the_start("data.train.data_path=rows.jsonl") and refused[0].startswith(
+        "data.train: the run resumes at step 5"
+    )
     assert look("sft.seed=7")[0] == said_by_the_start("sft.seed=7")
     ppo = check.examine("ppo_tiny.yaml", ["checkpointing.checkpoint_dir=run"])
     assert any("holds no critic, and a run of algorithm=ppo resumes" in line for line in ppo.refused)
@@ -190,11 +211,13 @@ def test_another_run_s_folder_is_refused_in_the_words_of_the_start(ready: Path):
 def test_damaged_checkpoints_are_said_and_left_alone(ready: Path):
     run = ready / "results/grpo_tiny"
     for step in (5, 10):
-        write_checkpoint(run, step, models=("policy",))
+        write_checkpoint(run, step)
     (run / "step_10/training_info.json").write_text("{}")
     before = sorted(path for path in run.rglob("*"))
     doubts = check.examine("grpo_tiny.yaml").doubts
-    assert doubts[0].startswith("checkpointing.checkpoint_dir=results/grpo_tiny: a start passes over step_10: training_info.json has 2 bytes")
+    assert doubts[0].startswith(
+        "checkpointing.checkpoint_dir=results/grpo_tiny: a start passes over step_10: training_info.json has 2 bytes"
+    )
     (run / "step_5/COMPLETE").unlink()
     doubts = check.examine("grpo_tiny.yaml").doubts
     assert doubts[-1] == "checkpointing.checkpoint_dir=results/grpo_tiny: no checkpoint is whole, and the run starts at step 0"
@@ -213,6 +236,30 @@ def test_a_folder_in_use_is_said(ready: Path):
     assert said.startswith(f"checkpointing.checkpoint_dir=results/grpo_tiny is in use by process {os.getpid()} on ")
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("tokenizer.json", '{"version": "1.0"', "policy.tokenizer.name=prepared/tiny/model: tokenizer.json cannot be read as a list of"),
+        (
+            "tokenizer.json",
+            "version https://git-lfs",
+            "policy.tokenizer.name=prepared/tiny/model: tokenizer.json cannot be read as a list of",
+        ),
+        ("tokenizer_config.json", "[]", "policy.tokenizer.name=prepared/tiny/model: transformers finds no tokenizer there ('list' object"),
+        (
+            "generation_config.json",
+            '{"eos_token_id": 5,}',
+            "policy.model_name=prepared/tiny/model: generation_config.json cannot be read: ",
+        ),
+        ("generation_config.json", "[]", None),
+    ],
+)
+def test_damaged_files_of_a_model_are_named(ready: Path, file: str, content: str, said: str | None):
+    (ready / MODEL / file).write_text(content)
+    refused = check.examine("grpo_tiny.yaml").refused
+    assert (said is None and not refused) or (said is not None and refused[0].startswith(said)), refused
+
+
 def test_strict_reads_every_row(ready: Path):
     rows = [json.dumps({"question": "1+1=", "answer": "2"})] * 3 * MAX_WHOLE_ROWS
     rows[1234] = json.dumps({"question": "1+1="})
@@ -222,6 +269,22 @@ def test_strict_reads_every_row(ready: Path):
     assert f"data.train: rows of {TRAIN} beside 64 of them, the first, the last and random ones" in loose.unseen
     (refused,) = check.examine("grpo_tiny.yaml", is_strict=True).refused
     assert f"{TRAIN}:1235: no key expected_answer or answer" in refused
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (gzip.compress(b"{}"), "it is packed by gzip: let its name end in .gz"),
+        (b"PAR1....", "it is a Parquet file: let its name end in .parquet"),
+        ('{"question": "1"}'.encode("utf-16"), "it is text in UTF-16: save it as UTF-8"),
+        (b"version https://git-lfs.github.com/spec/v1\nsize 3\n", "it is a pointer of Git LFS: fetch the file itself with `git lfs pull`"),
+        (b"\xef\xbb\xbf[\n {", "begins as a JSON array: let its name end in .json, or write one row a line"),
+    ],
+)
+def test_files_of_another_format_are_told(ready: Path, content: bytes, said: str):
+    TRAIN.write_bytes(content)
+    refused = check.examine("grpo_tiny.yaml").refused
+    assert len(refused) == 1 and refused[0].startswith(str(TRAIN)) and refused[0].endswith(said)
 
 
 @pytest.mark.parametrize("form", ["jsonl", "crlf", "gz", "array", "parquet", "arrow"])

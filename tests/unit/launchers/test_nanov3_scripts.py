@@ -69,7 +69,10 @@ def site(model: Path, tmp_path: Path) -> dict[str, str]:
     data.mkdir(parents=True)
     data.with_name("model").symlink_to(model)
     for name in ("train-split.jsonl", "val-split.jsonl"):
-        (data / name).write_text('{"responses_create_params": {"input": "1+1"}, "agent_ref": {"name": "math_with_judge_simple_agent"}, "expected_answer": "2"}\n' * 128)
+        (data / name).write_text(
+            '{"responses_create_params": {"input": "1+1"}, "agent_ref": {"name": "math_with_judge_simple_agent"}, "expected_answer": "2"}\n'
+            * 128
+        )
     add_program(programs, "sbatch", 'echo "Submitted batch job 9453356"\n')
     add_program(programs, "sinfo", "printf 'batch\\ninteractive\\n'\n")
     add_program(programs, "sacctmgr", "printf 'research\\nteaching\\n'\n")
