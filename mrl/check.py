@@ -215,6 +215,8 @@ def describe_run(config: RunConfig) -> list[str]:
             lines += [f"{label:<{WIDTH}}{line}" for label, line in zip((name, *[""] * len(found)), found, strict=False)]
         except NotKnown as error:
             lines.append(f"{name:<{WIDTH}}{error}")
+        except OSError as error:
+            lines.append(f"{name:<{WIDTH}}{error.filename}: {error.strerror}")
     return lines
 
 

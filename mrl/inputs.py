@@ -109,7 +109,7 @@ def tokenizer_of(config: RunConfig, look: Look) -> PreTrainedTokenizerBase | Non
     if not os.path.isdir(name):
         look.unseen.append(f"{what}: the tokenizer {name} is not on this machine")
         return None
-    if not any((Path(name) / file).is_file() for file in TOKENIZERS):
+    if not any(os.path.isfile(Path(name) / file) for file in TOKENIZERS):
         look.problems.append(Unprovided(f"{key}={name}: no tokenizer in this folder; put it there, or give the folder of the model's"))
         return None
     from mrl.data.chat import load_tokenizer, use_chat_template

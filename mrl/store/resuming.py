@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +39,7 @@ def look_at_folder(config: RunConfig, data: Sequence[Data], *, is_strict: bool) 
     `data` are ways to know the data, the fast one first: another one is asked only if those before found other data than the run's.
     """
     found, path = Folder(), Path(config.checkpointing.checkpoint_dir).absolute()
-    if not path.is_dir():
+    if not os.path.isdir(path) or not os.access(path, os.R_OK | os.X_OK):  # which other rules refuse
         return found
     key = f"checkpointing.checkpoint_dir={config.checkpointing.checkpoint_dir}"
     try:
