@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
+import os
 from itertools import islice
-from pathlib import Path
 
 from mrl.config.errors import NotKnown
 from mrl.config.schema.data import DatasetConfig, TrainDatasetConfig
@@ -35,7 +35,7 @@ def find_few_rows(config: RunConfig) -> list[str]:
     try:
         size = config.rollouts.num_prompts_per_step if config.has_engines else config.policy.train_global_batch_size
         sets = config.data.train_sets
-        if not all(Path(dataset.source).exists() for dataset in sets.values()):
+        if not all(os.path.exists(dataset.source) for dataset in sets.values()):
             return []
         num_rows = sum(_num_kept(key, dataset, size) for key, dataset in sets.items())
         num_steps_of(config, num_rows)

@@ -45,15 +45,15 @@ class LedgerState:
 class Ledger:
     """Appends events to `ledger.jsonl`; an event is on disk when the call returns, or is written with the next one if the disk is full."""
 
-    def __init__(self, path: Path, *, check_owner: Callable[[], None] = unowned) -> None:
-        """`check_owner` raises if another process owns the folder by now; see `mrl.store.ownership`."""
+    def __init__(self, path: Path, *, check_owner: Callable[[], None] = unowned, mends: bool = True) -> None:
+        """`check_owner` raises if another process owns the folder by now; see `mrl.store.ownership`. `mends` as for `replay`."""
         self.path = path
         self._check_owner = check_owner
         self.state, self.damage = LedgerState(), ""
         """`damage` says why `state` is empty though there is a file; `roll_back` mends that."""
         self._unwritten = b""
         try:
-            self.state = replay(path)
+            self.state = replay(path, mends=mends)
         except TimeoutError:  # a file system without an answer is no damage
             raise
         except (OSError, ValueError) as error:
@@ -155,17 +155,18 @@ class Ledger:
             os.close(descriptor)
 
 
-def replay(path: Path) -> LedgerState:
+def replay(path: Path, *, mends: bool = True) -> LedgerState:
     """The state after all events of `path`; an empty ledger if there is no file.
 
-    Cuts off a last line without its newline: the machine died while writing it, so its event never happened. ValueError: a line is damaged.
+    A last line without its newline does not count, and is cut off if this process `mends` the file: the machine died while writing it, so
+    its event never happened. ValueError: a line is damaged.
     """
     state = LedgerState()
     if not path.exists():
         return state
     content = read_whole(path)
     whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
+    if len(whole) < len(content) and mends:
         logger.warning("%s: cutting off a half-written last line", path)
         within(WRITE_TIMEOUT_S, f"write of {path}", os.truncate, path, len(whole))
     for number, line in enumerate(whole.split(b"\n")[:-1], start=1):

@@ -127,6 +127,11 @@ class Ownership:
                 f"{self._file.parent} belongs to {owner or 'nobody'} now: this attempt was taken for dead, and writes nothing more"
             )
 
+    def holder(self) -> str | None:
+        """The process that owns the folder, if it lives on this host; None also where only a watch could tell."""
+        other = self._read(self._file)
+        return str(other) if other is not None and other.process.is_visible() and other.process.is_running() else None
+
     def give_back(self) -> None:
         """Ends the hold; the file goes if it is still this process's."""
         self._beating.close()

@@ -38,7 +38,7 @@ from mrl.store.checkpoints import (
     newest_step,
 )
 from mrl.store.console import step_header, step_lines, story, supervised_lines
-from mrl.store.identity import TOKENIZER_FILES, Identity, check_identity
+from mrl.store.identity import IDENTITY, TOKENIZER_FILES, Identity, check_identity
 from mrl.store.ledger import Ledger
 from mrl.store.loggers.group import Loggers, check_loggers
 from mrl.store.ownership import FolderLost, Ownership
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IDENTITY = "identity.json"
 REPORT = "report.html"
 # What a checkpoint has of the tokenizer's folder, by transformers' names: a model's weights may lie there, too, in any format.
 _FILES = """config.json generation_config.json *processor_config.json audio_tokenizer_config.json additional_chat_templates/*.jinja *.py
@@ -152,10 +151,9 @@ class RunFolder:
         try:
             self._refuse_to_begin_anew()
             if self._identity is not None:
-                allowed, resumes_at = self.config.checkpointing.allow_changes, newest_step(self.path)
-                if resumes_at:
+                if resumes_at := newest_step(self.path):
                     check_models(Checkpoint(resumes_at, self.path / f"step_{resumes_at}"), self.config)
-                check_identity(self.path / IDENTITY, self._identity, allowed=allowed, resumes_at=resumes_at)
+                check_identity(self.path / IDENTITY, self._identity, allowed=self.config.checkpointing.allow_changes, resumes_at=resumes_at)
             newest = self.checkpoints.newest(sets_aside=True)
             self.ledger = Ledger(self.path / LEDGER, check_owner=self._ownership.check)
             if self.ledger.damage and (obstacle := self.ledger.find_obstacle(*_place(newest))):
