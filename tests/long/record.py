@@ -40,6 +40,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "mrl/envs/math_value.py",
         "mrl/envs/math_answer.py",
         "mrl/envs/math_form.py",
+        "mrl/envs/math_same.py",
         "mrl/envs/math_sums.py",
         "mrl/envs/math_tokens.py",
     ),
