@@ -44,6 +44,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "mrl/envs/math_sums.py",
         "mrl/envs/math_tokens.py",
     ),
+    "model_folders": ("conversion", "mrl/train.py", "mrl/config", "mrl/policy", "mrl/refit", "mrl/rollout"),
     "mopd": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/mopd_tiny.yaml", "configs/sft_tiny.yaml"),
     "nemo_parity": ("mrl/algo", "mrl/policy/batch.py"),
     "nemo_recipes": ("mrl/config", "mrl/check.py"),
