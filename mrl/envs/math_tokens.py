@@ -44,7 +44,7 @@ _CHARACTERS = str.maketrans(
 _VULGAR = re.compile("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
 
 _STYLE = re.compile(
-    r"\\(?:text(?:bf|it|rm|normal|sf)?|math(?:rm|bf|it|sf|bb|cal|normal)|mbox|hbox|operatorname\*?|boldsymbol|bm|underline)\s*"
+    r"\\(?:text(?:bf|it|rm|normal|sf|tt|sc)?|math(?:rm|bf|it|sf|bb|cal|normal)|mbox|hbox|operatorname\*?|boldsymbol|bm|underline)\s*"
     r"\{([^{}]*)\}"
 )
 # Also of units: `m/s`.
@@ -104,6 +104,8 @@ _BARE = {"%": "%", "{": "\\{", "}": "\\}", "|": "|", "[": "[", "]": "]"}
 FUNCTIONS = frozenset(
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp max min gcd lcm det arg sgn Re Im dim deg tr rank".split()
 )
+# `\\lnx`, as data sets have it whose spaces were removed; `\\coth` is a function.
+_RUN_ON = re.compile(rf"({'|'.join(sorted(FUNCTIONS | {'pi'}, key=len, reverse=True))})([a-gi-zA-Z])")
 _NAMED = FUNCTIONS | {"sqrt", "pi", "infty", "infinity", "theta", "alpha", "beta", "degrees"}
 
 _UNIT_LISTS = (
@@ -187,7 +189,10 @@ def tokens_of(text: str) -> list[Token]:
         elif kind == "command":
             name = content[1:].replace(" ", "")
             name = _SAME.get(name, name)
-            found.append(Token("sign", _BARE[name]) if name in _BARE else Token("command", name))
+            if (run_on := _RUN_ON.fullmatch(name)) is not None:
+                found += [Token("command", run_on[1]), Token("letter", run_on[2])]
+            else:
+                found.append(Token("sign", _BARE[name]) if name in _BARE else Token("command", name))
         else:
             found.append(Token("sign", content))
         if found and found[-1].kind == "sign":

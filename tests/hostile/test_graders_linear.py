@@ -73,7 +73,7 @@ def search_end(text: str) -> None:
     every(math_value.EMPHASIS, math_value.ANSWER_PHRASE)(text[-math_value.SEARCHED_CHARACTERS :])
 
 
-_TOKEN_PATTERNS = "_VULGAR _STYLE _WORDS _THOUSANDS _NOTHING _UNIT_FRACTION _TOKEN _GROUPED _INFIX _HALF_OF_DAY plain".split()
+_TOKEN_PATTERNS = "_VULGAR _STYLE _WORDS _THOUSANDS _NOTHING _UNIT_FRACTION _TOKEN _GROUPED _INFIX _HALF_OF_DAY _RUN_ON plain".split()
 
 MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     "mrl.config.texts._UNSAFE": safe_text,
