@@ -42,7 +42,8 @@ COMPUTING = frozenset(
 )
 CHANGING = COMPUTING | frozenset(
     "squared cubed not no never least most than between without except under above below twice thrice double twenty thirty forty fifty "
-    "sixty seventy eighty ninety hundred thousand million".split()
+    "sixty seventy eighty ninety hundred thousand million square squares cube cubes root roots reciprocal inverse opposite product "
+    "difference quotient remainder multiple multiples factor factors divisor divisors power logarithm sine cosine tangent".split()
 )
 REALS = frozenset(("all real numbers", "all reals", "real numbers"))
 NONE = frozenset(("no solution", "no solutions", "no real solution", "no real solutions", "none", "empty set"))
@@ -116,7 +117,7 @@ def read(text: str, *, takes_units: bool = False) -> Reading:
 def _without_parameter(tokens: list[Token]) -> list[Token]:
     """The tokens without what an integer runs over, which is called k: `n\\pi (n \\in Z)`, `n\\pi` for any integer n."""
     for at, (letter, sign, *others) in enumerate(zip(tokens, tokens[1:], [*tokens[2:], Token("sign", "")], strict=False)):
-        runs_over = sign.text == "in" and others[0].text in ("Z", "N")
+        runs_over = sign.text == "in" and others[0].text in ("Z", "N") and all(token.text == ")" for token in tokens[at + 3 :])
         if letter.kind == "letter" and runs_over or letter.text in ("integer", "integers") and at == len(tokens) - 2:
             name, start = (letter if runs_over else sign).text, at
             while start and (tokens[start - 1].kind == "word" or tokens[start - 1].text in (",", "(")):
@@ -218,7 +219,8 @@ def _equation(sides: list[list[Token]], signs: list[str], reading: Reading) -> l
         sides, named = sides[::-1], named[::-1]
     reading.name = named[0]
     if len(sides) > 2 and all(named[:-1]) and len(set(named)) == len(sides) and not named[-1]:  # a = b = 1
-        return [("named", tuple((name, _side(sides[-1], reading)) for name in named[:-1]))]
+        value = _side(sides[-1], reading)
+        return [("named", tuple((name, value) for name in named[:-1])), value]
     if len(sides[0]) == 1 and sides[0][0].kind == "number" and len(sides[-1]) > 1:
         sides = sides[::-1]  # 42 = 6 * 7
     value = _side(sides[-1], reading)
@@ -350,7 +352,7 @@ def _side(tokens: Sequence[Token], reading: Reading) -> Value:
     if any(token.text.startswith("begin{") for token in tokens):
         return _matrix(tokens, reading)
     ratio = split(tokens, (":",))
-    if len(ratio) > 1 and all(token.kind == "word" for token in ratio[0]):  # Total: 5
+    if len(ratio) > 1 and all(token.kind == "word" and token.text.lower() not in CHANGING for token in ratio[0]):  # Total: 5
         return _side(tokens[len(ratio[0]) + 1 :], reading)
     if len(ratio) > 1:
         return "seq", ":", ":", tuple(_side(part, reading) for part in ratio)
