@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conversion.files.reading import read_json
+from conversion.files.hf_folder import read_config
 from mrl.config.datasets import GYM_PROCESSOR, known_dataset
 from mrl.config.rules.data import NEMO_GYM, environment_names, environment_of_agent
 from mrl.config.texts import safe_text
@@ -201,11 +201,7 @@ def end_token_ids(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> s
 
 def _eos_token_ids(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     file = Path(policy.model_name) / "generation_config.json"
-    try:
-        content = read_json(file) if file.exists() else {}
-        of_model = _token_ids(content["eos_token_id"]) if isinstance(content, dict) and "eos_token_id" in content else []
-    except (OSError, ValueError) as error:
-        raise ValueError(f"policy.model_name={policy.model_name}: {file.name} cannot be read: {error}; download it again") from error
+    of_model = _token_ids(read_config(file).get("eos_token_id")) if file.is_file() else []
     return {*_token_ids(tokenizer.eos_token_id), *of_model}
 
 
