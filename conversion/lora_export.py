@@ -114,9 +114,10 @@ def write_peft(tensors: BoxSource, adapters: CheckpointAdapters, hf_config: Mapp
             continue
         content |= {f"{_PREFIX}{module}.lora_A.weight": a, f"{_PREFIX}{module}.lora_B.weight": b}
         last = module.rpartition(".")[2]
-        # The last part of a name, where all modules that end so are adapted; else the full name.
+        # The last part of a name, where all modules that end so are adapted; else the name in the layers: transformers calls the rest
+        # of some otherwise.
         alike = [name for name in canonical if name.endswith(f".{last}.weight")]
-        targets.add(last if all(name in adapters.factors for name in alike) else module)
+        targets.add(last if all(name in adapters.factors for name in alike) else module[max(module.find("layers."), 0) :])
     for (experts, name), factors in stacked.items():
         # PEFT wraps the wrapper of the first parameter, where both are adapted.
         inner = ".base_layer" if name == _UNGATED[0] and (experts, _UNGATED[1]) in stacked else ""

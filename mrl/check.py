@@ -27,16 +27,20 @@ from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import CheckpointingConfig, RunConfig
 from mrl.config.secrets import run_entry, start_logging
 from mrl.data.order import find_few_rows
-from mrl.data.trial import find_bad_template
 from mrl.envs.workers import describe_workers, usable_cores
+from mrl.inputs import Look, look_at_inputs
 from mrl.plan.deadlines import all_deadlines
 from mrl.plan.hardware import local_gpu
 from mrl.plan.plan import prediction
-from mrl.store.checkpoints import RUN_CONFIG, CheckpointStore, newest_step
+from mrl.store.checkpoints import RUN_CONFIG, CheckpointStore, find_lost_run, newest_step
 
 logger = logging.getLogger(__name__)
 
 OPTION, STRICT = "--check", "--strict"
+NEVER_SEEN = (
+    "values of weights, of which only the files' headers are read; what own functions do; ports, other hosts and the network",
+    "GPUs and drivers, which `python -m mrl.doctor` looks at",
+)
 WIDTH = 14
 
 
@@ -109,6 +113,8 @@ class Checked:
     """Values that are probably slips."""
     prediction: str = ""
     """The memory that a run on GPUs is predicted to need, if nothing is wrong."""
+    unseen: Sequence[str] = ()
+    """Parts of data, model and run folder that nobody looked at."""
 
     @property
     def refused(self) -> list[str]:
@@ -126,8 +132,15 @@ class Checked:
         return [problem for problem in self.problems if isinstance(problem, Unprovided) and not isinstance(problem, Unchecked)]
 
 
-def examine(name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False, secrets: set[str] | None = None) -> Checked:
-    """All that can be said of a config file on this machine without starting anything."""
+def examine(
+    name: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    to_evaluate: bool = False,
+    is_strict: bool = False,
+    secrets: set[str] | None = None,
+) -> Checked:
+    """All that can be said of a config file on this machine without starting anything; `is_strict` reads all rows."""
     try:
         path = find_config(name)
         config, migration, problems = read_run(path, overrides, to_evaluate=to_evaluate, secrets=secrets)
@@ -138,11 +151,17 @@ def examine(name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: boo
             problems = [*problems, *find_missing_weights(config)]
         config = with_cached_folders(config)
         problems = [*problems, *find_problems(config, to_evaluate=to_evaluate), *([] if to_evaluate else find_few_rows(config))]
+        if not to_evaluate and (lost := find_lost_run(Path(config.checkpointing.checkpoint_dir))):
+            problems.append(lost)
         with suppress(NotKnown):
             problems += find_wrong_weights(config)
-    checked = Checked(config, migration, problems, path, [] if config is None else find_doubts(config))
-    if config is not None and not checked.refused:
-        problems.extend(find_bad_template(config))
+    look = Look()
+    if config is not None:
+        with suppress(NotKnown):
+            look = look_at_inputs(config, is_strict=is_strict, to_evaluate=to_evaluate)
+        problems = list(dict.fromkeys([*problems, *look.problems]))
+    doubts = [] if config is None else [*find_doubts(config), *look.doubts]
+    checked = Checked(config, migration, problems, path, doubts, unseen=look.unseen)
     if config is not None and config.cluster.gpus_per_node and not (to_evaluate or checked.refused or checked.unchecked):
         try:
             return replace(checked, prediction=prediction(config, local_gpu()))
@@ -158,7 +177,7 @@ def check_run(
 
     Files, models and disks that this machine lacks are listed as to be provided, and are a reason to refuse only if `strict`.
     """
-    checked = examine(name, overrides, to_evaluate=to_evaluate, secrets=secrets)
+    checked = examine(name, overrides, to_evaluate=to_evaluate, is_strict=strict, secrets=secrets)
     groups: dict[str, Sequence[str]] = {}
     if checked.path is not None:
         described = [] if checked.config is None else describe_run(checked.config)
@@ -172,9 +191,11 @@ def check_run(
     groups[f"Not checked: {len(checked.unchecked)}"] = checked.unchecked
     limits = ", as far as it could be checked" if checked.unchecked else ""
     groups[f"Refused: {len(checked.refused)}{limits}"] = checked.refused
+    if checked.config is not None:
+        groups["Not looked at:"] = [*checked.unseen, *NEVER_SEEN]
     for title, lines in groups.items():
         logger.info("%s", title)
-        for line in lines:
+        for line in "\n".join(lines).splitlines():
             logger.info("  %s", line)
     return 2 if checked.refused or (strict and checked.problems) else 0
 
@@ -195,6 +216,8 @@ def describe_run(config: RunConfig) -> list[str]:
             lines += [f"{label:<{WIDTH}}{line}" for label, line in zip((name, *[""] * len(found)), found, strict=False)]
         except NotKnown as error:
             lines.append(f"{name:<{WIDTH}}{error}")
+        except OSError as error:
+            lines.append(f"{name:<{WIDTH}}{error.filename}: {error.strerror}")
     return lines
 
 

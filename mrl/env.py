@@ -45,8 +45,8 @@ MRL_ENDPOINTS = Variable(
 )
 MRL_KILL_AT = Variable(
     "MRL_KILL_AT",
-    "For tests of mrl: `NAME:N` ends a process as by kill -9 the N-th time that it passes a point of that name: `commit`, `prune`, "
-    "`fallback`.",
+    "For tests of mrl: `NAME:N` ends a process as by kill -9 the N-th time that it passes a point of that name: `start`, `rollouts`, "
+    "`refit`, `commit`, `prune`, `fallback`.",
 )
 SLURM_JOB_START_TIME = Variable(
     "SLURM_JOB_START_TIME",

@@ -46,6 +46,7 @@ class Listener:
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
         """The signal that asked the run to save a checkpoint and end; None: none has."""
+        self.is_listening = False
         self.cleanups: list[Callable[[], object]] = []
         self.reaper_pid: int | None = None
         """The child that kills this process's other children once it has closed its pipe."""
@@ -58,6 +59,7 @@ class Listener:
         ignored = {number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN}
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         awaited = set(STOP_SIGNALS) - ignored
+        self.is_listening = True
         threading.Thread(target=self._listen, args=(awaited,), name="signals", daemon=True).start()
 
     def hold(self, ending: str) -> None:

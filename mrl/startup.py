@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 
 import mrl
+from mrl.env import kill_point
 
 PHASES = {
     "import": "Python and its libraries in the driver",
@@ -34,6 +35,7 @@ def lap(phase: str) -> None:
     """Counts the time since the phase before, or since the command began, towards a phase of `PHASES`. Nothing after `take`."""
     assert phase in PHASES
     if _last:
+        kill_point("start")
         now = time.monotonic()
         _laps[phase] = _laps.get(phase, 0.0) + now - _last[0]
         _last[0] = now

@@ -19,7 +19,7 @@ from conversion.files.owners import REMOVED, heartbeat, is_alive, owned, owned_n
 # A file system that does not answer for this long will not.
 IO_TIMEOUT_S = 3600.0
 # Of one small file.
-READ_TIMEOUT_S = 600.0
+READ_TIMEOUT_S = WRITE_TIMEOUT_S = 600.0
 
 # Names in a folder that is being built: what it is to become, and the content.
 _PLAN, _CONTENT = "plan.json", "content"
@@ -51,7 +51,14 @@ def sync_tree(folder: Path) -> None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replaces `path` by `text`: a reader sees the old or the new content, never a part. An error leaves the old content, and no part."""
+    """Replaces `path` by `text`: a reader sees the old or the new content, never a part. An error leaves the old content, and no part.
+
+    TimeoutError, an OSError: the file system does not answer.
+    """
+    within(WRITE_TIMEOUT_S, f"write of {path}", _write_atomic, path, text)
+
+
+def _write_atomic(path: Path, text: str) -> None:
     # Not the process id: on a shared file system several hosts may write the same file.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -66,11 +73,25 @@ def write_atomic(path: Path, text: str) -> None:
 
 def put_aside(path: Path, prefix: str) -> Path:
     """Renames a file or folder in its folder to `prefix` and its name, and a number where that is taken; returns the new path."""
+    return within(WRITE_TIMEOUT_S, f"rename of {path}", _put_aside, path, prefix)
+
+
+def _put_aside(path: Path, prefix: str) -> Path:
     names = (f"{prefix}{path.name}" + (f".{number}" if number > 1 else "") for number in itertools.count(1))
     aside = path.with_name(next(name for name in names if not os.path.lexists(path.with_name(name))))
     path.rename(aside)
     sync_file(path.parent)
     return aside
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder that nobody else may enter, and those above it. One that is there keeps its mode. TimeoutError: as `write_atomic`."""
+    within(WRITE_TIMEOUT_S, f"mkdir of {path}", path.mkdir, mode=0o700, parents=True, exist_ok=True)
+
+
+def remove_file(path: Path) -> None:
+    """Removes a file, if it is there. TimeoutError: as `write_atomic`."""
+    within(WRITE_TIMEOUT_S, f"removal of {path}", path.unlink, missing_ok=True)
 
 
 def publish(aside: Path, final: Path) -> bool:

@@ -141,9 +141,9 @@ def read_config(path: Path) -> dict[str, object]:
     try:
         config = read_json(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not readable JSON: {error}; it must be a model's config.json") from error
+        raise ValueError(f"{path} is not readable JSON: {error}; it must be a model's {path.name}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{path} is not a JSON object; it must be a model's config.json")
+        raise ValueError(f"{path} is not a JSON object; it must be a model's {path.name}")
     return config
 
 

@@ -121,20 +121,32 @@ def _num_threads() -> int:
     return min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
+def known_hash(path: Path, memory: Path) -> str | None:
+    """sha256 of a file, where the Hub's name of it or the folder `memory` tells it; None if somebody would have to read the file."""
+    # huggingface_hub keeps large files as `models--NAME/blobs/<sha256>` and links to them from `snapshots/`.
+    blob = path.resolve(strict=True)
+    if blob.parent.name == "blobs" and blob.parent.parent.name.startswith("models--") and _SHA256.fullmatch(blob.name):
+        return blob.name
+    record = _record(path, file_state(path), memory)
+    return remembered if record.exists() and _SHA256.fullmatch(remembered := record.read_text(encoding="utf-8")) else None
+
+
+def _record(path: Path, state: list[int], memory: Path) -> Path:
+    """The file in `memory` that has the sha256 of a file in this state."""
+    size, modified, changed, inode = state
+    # Not by device: each node numbers a file system of the network as it likes, and would read all weights once more.
+    place = hashlib.sha256(os.fsencode(path.resolve(strict=True))).hexdigest()[:16]
+    return memory / "-".join(map(str, (place, inode, size, modified, changed)))
+
+
 def file_hash(path: Path, memory: Path) -> str:
-    """sha256 of a file: the Hub's own where it names the file, else one that the folder `memory` remembers, else computed."""
+    """sha256 of a file: `known_hash`, or computed and remembered."""
     try:
-        # huggingface_hub keeps large files as `models--NAME/blobs/<sha256>` and links to them from `snapshots/`.
-        blob = path.resolve(strict=True)
-        if blob.parent.name == "blobs" and blob.parent.parent.name.startswith("models--") and _SHA256.fullmatch(blob.name):
-            return blob.name
+        if (known := known_hash(path, memory)) is not None:
+            return known
         state = file_state(path)
-        size, modified, changed, inode = state
-        # Not by device: each node numbers a file system of the network as it likes, and would read all weights once more.
-        place = hashlib.sha256(os.fsencode(blob)).hexdigest()[:16]
-        record = memory / "-".join(map(str, (place, inode, size, modified, changed)))
-        if record.exists() and _SHA256.fullmatch(remembered := record.read_text(encoding="utf-8")):
-            return remembered
+        size, modified, changed, _ = state
+        record = _record(path, state, memory)
         if size >= ANNOUNCED_BYTES:
             logger.info("Reading %s once, to know it by its checksum", path)
         digest = sha256_file(path)

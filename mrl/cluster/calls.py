@@ -23,7 +23,7 @@ from ray.exceptions import (
 from conversion.files.limits import LimitedThread
 from mrl import spans
 from mrl.cluster import hangs
-from mrl.cluster.errors import ActorLost, ActorName, Aftermath, DeadlineExceeded, way_out
+from mrl.cluster.errors import ActorLost, ActorName, Aftermath, DeadlineExceeded, NoCluster, way_out
 from mrl.refit import GivenUp
 
 if TYPE_CHECKING:
@@ -57,6 +57,14 @@ class Background(Protocol):
     def advance(self) -> object:
         """Takes what has arrived and starts what comes next. Never waits, and keeps the loss of an actor for later."""
         ...
+
+
+def dead_daemons() -> str:
+    """Those of Ray's daemons that this process has started and that have died, for a message; "" if none has."""
+    node = ray._private.worker._global_node  # pyright: ignore[reportAttributeAccessIssue]  no public call says it
+    found = node.dead_processes() if node is not None else []
+    dead = [f"{kind} (process {process.pid}, exit code {process.returncode})" for kind, process in found if kind in hangs.RAY_PROCESSES]
+    return f"Ray's {' and '.join(dead)} died" if dead else ""
 
 
 @cache
@@ -212,10 +220,15 @@ def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, wh
 
 
 def fetch(reference: ray.ObjectRef[T], *, actor: object, what: str) -> T:
-    """The answer of a call that is ready. Raises ActorLost if the actor died, else its own error with its name and `what` in front."""
+    """The answer of a call that is ready. Raises ActorLost if the actor died, else its own error with its name and `what` in front.
+
+    NoCluster: a daemon of Ray has died, and actors with it.
+    """
     try:
         return ray.get(reference, timeout=FETCH_TIMEOUT_S)
     except LOSSES as error:
+        if dead := dead_daemons():
+            raise NoCluster(f"{dead}, and all actors with it; {actor} gave no answer to {what}") from error
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
         raise ActorLost(actor, what, f"{SHORT_OF_MEMORY}: {reason}" if isinstance(error, OutOfMemoryError) else reason) from error

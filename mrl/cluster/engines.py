@@ -20,7 +20,7 @@ import ray
 
 from mrl import spans
 from mrl.cluster.calls import Actors, ask, fetch, start_actor, wait_all
-from mrl.cluster.environment import engine_variables, importing, start_actor_process
+from mrl.cluster.environment import engine_variables, importing, own_temporary_folder, start_actor_process
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.payload import Packed, PayloadRef, describe, pack, with_transcripts
 from mrl.cluster.runtime import Placement
@@ -59,6 +59,8 @@ class EngineActor:
 
         Returns the base URL of the engine's HTTP server, which asks for `api_key`, if the config wants one.
         """
+        if config.cluster.num_nodes > 1:
+            self._temporary = own_temporary_folder()
         # Imported here: the driver holds this class too, and must not import vllm.
         with importing():
             from mrl.rollout.engine import Engine

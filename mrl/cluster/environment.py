@@ -25,6 +25,7 @@ from mrl import env, spans
 from mrl.cluster.carrier import local_file
 from mrl.cluster.lifetime import die_with_parent, session_folder
 from mrl.config.secrets import start_logging
+from mrl.envs.scratch import Scratch, remove_abandoned
 from mrl.rollout.environment import engine_environment
 from mrl.signals import shield_process
 
@@ -130,6 +131,17 @@ def _within_the_node(config: RunConfig) -> dict[str, str]:
     chosen = {variable.name: variable.read() or "lo" for variable in (env.GLOO_SOCKET_IFNAME, env.NCCL_SOCKET_IFNAME)}
     # vLLM leaves the file in which its workers meet (vllm_dist_...); it goes with the session folder.
     return chosen | ({} if (folder := session_folder()) is None else {"TMPDIR": str(folder)})
+
+
+def own_temporary_folder() -> Scratch:
+    """Makes a folder on this node that takes the temporary files of this process and its children, and goes with them.
+
+    For engines of runs of several nodes: other nodes than the driver's have no session folder for the file in which vLLM's workers meet.
+    """
+    remove_abandoned()
+    scratch = Scratch()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch.path)
+    return scratch
 
 
 def _on_gpus(precision: str, given: Mapping[str, str], *, expandable_segments: bool) -> dict[str, str]:

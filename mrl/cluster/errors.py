@@ -20,7 +20,7 @@ MEMORY_MESSAGES = ("CUDA out of memory", "No available memory for the cache bloc
 
 
 class NoCluster(RuntimeError):
-    """There is no Ray cluster to join; the message says where the driver looked and what to do."""
+    """There is no Ray cluster to join, or no longer; the message says where the driver looked and what to do, or what has died."""
 
 
 class DeadlineExceeded(RuntimeError):

@@ -33,6 +33,7 @@ from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import until_no_engine_dies
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.schema.run import RunConfig
+from mrl.env import kill_point
 from mrl.plan.deadlines import start_deadline
 from mrl.refit.checksum import check_unchanged
 from mrl.refit.exchange import GpuHandles, handles_for
@@ -154,6 +155,7 @@ class Refitter:
             unknown = [index for index in range(self.engines.num_engines) if index not in witness]
             witness |= self.engines.call(EngineVerbs.live_digest, only=unknown)
         reports, changed = self._run_rounds(engines), set[Slot]()
+        kill_point("refit")
         if witness is not None:
             for index, workers in self.engines.call(EngineVerbs.live_digest).items():
                 for before, after in zip(witness[index], workers, strict=True):
@@ -167,6 +169,7 @@ class Refitter:
                 )
         # Only now do all engines hold what was verified; and all ranks have made room for their KV caches.
         self.engines.call(EngineVerbs.serve, self.weight_version, only=engines)
+        kill_point("refit")
         return RefitReport(
             weight_version=self.weight_version,
             seconds=time.monotonic() - start,
@@ -187,6 +190,7 @@ class Refitter:
             EngineVerbs.refit, {index: (self.attempt, index in engines, limit_s) for index in sorted({*engines, *self.dedicated})}
         )
         pending: dict[ActorName, ray.ObjectRef] = {**sending, **copying}
+        kill_point("refit")
         try:
             answers = wait_all(pending, deadline_s=self.deadline_s, what="refit", on_failure=self._give_up)
         except RuntimeError as error:

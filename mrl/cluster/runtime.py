@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from conversion.files.owners import Owner, heartbeat, may_live, this_process
 from mrl import env, startup
 from mrl.cluster import hangs
-from mrl.cluster.calls import ray_thread, wait_all
+from mrl.cluster.calls import dead_daemons, ray_thread, wait_all
 from mrl.cluster.environment import SIGNS
 from mrl.cluster.errors import NoCluster
 from mrl.cluster.lifetime import REAPER_TIMEOUT_S, end_reaper, kill_processes, read_capacity, start_reaper
@@ -59,8 +59,10 @@ RAY_LIMITS = {
     "RAY_raylet_start_wait_time_s": 1,
     "RAY_worker_register_timeout_seconds": 1,
     "RAY_agent_register_timeout_ms": 1000,
+    "RAY_gcs_rpc_server_reconnect_timeout_s": 1,
 }
-"""What Ray gives its own processes to start, by the units of a second. Its defaults, of 15 to 60 s, are too short for a busy host."""
+"""What Ray gives its own processes to start, by the units of a second, and the others after the death of its head, in which a run saves.
+Its defaults, of 15 to 60 s, are too short for a busy host."""
 MAX_REASON = 300
 
 
@@ -92,8 +94,10 @@ def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[P
             else:
                 _keep_others_out(folder)
                 start_ray(config, folder)
-        if watchdog is not None and config.cluster.num_nodes > 1:
-            watchdog.look_at(Lookouts(folder.name, watchdog.interval_s))
+        if watchdog is not None:
+            watchdog.look_after(dead_daemons)
+            if config.cluster.num_nodes > 1:
+                watchdog.look_at(Lookouts(folder.name, watchdog.interval_s))
         with heartbeat(owner_file):
             yield folder
     except RuntimeError as error:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from conversion.files.durable import remove_file
 from mrl import startup
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.policies import PolicyGroup, Ranks, convert_if_new
@@ -205,7 +206,7 @@ def endpoints_removed(log_folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        (log_folder / FILE_NAME).unlink(missing_ok=True)
+        remove_file(log_folder / FILE_NAME)
 
 
 def start_models(

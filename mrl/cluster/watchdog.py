@@ -12,12 +12,13 @@ import mmap
 import os
 import re
 import shutil
+import signal
 import socket
 import struct
 import subprocess
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -192,6 +193,7 @@ class Watchdog:
         self._told: set[tuple] = set()
         self._num_stacks = 0
         self._asked: tuple[float, str] | None = None
+        self._dead_daemons: Callable[[], str] | None = None
         self._is_over = threading.Event()
         self._threads = [threading.Thread(target=target, name="watchdog", daemon=True) for target in (self._probe, self._watch)]
 
@@ -205,6 +207,10 @@ class Watchdog:
     def look_at(self, lookouts: Nodes) -> None:
         """Looks at these nodes, too, from now on."""
         self._lookouts = lookouts
+
+    def look_after(self, dead_daemons: Callable[[], str]) -> None:
+        """Asks from now on for the daemons of Ray that have died; "" means none."""
+        self._dead_daemons = dead_daemons
 
     def stop(self) -> None:
         """Ends the watch; a thread that a file system holds is left behind."""
@@ -230,6 +236,17 @@ class Watchdog:
             readings = [*read_all(os.getpid(), read_signs(self._folder)), *others]
             # A launcher may have started Ray below the driver: lookouts know names.
             self.look(time.monotonic(), list({reading.key: reading for reading in readings}.values()))
+            self._look_at_ray()
+
+    def _look_at_ray(self) -> None:
+        """Has the run end, as a signal does, once a daemon of Ray has died: actors live on without the head, and can save."""
+        if self._dead_daemons is None or not (dead := self._dead_daemons()):
+            return
+        self._dead_daemons = None
+        if not LISTENER.is_listening:
+            return self._end(dead)
+        self._say(logging.ERROR, f"{dead}: the run ends. Logs of the actors: {self._log_folder}. The same command resumes.")
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def look(self, now: float, readings: Collection[ProcessReading]) -> None:
         """Takes the readings of a moment, and acts on what they say."""
@@ -254,7 +271,7 @@ class Watchdog:
         reason = frozen if finding is None else described(finding, {})
         if silent_s >= self._end_s:
             self._end(f"nothing has finished for {silent_s:.0f} s, longer than any deadline: {reason}")
-        elif self._asked is not None and now - self._asked[0] >= self._notice_s and self._never_ends(finding):
+        elif self._asked is not None and now - self._asked[0] >= self._notice_s and not is_frozen and self._never_ends(finding):
             self._end(f"{self._asked[1]} asked the run to end {now - self._asked[0]:.0f} s ago, and it hangs: {reason}")
 
     def _never_ends(self, finding: Hang | None) -> bool:

@@ -37,10 +37,17 @@ logger = logging.getLogger(__name__)
 Section = TypeVar("Section")
 
 
+_FILE_ENDINGS = tuple(f".{name}" for name in "jsonl json parquet arrow gz zst zip csv tsv txt yaml safetensors gguf bin pt pth".split())
+
+
 def is_hub_id(model: str) -> bool:
-    """Whether `model` can only be an id of the Hub, `organisation/name`. Of the Hub's names none begins or ends with a dot or a dash."""
+    """Whether `model` can only be an id of the Hub, `organisation/name`. Of the Hub's names none begins or ends with a dot or a dash.
+
+    What ends like a file (`data/train.jsonl`) is a path, though a repository could be called so.
+    """
     name = r"(?![.-])[\w.-]+(?<![.-])"
-    return not os.path.exists(model) and re.fullmatch(f"{name}/{name}", model, re.ASCII) is not None
+    is_id = re.fullmatch(f"{name}/{name}", model, re.ASCII) is not None and not model.lower().endswith(_FILE_ENDINGS)
+    return is_id and not os.path.exists(model)
 
 
 def is_prepared(path: str) -> bool:
@@ -150,7 +157,7 @@ def find_missing_weights(config: RunConfig) -> list[str]:
         folder, reason = Path(name), "give a folder that has them"
         if is_hub_id(name):
             folder, reason = cached_folder(name, with_weights=False) or folder, "they are downloaded at the start of the run"
-        if folder in found or not (folder / "config.json").is_file():
+        if folder in found or not os.path.isfile(folder / "config.json"):
             continue
         try:
             missing = [f"no {path.name}" for path in weight_files(folder) if not path.exists()]

@@ -13,6 +13,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from conversion.files.reading import name_inside, read_json
+from mrl.config.model import is_hub_id
 from mrl.config.schema.data import known_dataset
 from mrl.data.records import SUFFIXES
 
@@ -29,19 +30,36 @@ def find_data_files(dataset: DatasetConfig, *, setting: str) -> list[Path]:
     """The files with the rows of a data set, in order. `setting` is its config key, for messages."""
     source = dataset.source
     path = Path(source)
+    try:
+        if os.path.lexists(path):
+            return _local_files(path, dataset, setting)
+    except OSError as error:
+        raise ValueError(f"{setting}.data_path={path} cannot be read: {error.strerror or error}; give one that you may read") from error
+    try:
+        return _files_in(_snapshot(source, dataset, setting, is_local=True), dataset, setting)
+    except (LocalEntryNotFoundError, ValueError):
+        logger.info("Downloading %s: the local Hugging Face cache lacks it, or its split or subset", source)
+    return _files_in(_snapshot(source, dataset, setting, is_local=False), dataset, setting)
+
+
+def _local_files(path: Path, dataset: DatasetConfig, setting: str) -> list[Path]:
     if path.is_file():
         if not path.name.lower().endswith(SUFFIXES):
             raise ValueError(f"{setting}.data_path={path}: a file of an unknown kind; use one of {', '.join(SUFFIXES)}")
         return [path]
     if path.is_dir():
         return _files_in(path, dataset, setting)
-    if path.exists():
-        raise ValueError(f"{setting}.data_path={path}: neither a file nor a folder; give one of them, or an id of the Hugging Face Hub")
+    raise ValueError(f"{setting}.data_path={path}: neither a file nor a folder; give one of them, or an id of the Hugging Face Hub")
+
+
+def is_here(dataset: DatasetConfig, *, setting: str) -> bool:
+    """Whether `find_data_files` finds a data set without a download."""
+    if os.path.exists(dataset.source):
+        return True
     try:
-        return _files_in(_snapshot(source, dataset, setting, is_local=True), dataset, setting)
+        return is_hub_id(dataset.source) and bool(_files_in(_snapshot(dataset.source, dataset, setting, is_local=True), dataset, setting))
     except (LocalEntryNotFoundError, ValueError):
-        logger.info("Downloading %s: the local Hugging Face cache lacks it, or its split or subset", source)
-    return _files_in(_snapshot(source, dataset, setting, is_local=False), dataset, setting)
+        return False
 
 
 def _files_in(folder: Path, dataset: DatasetConfig, setting: str) -> list[Path]:

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 
@@ -111,7 +111,7 @@ def find_few_rows(config: RunConfig) -> list[str]:
     try:
         size = config.rollouts.num_prompts_per_step if config.has_engines else config.policy.train_global_batch_size
         sets = config.data.train_sets
-        if not all(Path(dataset.source).exists() for dataset in sets.values()):
+        if not all(os.path.exists(dataset.source) for dataset in sets.values()):
             return []
         num_rows = sum(_num_kept(key, dataset, size) for key, dataset in sets.items())
         num_steps_of(config, num_rows)

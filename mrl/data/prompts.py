@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from conversion.files.hf_folder import read_config
 from mrl.config.rules.data import NEMO_GYM, environment_names, environment_of_agent
 from mrl.config.schema.data import GYM_PROCESSOR, known_dataset
 from mrl.config.schema.env import NEED_ANSWER
@@ -19,7 +20,7 @@ from mrl.data.fields import Fields, RowError, first_key
 from mrl.data.files import find_data_files
 from mrl.data.gym import agent_of
 from mrl.data.reading import LeftOut, NoEnvironment, Parsed, Reader, Rows, read_split, with_processor
-from mrl.data.rows import GOLD_MARK, answer_keys, parse_row
+from mrl.data.rows import GOLD_MARK, ParsedRow, answer_keys, other_kind, parse_row
 from mrl.data.trial import try_template
 from mrl.types import Prompt, SamplingParams
 
@@ -96,7 +97,7 @@ def load_prompts(config: RunConfig) -> PromptData:
         return Prompt(prompt_id, token_ids, question, answer, rendered.env_name, rendered.row, rendered.teacher)
 
     try_template(tokenizer, config.policy.tokenizer.chat_template_kwargs)
-    train, validation, left_out = read_split(config.data, lambda key, dataset: _reader(key, dataset, config, tokenizer), finish)
+    train, validation, left_out = read_split(config.data, lambda key, dataset: prompt_reader(key, dataset, config, tokenizer), finish)
     begin = tokenizer.bos_token_id
     if begin is not None and tokenizer("x")["input_ids"][:1] == [begin] and begin not in train[0].token_ids[:2]:
         logger.warning(
@@ -110,7 +111,8 @@ def load_prompts(config: RunConfig) -> PromptData:
     return PromptData(train, asked, sampling_params(config.policy, tokenizer), pad_token_id, left_out)
 
 
-def _reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Reader[Rendered]:
+def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> Reader[Rendered]:
+    """How a run reads the prompts of a data set. Without a tokenizer they are not rendered, and may be too long."""
     generation, env_names = config.policy.generation, environment_names(config.env)
     limits = PromptLimits(config.data.max_input_seq_length, generation.vllm_cfg.max_model_len, generation.max_new_tokens)
     chat = load_chat_format(dataset, config.data.default, key, template_kwargs=config.policy.tokenizer.chat_template_kwargs)
@@ -133,6 +135,12 @@ def _reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreT
             raise RowError(f"no teacher: {taught_as} is not in on_policy_distillation.teacher_model_by_agent_name")
         if env_name in NEED_ANSWER:
             _check_answer(row.answer, fields, dataset)
+        text = "" if tokenizer is None else rendered(row, tokenizer)
+        rest = row.rest | ({"tools": row.tools} if row.tools else {})
+        identity = json.dumps([row.messages, row.answer]) if known_dataset(dataset.dataset_name).repeats_rows else None
+        return Parsed(Rendered(text, row.question, row.answer, env_name, json.dumps(rest), teacher), row.row_id, identity)
+
+    def rendered(row: ParsedRow, tokenizer: PreTrainedTokenizerBase) -> str:
         messages = row.messages if dataset.processor == GYM_PROCESSOR else with_prompts(row.messages, chat, around="last")
         text = render(messages, row.tools, tokenizer, chat)
         # Tokenising takes longer than all else; most rows are short enough by their bytes.
@@ -141,11 +149,14 @@ def _reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreT
             num_tokens = len(tokenize([text], tokenizer)[0])
         if (reason := limits.reason_against(num_tokens)) is not None:
             raise RowError(reason)
-        rest = row.rest | ({"tools": row.tools} if row.tools else {})
-        identity = json.dumps([row.messages, row.answer]) if known_dataset(dataset.dataset_name).repeats_rows else None
-        return Parsed(Rendered(text, row.question, row.answer, env_name, json.dumps(rest), teacher), row.row_id, identity)
+        return text
 
-    return Reader(key, dataset.source, find_data_files(dataset, setting=key), with_processor(dataset.processor, parse), dataset.repeat)
+    def hint(fields: Fields) -> str:
+        return other_kind(fields, dataset, reads_pairs=False, reads_gym=True)
+
+    return Reader(
+        key, dataset.source, find_data_files(dataset, setting=key), with_processor(dataset.processor, parse), dataset.repeat, hint
+    )
 
 
 def _check_answer(answer: str, fields: Fields, dataset: DatasetConfig) -> None:
@@ -188,7 +199,7 @@ def end_token_ids(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> s
 
 def _eos_token_ids(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     file = Path(policy.model_name) / "generation_config.json"
-    of_model = _token_ids(json.loads(file.read_text()).get("eos_token_id")) if file.is_file() else []
+    of_model = _token_ids(read_config(file).get("eos_token_id")) if file.is_file() else []
     return {*_token_ids(tokenizer.eos_token_id), *of_model}
 
 

@@ -15,12 +15,13 @@ import tempfile
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 from conversion.files.durable import write_atomic
+from mrl.config.errors import ConfigError
 from mrl.config.own import find
 from mrl.config.schema.data import PROCESSORS
 from mrl.config.texts import safe_text
@@ -75,6 +76,8 @@ class Reader(Generic[Value]):
     files: list[Path]
     parse: Callable[[Fields], Parsed[Value]]
     repeat: int = 1
+    hint: Callable[[Fields], str] = lambda fields: ""
+    """Ends the message about a row that `parse` refuses."""
 
 
 def with_processor(processor: str, parse: Callable[[Fields], Parsed[Value]]) -> Callable[[Fields], Parsed[Value]]:
@@ -211,11 +214,23 @@ def read_split(
     `reader_of(key, data set)` tells how to read a data set; `finish(id, value)` makes an example when someone asks for it. Validation rows
     that are held out of the training rows come first.
     """
-    names, spool = Names(), Spool[Value]()
-    read = [read_rows(reader_of(key, dataset), data, names, spool, finish) for key, dataset in data.train_sets.items()]
+    names, spool, problems = Names(), Spool[Value](), list[str]()
+
+    def read_all(sets: Mapping[str, DatasetConfig]) -> list[tuple[Rows[Example], LeftOut]]:
+        found = []
+        for key, dataset in sets.items():
+            try:
+                found.append(read_rows(reader_of(key, dataset), data, names, spool, finish))
+            except ValueError as error:
+                problems.append(str(error))
+        return found
+
+    read = read_all(data.train_sets)
     if not any(dataset.held_out for dataset in data.train_sets.values()):
         names = Names()  # validation rows are never asked together with training rows
-    validation = [read_rows(reader_of(key, dataset), data, names, spool, finish) for key, dataset in data.validation_sets.items()]
+    validation = read_all(data.validation_sets)
+    if problems:
+        raise ConfigError(problems)
     train, held_out = [], []
     for (all_rows, _), dataset in zip(read, data.train_sets.values(), strict=True):
         rows = all_rows.select(draw(len(all_rows), dataset.max_samples, seed=dataset.seed))
@@ -228,18 +243,36 @@ def read_split(
 def read_rows(
     reader: Reader[Value], data: DataConfig, names: Names, spool: Spool[Value], finish: Callable[[str, Value], Example]
 ) -> tuple[Rows[Example], LeftOut]:
-    """The rows of one data set, and what was left out of it. Fills `names` and `spool`.
+    """The rows of one data set, and what was left out of it. Fills `names` and `spool`."""
+    ids, positions, left_out = sort_out(reader, names, spool)
+    refused, said = complaints(left_out, name := f"{reader.setting}.data_path={reader.source}", data)
+    if refused:
+        raise ConfigError(refused)
+    for line in said:
+        logger.warning("%s", line)
+    if left_out.num_repeated:
+        logger.info("%s: %d of %d rows repeat an earlier one and are left out", name, left_out.num_repeated, left_out.num_rows)
+    if not ids:
+        raise ValueError(f"{name} has no rows" + (" that can be used" if left_out.num_rows else ""))
+    return Rows(lambda row_id, position: finish(row_id, spool.read(position)), ids, positions), left_out
+
+
+def sort_out(
+    reader: Reader[Value], names: Names, spool: Spool[Value], read: Callable[[Path, str], Iterable[Record]] | None = None
+) -> tuple[list[str], array[int], LeftOut]:
+    """Ids and places in `spool` of the rows of a data set that can be used, and the others. `read` gives the rows of a file, or some.
 
     A row without an id of its own is called `<file stem>:<line>`; one that takes another row's name is a bad row.
     """
     ids, positions, left_out, seen, kept = list[str](), array("Q"), LeftOut(reader.setting), set[int](), hashlib.sha256()
     for path in reader.files:
         stem = names.stem_of(path)
-        for record in _with_progress(path, reader.setting):
+        for record in (read or _with_progress)(path, reader.setting):
             left_out.num_rows += 1
-            place = f"{path}:{record.number}"
+            place = f"{path}:{record.number}" if record.number else f"{path}, {record.share:.1%} of it in"
+            fields = Fields()
             try:
-                parsed = reader.parse(json_object(record.line))
+                parsed = reader.parse(fields := json_object(record.line))
                 if parsed.identity is not None:
                     # 8 bytes a row, where the text may be long.
                     text = parsed.identity.encode("utf-8", "surrogatepass")
@@ -255,7 +288,7 @@ def read_rows(
             except NoEnvironment as error:
                 left_out.without_environment[error.asked] += 1
             except RowError as error:
-                left_out.bad.append(BadRow(place, str(error), left_out.lines.add(record.line)))
+                left_out.bad.append(BadRow(place, f"{error}{reader.hint(fields)}", left_out.lines.add(record.line)))
             else:
                 kept.update(record.line)
                 row_id, position = parsed.row_id or f"{stem}:{record.number}", spool.add(parsed.value)
@@ -263,10 +296,7 @@ def read_rows(
                     ids.append(f"{row_id}/{copy}" if copy else row_id)
                     positions.append(position)
     left_out.digest = kept.hexdigest()
-    _refuse_or_report(left_out, reader, data)
-    if not ids:
-        raise ValueError(f"{reader.setting}.data_path={reader.source} has no rows" + (" that can be used" if left_out.num_rows else ""))
-    return Rows(lambda row_id, position: finish(row_id, spool.read(position)), ids, positions), left_out
+    return ids, positions, left_out
 
 
 def hold_out(num_rows: int, size: float, *, seed: int) -> tuple[list[int], list[int]]:
@@ -300,34 +330,41 @@ def _with_progress(path: Path, setting: str) -> Iterator[Record]:
         logger.info("%s: %d rows of %s are read and checked (%.0f%%), about %.0f s left", setting, count, path, 100 * record.share, left_s)
 
 
-def _refuse_or_report(left_out: LeftOut, reader: Reader[Value], data: DataConfig) -> None:
-    name, num_rows, bad = f"{reader.setting}.data_path={reader.source}", left_out.num_rows, left_out.bad
-    if bad and (data.on_bad_row == "refuse" or len(bad) > data.max_bad_row_share * num_rows):
+def complaints(left_out: LeftOut, name: str, data: DataConfig, *, is_whole: bool = True) -> tuple[list[str], list[str]]:
+    """Why a data set is refused, if it is, and what else is to be said of the rows that are left out. `name` is its key and place.
+
+    Without `is_whole`, `left_out` is of some of its rows, and rules about shares of all rows refuse nothing.
+    """
+    num_rows, bad, refused, said = left_out.num_rows, left_out.bad, list[str](), list[str]()
+    rows = "rows" if is_whole else "rows that were looked at"
+    if bad and (data.on_bad_row == "refuse" or (is_whole and len(bad) > data.max_bad_row_share * num_rows)):
         shown = "\n".join(f"  {row.place}: {row.reason}" for row in bad[:MAX_ERRORS])
         more = f"\n  and {len(bad) - MAX_ERRORS} more" if len(bad) > MAX_ERRORS else ""
         way_out = "correct or remove them, or set data.on_bad_row=skip"
         if data.on_bad_row == "skip":
             way_out = f"more than data.max_bad_row_share={data.max_bad_row_share:g} of {num_rows}; correct or remove them, or raise that"
-        raise ValueError(f"{name} has {len(bad)} bad rows; {way_out}:\n{shown}{more}")
+        of = "" if is_whole else f" among {num_rows} {rows}"
+        refused.append(f"{name} has {len(bad)} bad rows{of}; {way_out}:\n{shown}{more}")
+    elif bad:
+        said.append(f"{name}: {len(bad)} of {num_rows} {rows} are bad and left out, the first: {bad[0].place}: {bad[0].reason}")
     if left_out.without_environment:
         counts = ", ".join(f"{asked}: {count} rows" for asked, count in left_out.without_environment.most_common())
         num_lost = left_out.without_environment.total()
-        share = f"{num_lost} of {num_rows} rows ({num_lost / num_rows:.1%})"
-        if not data.drop_rows_without_environment:
-            raise ValueError(
+        share = f"{num_lost} of {num_rows} {rows} ({num_lost / num_rows:.1%})"
+        if data.drop_rows_without_environment:
+            said.append(f"{name}: {share} are left out, for there is no environment for them ({counts})")
+        else:
+            refused.append(
                 f"{name}: {share} ask for environments that are not there ({counts}); "
                 f"name an environment in them, or set data.drop_rows_without_environment=true to train without them"
             )
-        logger.warning("%s: %s are left out, for there is no environment for them (%s)", name, share, counts)
-    if bad:
-        logger.warning("%s: %d of %d rows are bad and left out, the first: %s: %s", name, len(bad), num_rows, bad[0].place, bad[0].reason)
     if left_out.too_long:
         longest = ", ".join(f"{place} ({tokens} tokens)" for place, tokens in list(left_out.too_long.items())[:MAX_SHOWN])
-        if len(left_out.too_long) == num_rows:
-            raise ValueError(f"{name}: every row is too long: {longest}")
-        logger.warning("%s: %d of %d rows are too long and left out: %s", name, len(left_out.too_long), num_rows, longest)
-    if left_out.num_repeated:
-        logger.info("%s: %d of %d rows repeat an earlier one and are left out", name, left_out.num_repeated, num_rows)
+        if len(left_out.too_long) == num_rows and is_whole:
+            refused.append(f"{name}: every row is too long: {longest}")
+        else:
+            said.append(f"{name}: {len(left_out.too_long)} of {num_rows} {rows} are too long and left out: {longest}")
+    return refused, said
 
 
 def write_quarantine(data_sets: Sequence[LeftOut], folder: Path) -> None:

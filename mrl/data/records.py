@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from conversion.files.reading import open_file
-from mrl.data.fields import MAX_LINE_BYTES
+from mrl.data.fields import MAX_LINE_BYTES, Fields
 
 TABLES = (".parquet", ".arrow")
 SUFFIXES = (*TABLES, ".jsonl", ".json", ".jsonl.gz", ".json.gz")
@@ -30,6 +30,16 @@ MAX_SMALL_EXPANSION = 1000
 SMALL_BYTES = 64 << 20
 MAX_BLANK_LINES = 1_000_000
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_OTHER_FORMATS = {
+    b"\x1f\x8b": "packed by gzip: let its name end in .gz",
+    b"(\xb5/\xfd": "packed by zstd: unpack it",
+    b"PK\x03\x04": "a zip archive: unpack it",
+    b"PAR1": "a Parquet file: let its name end in .parquet",
+    b"\xff\xfe": "text in UTF-16: save it as UTF-8",
+    b"\xfe\xff": "text in UTF-16: save it as UTF-8",
+    b"version https://git-lfs": "a pointer of Git LFS: fetch the file itself with `git lfs pull`",
+}
+"""First bytes of files that are not lines of JSON, and what to do with such a file."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +62,13 @@ def records(path: Path) -> Iterator[Record]:
 
                 budget = _Budget(path)
                 for number, (row, share) in enumerate(table_rows(path), 1):
-                    line = json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+                    line = table_record(row)
                     budget.spend(len(line))
                     yield Record(number, line, share)
             elif name.endswith(".gz"):
                 with gzip.open(file, "rb") as unpacked:
                     yield from _lines(path, unpacked, file.tell)
-            elif name.endswith(".json") and file.read(64).lstrip(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
+            elif begins_as_array(path):
                 try:
                     rows = json.loads(path.read_bytes())
                 except (ValueError, RecursionError) as error:
@@ -66,12 +76,30 @@ def records(path: Path) -> Iterator[Record]:
                 for number, row in enumerate(rows, 1):
                     yield Record(number, json.dumps(row).encode("ascii"), number / len(rows))
             else:
+                start = file.read(64)
+                if other := next((text for magic, text in _OTHER_FORMATS.items() if start.startswith(magic)), None):
+                    raise ValueError(f"{path} does not hold lines of JSON, it is {other}")
+                if start.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
+                    raise ValueError(f"{path} begins as a JSON array: let its name end in .json, or write one row a line")
                 file.seek(0)
                 yield from _lines(path, file, file.tell)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} cannot be read: it is cut off or no gzip file ({error}); copy or download it again") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}; give a file of rows that you may read") from error
+
+
+def begins_as_array(path: Path) -> bool:
+    """Whether a `.json` file is one JSON array of rows rather than a row in each line."""
+    if not path.name.lower().endswith(".json"):
+        return False
+    with os.fdopen(open_file(path), "rb") as file:
+        return file.read(64).lstrip(_BYTE_ORDER_MARK).lstrip().startswith(b"[")
+
+
+def table_record(row: Fields) -> bytes:
+    """A row of a table as a line of JSON."""
+    return json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
 
 
 class _Budget:

@@ -134,6 +134,18 @@ def _parse_pair_format(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
     return ParsedPair(shared, chosen[num_shared:], rejected[num_shared:])
 
 
+def other_kind(fields: Fields, dataset: DatasetConfig, *, reads_pairs: bool, reads_gym: bool) -> str:
+    """What a row seems to be that the algorithm does not read, as the end of a message; "" if its keys do not tell."""
+    is_pair = {dataset.chosen_key, dataset.rejected_key} <= fields.keys() or bool({"overall_preference", "completions"} & fields.keys())
+    if is_pair and not reads_pairs:
+        return "; it looks like a pair of replies, which algorithm=dpo and algorithm=rm read"
+    if REQUEST in fields and not reads_gym:
+        return "; it looks like a row of NeMo Gym, which algorithm=grpo reads"
+    if reads_pairs and not is_pair and {dataset.chat_key, "completion", *answer_keys(dataset)} & fields.keys():
+        return "; it looks like a conversation with one reply, which algorithm=sft reads"
+    return ""
+
+
 def answer_keys(dataset: DatasetConfig) -> tuple[str, ...]:
     """Keys of the answer: a row has it under the first of these that is there."""
     return ANSWER_KEYS if dataset.output_key is None else (dataset.output_key,)

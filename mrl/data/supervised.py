@@ -15,7 +15,7 @@ from mrl.data.fields import Fields, RowError, optional_text
 from mrl.data.files import find_data_files
 from mrl.data.reading import LeftOut, Parsed, Reader, Rows, TooLong, read_split, with_processor
 from mrl.data.rendering import Conversation, fit, write
-from mrl.data.rows import parse_pair, parse_row
+from mrl.data.rows import other_kind, parse_pair, parse_row
 from mrl.data.trial import try_template
 
 if TYPE_CHECKING:
@@ -75,12 +75,13 @@ def load_examples(config: RunConfig) -> SupervisedData:
         return dataclasses.replace(example, example_id=example_id)
 
     try_template(tokenizer, config.policy.tokenizer.chat_template_kwargs)
-    train, validation, left_out = read_split(config.data, lambda key, dataset: _reader(key, dataset, config, tokenizer), finish)
+    train, validation, left_out = read_split(config.data, lambda key, dataset: example_reader(key, dataset, config, tokenizer), finish)
     pad_token_id = tokenizer.pad_token_id
     return SupervisedData(train, validation, pad_token_id if isinstance(pad_token_id, int) else 0, left_out)
 
 
-def _reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Reader[Example]:
+def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> Reader[Example]:
+    """How a run reads the examples of a data set. Without a tokenizer they have no tokens, and may be too long."""
     data, template_kwargs = config.data, config.policy.tokenizer.chat_template_kwargs
     chat = load_chat_format(dataset, data.default, key, template_kwargs=template_kwargs)
     how = ConversationFormat(
@@ -100,6 +101,10 @@ def _reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreT
         else:
             row = parse_row(fields, dataset)
             conversations = [Conversation([*row.messages, *([] if row.reply is None else [row.reply])], row.tools)]
+        for conversation in conversations:
+            answers_of(conversation)
+        if tokenizer is None:
+            return Parsed(Example("", ()), optional_text(fields, "id"))
         sequences = []
         for conversation in conversations:
             prompted = dataclasses.replace(conversation, messages=with_prompts(conversation.messages, chat, around="first"))
@@ -109,7 +114,20 @@ def _reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreT
             raise TooLong(longest)
         return Parsed(Example("", tuple(sequences)), optional_text(fields, "id"))
 
-    return Reader(key, dataset.source, find_data_files(dataset, setting=key), with_processor(dataset.processor, parse), dataset.repeat)
+    def hint(fields: Fields) -> str:
+        return other_kind(fields, dataset, reads_pairs=config.learns_pairs, reads_gym=False)
+
+    return Reader(
+        key, dataset.source, find_data_files(dataset, setting=key), with_processor(dataset.processor, parse), dataset.repeat, hint
+    )
+
+
+def answers_of(conversation: Conversation) -> list[int]:
+    """The indices of the assistant's messages. RowError: there are none."""
+    answers = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    if not answers:
+        raise RowError("no message has the role assistant, so there is nothing to learn")
+    return answers
 
 
 def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how: ConversationFormat) -> TokenSequence:
@@ -118,11 +136,7 @@ def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how
     A message consists of the difference between the chat template's text up to its end and the text before it. A RowError says that there
     is nothing to learn, or that the template cannot render the conversation.
     """
-    messages = conversation.messages
-    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers:
-        raise RowError("no message has the role assistant, so there is nothing to learn")
-
+    messages, answers = conversation.messages, answers_of(conversation)
     shown, text = fit(conversation, tokenizer, how.template_kwargs, add_generation_prompt=False)
 
     def render(count: int, *, add_generation_prompt: bool = False) -> str:

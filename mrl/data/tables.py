@@ -6,7 +6,7 @@ from __future__ import annotations
 import glob
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import datasets
@@ -43,12 +43,56 @@ def table_rows(path: Path) -> Iterator[tuple[Fields, float]]:
         with tempfile.TemporaryDirectory() as cache:
             rows = datasets.load_dataset(kind, data_files=files, split="train", streaming=True, cache_dir=cache, **settings)
             for batch in rows.with_format("arrow").iter(BATCH_ROWS):
-                json_columns = [field for field in batch.schema if "arrow.json" in str(field.type)]
-                for row in batch.to_pylist():
+                for row in _rows_of(batch):
                     number += 1
-                    yield row | {field.name: _parsed(row[field.name], field.type) for field in json_columns}, number / num_rows
+                    yield row, number / num_rows
     except (pyarrow.ArrowException, DatasetsError, NotImplementedError, ValueError) as error:
         raise ValueError(f"{path} is not readable as a table ({error}); correct or replace the file") from error
+
+
+def chosen_rows(path: Path, choose: Callable[[int], Sequence[int]]) -> Iterator[tuple[int, Fields]]:
+    """Some rows of a `.parquet` or `.arrow` file, each with its number from 1: `choose` gives rising indices for the number of all rows.
+
+    Unpacks no row group that holds none of them.
+    """
+    is_parquet = path.suffix.lower() == ".parquet"
+    try:
+        chosen, first = choose(_check_parquet(path) if is_parquet else _check_arrow(path)), 0
+        for size, batches in _groups(path) if is_parquet else _batches(path):
+            inside, end = [index for index in chosen if first <= index < first + size], first + size
+            for batch in batches if inside else ():
+                for index in (index for index in inside if first <= index < first + batch.num_rows):
+                    yield index + 1, next(_rows_of(batch.slice(index - first, 1)))
+                first += batch.num_rows
+            first = end
+    except (pyarrow.ArrowException, NotImplementedError, ValueError) as error:
+        raise ValueError(f"{path} is not readable as a table ({error}); correct or replace the file") from error
+
+
+def _groups(path: Path) -> Iterator[tuple[int, Iterable[pyarrow.RecordBatch]]]:
+    """The row groups of a Parquet file: number of rows, and batches of them, which are unpacked when someone asks."""
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for group in range(file.metadata.num_row_groups):
+            yield file.metadata.row_group(group).num_rows, file.iter_batches(row_groups=[group])
+
+
+def _batches(path: Path) -> Iterator[tuple[int, Iterable[pyarrow.RecordBatch]]]:
+    with pyarrow.memory_map(str(path)) as source:
+        yield from ((batch.num_rows, [batch]) for batch in _arrow_batches(source))
+
+
+def _arrow_batches(source: pyarrow.NativeFile) -> Iterable[pyarrow.RecordBatch]:
+    # save_to_disk writes the stream format; others give the suffix to the file format.
+    is_file = source.read(6) == b"ARROW1"
+    source.seek(0)
+    reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
+    return map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+
+
+def _rows_of(batch: pyarrow.RecordBatch | pyarrow.Table) -> Iterator[Fields]:
+    json_columns = [field for field in batch.schema if "arrow.json" in str(field.type)]
+    for row in batch.to_pylist():
+        yield row | {field.name: _parsed(row[field.name], field.type) for field in json_columns}
 
 
 def _parsed(value: object, kind: pyarrow.DataType) -> object:
@@ -80,11 +124,7 @@ def _check_arrow(path: Path) -> int:
     """Number of rows; refuses a batch that repeats long texts, for `datasets` writes out all texts of a batch at once."""
     num_rows = 0
     with pyarrow.memory_map(str(path)) as source:
-        # save_to_disk writes the stream format; others give the suffix to the file format.
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(0)
-        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
-        for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
+        for batch in _arrow_batches(source):
             num_rows += batch.num_rows
             for field, column in zip(batch.schema, batch.columns, strict=True):
                 if isinstance(column, pyarrow.DictionaryArray) and column.type.value_type in (pyarrow.string(), pyarrow.large_string()):

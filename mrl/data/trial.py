@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trial of a chat template, which comes with a model's folder and is a program: it may never end, or fill the memory."""
+"""Trials in a child, of chat templates, which are programs of a model's folder, and of rows: they may never end, or fill the memory."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import signal
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from mrl.config.errors import Unchecked
-from mrl.data.chat import load_tokenizer, use_chat_template
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mrl.config.schema.run import RunConfig
+T = TypeVar("T")
 
 # Of the processor, so that a busy host changes nothing; templates take milliseconds.
 CPU_S = 5
@@ -33,23 +32,8 @@ _ANSWER = {"role": "assistant", "content": "42"}
 CONVERSATIONS = ([_USER], [{"role": "system", "content": "Be brief."}, _USER], [_USER, _ANSWER, _USER], [_USER, _ANSWER])
 
 
-def find_bad_template(config: RunConfig) -> list[str]:
-    """Says that the chat template of a run, if its tokenizer is on this host, cannot be used, or could not be tried."""
-    folder = Path(config.policy.tokenizer.name)
-    if not (folder / "tokenizer.json").is_file():
-        return []
-    try:
-        tokenizer = load_tokenizer(str(folder))
-    except Exception as error:  # the tokenizers library raises what it likes
-        return [
-            Unchecked(f"policy.tokenizer.name={folder}: its chat template; the tokenizer cannot be read: {type(error).__name__}: {error}")
-        ]
-    try:
-        use_chat_template(tokenizer, config.policy.tokenizer)
-        try_template(tokenizer, config.policy.tokenizer.chat_template_kwargs)
-    except ValueError as error:
-        return [str(error)]
-    return []
+class Overrun(Exception):
+    """A trial takes more processor time or memory than it may."""
 
 
 def try_template(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, object] | None) -> None:
@@ -57,18 +41,41 @@ def try_template(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[st
 
     What the template refuses is told with the rows that it refuses.
     """
-    if (child := os.fork()) == 0:
-        code = 1
-        try:
-            _render_within_limits(tokenizer, dict(template_kwargs or {}))
-            code = 0
-        finally:
-            os._exit(code)
-    if _status(child) != 0:
+    try:
+        within_limits(lambda: _render(tokenizer, dict(template_kwargs or {})), cpu_s=CPU_S)
+    except Overrun as error:
         raise ValueError(
             f"policy.tokenizer.name={tokenizer.name_or_path}: its chat template takes more than {CPU_S} s or {MEMORY_BYTES >> 30} GiB to "
             f"write a conversation of a few words; correct it, or name another one by policy.tokenizer.chat_template"
-        )
+        ) from error
+
+
+def within_limits(function: Callable[[], T], *, cpu_s: int) -> T:
+    """What a function returns, or raises, in a child that may take so many seconds of a processor. Overrun: it takes more, or too much
+    memory."""
+    with tempfile.TemporaryFile() as file:
+        if (child := os.fork()) == 0:
+            code = 1
+            try:
+                _limit(cpu_s)
+                try:
+                    answer: tuple[T | None, Exception | None] = function(), None
+                except MemoryError:
+                    raise
+                except Exception as error:
+                    answer = None, error
+                pickle.dump(answer, file)
+                file.flush()
+                code = 0
+            finally:
+                os._exit(code)
+        if _status(child) != 0:
+            raise Overrun
+        file.seek(0)
+        value, error = pickle.load(file)
+    if error is not None:
+        raise error
+    return value
 
 
 def _status(child: int) -> int:
@@ -82,12 +89,15 @@ def _status(child: int) -> int:
         time.sleep(POLL_S)
 
 
-def _render_within_limits(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]) -> None:
+def _limit(cpu_s: int) -> None:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, CPU_S), (resource.RLIMIT_AS, size + MEMORY_BYTES)):
+    for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu_s), (resource.RLIMIT_AS, size + MEMORY_BYTES)):
         _, most = resource.getrlimit(limit)
         bound = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(limit, (bound, bound))
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]) -> None:
     for conversation in CONVERSATIONS:
         try:
             tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True, **template_kwargs)

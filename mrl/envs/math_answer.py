@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares an answer with the expected one by their forms: lists, intervals, equations, matrices, units and words around expressions."""
+"""Reads answers by their forms: lists, intervals, equations, matrices, units and words around expressions. `math_same` compares them."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import pairwise
 from typing import Any
 
 from mrl.envs.math_form import CLOSING, GREEK, OPENING, Expression
-from mrl.envs.math_sums import Monomial, Sum, Unreadable, atom, content, evaluate, negative, order, rational, scaled
+from mrl.envs.math_sums import Monomial, Sum, Unreadable, atom, content, negative, rational, scaled
 from mrl.envs.math_tokens import PERCENT, UNITS, Token, plain, tokens_of
 
 Value = tuple[Any, ...]
@@ -33,21 +30,30 @@ RELATIONS = {sign: sign for sign in "=<>"} | {
 }
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 SEPARATORS = (",", ";")
-BEFORE_NUMBERS = frozenset("usd eur rs is the answer final equals about approximately exactly total therefore so".split())
+NUMBERS = ("Z", "N", "R", "Q")
+OF_SEGMENTS = ("|", "{", "}", "frac", "/", ":", "overline", "angle", "cdot")
+BEFORE_NUMBERS = frozenset(
+    "usd eur rs is the answer final equals about approximately exactly total therefore so year number sum value length area".split()
+)
 MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-COMPUTING = frozenset("squared cubed factorial times plus minus less more fewer mod modulo divided over half".split())
+COMPUTING = frozenset(
+    "factorial times plus less more fewer mod modulo divided over half halves third thirds fourth fourths quarter quarters "
+    "fifth fifths sixth sixths eighth eighths tenth tenths hundredth hundredths".split()
+)
+CHANGING = COMPUTING | frozenset(
+    "squared cubed not no never least most than between without except under above below twice thrice double twenty thirty forty fifty "
+    "sixty seventy eighty ninety hundred thousand million square squares cube cubes root roots reciprocal inverse opposite product "
+    "difference quotient remainder multiple multiples factor factors divisor divisors power logarithm sine cosine tangent".split()
+)
+REALS = frozenset(("all real numbers", "all reals", "real numbers"))
+NONE = frozenset(("no solution", "no solutions", "no real solution", "no real solutions", "none", "empty set"))
+UNIT_POWERS = {"2": "2", "square": "2", "squared": "2", "sq": "2", "3": "3", "cubic": "3", "cubed": "3"}
 ARTICLES = frozenset(("a", "an", "the", "on", "in", "at", "it", "is"))
-CHOICE = re.compile(r"\(?([A-Z])\)?[.:]?")
-CHOSEN = re.compile(r"\(?([A-Z])(?:\)?$|\)[.:]?|[.:])")
 INDEX = re.compile(r"(?:_(?:\w|\{\w+\}))?")
-LETTER = re.compile(r"(?<![A-Za-z])[A-Z](?![A-Za-z])")
 INFINITY = atom(("symbol", "infty"))
 MAX_ITEMS, MAX_CHARACTERS = 1_000, 20_000
 # What an expression without a value raises.
 FAULTS = (ValueError, ZeroDivisionError, OverflowError, RecursionError)
-# Of decimals that stand for other numbers, as 0.333333; math-verify rounds to six places.
-PLACES, DECIMAL_TOLERANCE, RELATIVE_TOLERANCE = 6, 5.1e-7, 1e-5
-EXACT_TOLERANCE = 1e-12
 
 
 @dataclass
@@ -63,6 +69,8 @@ class Reading:
     symbols: set[str] = field(default_factory=set)
     compounds: set[object] = field(default_factory=set)
     units: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    """Words in front of numbers: `July` of `July 4`."""
     takes_units: bool = False
     is_percent: bool = False
     name: str = ""
@@ -88,7 +96,7 @@ class Reading:
 
 def read(text: str, *, takes_units: bool = False) -> Reading:
     """The reading of an answer; with `takes_units`, `5m` is 5 meters and no product."""
-    text = plain(text[:MAX_CHARACTERS])
+    is_money, text = "\\$" in text, plain(text[:MAX_CHARACTERS])
     reading = Reading("".join(text.replace('"', "").split()).rstrip("."), takes_units=takes_units)
     try:
         tokens = [*tokens_of(text)]
@@ -98,10 +106,24 @@ def read(text: str, *, takes_units: bool = False) -> Reading:
             del tokens[0]
         if [token.text for token in tokens[:3:2]] == ["(", ")"] and len(tokens) > 3 and tokens[1].text in "ABCDEF":
             tokens = tokens[3:]
-        reading.values = _items(tokens, reading)
+        reading.values = _items(_without_parameter(tokens), reading)
+        if not reading.units:
+            reading.units = ["dollar"] * is_money + ["degree"] * any(token.text == "circ" for token in tokens)
     except FAULTS:
         reading.values = []
     return reading
+
+
+def _without_parameter(tokens: list[Token]) -> list[Token]:
+    """The tokens without what an integer runs over, which is called k: `n\\pi (n \\in Z)`, `n\\pi` for any integer n."""
+    for at, (letter, sign, *others) in enumerate(zip(tokens, tokens[1:], [*tokens[2:], Token("sign", "")], strict=False)):
+        runs_over = sign.text == "in" and others[0].text in ("Z", "N") and all(token.text == ")" for token in tokens[at + 3 :])
+        if letter.kind == "letter" and runs_over or letter.text in ("integer", "integers") and at == len(tokens) - 2:
+            name, start = (letter if runs_over else sign).text, at
+            while start and (tokens[start - 1].kind == "word" or tokens[start - 1].text in (",", "(")):
+                start -= 1
+            return [Token("letter", "k") if token.text == name else token for token in tokens[:start]] or tokens
+    return tokens
 
 
 def split(tokens: Sequence[Token], texts: Iterable[str]) -> list[list[Token]]:
@@ -120,8 +142,11 @@ def split(tokens: Sequence[Token], texts: Iterable[str]) -> list[list[Token]]:
 
 def _items(tokens: Sequence[Token], reading: Reading) -> list[Value]:
     parts = [part for part in split(tokens, (*SEPARATORS, "and", "or")) if part]
-    # What a variable runs over is no value.
-    values = [part for part in parts if not (len(part) == 3 and part[1].text == "in" and part[2].text in ("Z", "N", "R", "Q"))]
+    # What a variable runs over, or is not, is no value.
+    values = [part for part in parts if not (len(part) == 3 and part[1].text == "in" and part[2].text in NUMBERS)]
+    values = values or [part[2:] for part in parts]  # x in R
+    if any(not any(token.name == "ne" for token in part) for part in values):
+        values = [part for part in values if not any(token.name == "ne" for token in part)]
     if not values or len(values) > MAX_ITEMS:
         raise Unreadable("nothing")
     items: list[tuple[str, list[Value]]] = []
@@ -136,9 +161,9 @@ def _items(tokens: Sequence[Token], reading: Reading) -> list[Value]:
     firsts = tuple(found[0] for _, found in items)
     if all(names) and len(set(names)) == len(names):
         reading.name = ""
-        return [("named", tuple(sorted(zip(names, firsts, strict=True), key=order)))]
+        return [("named", tuple(zip(names, firsts, strict=True)))]
     reading.name = names[0] if len(set(names)) == 1 else ""
-    if any(token.text == "or" for token in tokens) and all(value[0] == "seq" for value in firsts) and reading.name:
+    if any(sign.name in RELATIONS for sign in tokens) and reading.name and all(value[0] == "seq" for value in firsts):
         return [("union", frozenset(firsts))]
     return [("list", firsts)]
 
@@ -151,6 +176,8 @@ def _signs(tokens: Sequence[Token]) -> list[list[Token]]:
 
 
 def _relation(tokens: Sequence[Token], reading: Reading) -> list[Value]:
+    while len(tokens) > 1 and tokens[0].kind == "word" and tokens[0].text.lower() in ("all", "for", "every", "where"):
+        tokens = tokens[1:]
     sides = split(tokens, RELATIONS)
     signs = [RELATIONS[token.name] for token in _outside(tokens) if token.name in RELATIONS]
     if not signs:
@@ -191,6 +218,9 @@ def _equation(sides: list[list[Token]], signs: list[str], reading: Reading) -> l
     if named[-1] and not named[0]:
         sides, named = sides[::-1], named[::-1]
     reading.name = named[0]
+    if len(sides) > 2 and all(named[:-1]) and len(set(named)) == len(sides) and not named[-1]:  # a = b = 1
+        value = _side(sides[-1], reading)
+        return [("named", tuple((name, value) for name in named[:-1])), value]
     if len(sides[0]) == 1 and sides[0][0].kind == "number" and len(sides[-1]) > 1:
         sides = sides[::-1]  # 42 = 6 * 7
     value = _side(sides[-1], reading)
@@ -222,7 +252,11 @@ def _is_opaque(tokens: Sequence[Token]) -> bool:
     """True if a side names something: `f(x)`, `P(A)`, `AB`, a word."""
     name, *others = tokens
     is_call = name.kind == "letter" and others[:1] != [] and others[0].text == "(" and others[-1].text == ")"
-    is_segment = len(tokens) > 1 and all(token.kind == "letter" and token.text.isupper() for token in tokens)
+    letters = [token for token in tokens if token.kind == "letter"]
+    is_ratio = any(token.text == "frac" for token in tokens)
+    is_segment = len(letters) > 1 and all(
+        token.text.isupper() or is_ratio if token.kind == "letter" else token.text in OF_SEGMENTS for token in tokens
+    )
     return is_call or is_segment or any(token.kind == "word" for token in tokens)
 
 
@@ -258,8 +292,7 @@ def _inequality(sides: list[list[Token]], signs: list[str], reading: Reading) ->
     bound = _sum(sides[1], reading)
     if reading.name and not Expression(sides[1]).symbols:
         if sign == "!=":
-            below, above = ((negative(INFINITY), bound), (bound, INFINITY))
-            return "union", frozenset(_interval(*ends, is_closed=(False, False)) for ends in (below, above))
+            return _all_but(bound)
         if sign[0] == "<":
             return _interval(negative(INFINITY), bound, is_closed=(False, "=" in sign))
         return _interval(bound, INFINITY, is_closed=("=" in sign, False))
@@ -268,6 +301,14 @@ def _inequality(sides: list[list[Token]], signs: list[str], reading: Reading) ->
         raise Unreadable("a relation of equal sides")
     shared = content(difference)
     return "relation", sign if shared > 0 else FLIPPED[sign], scaled(difference, 1 / shared)
+
+
+def _open(low: Sum, high: Sum) -> Value:
+    return _interval(low, high, is_closed=(False, False))
+
+
+def _all_but(number: Sum) -> Value:
+    return "union", frozenset((_open(negative(INFINITY), number), _open(number, INFINITY)))
 
 
 def _interval(low: Sum, high: Sum, *, is_closed: tuple[bool, bool]) -> Value:
@@ -284,14 +325,23 @@ def _sum(tokens: Sequence[Token], reading: Reading) -> Sum:
 def _side(tokens: Sequence[Token], reading: Reading) -> Value:
     """One side of a relation, or one element of a list: brackets, a matrix, words, or an expression with a unit."""
     tokens = list(tokens)
+    if len(tokens) > 3 and tokens[0].kind == "letter" and tokens[0].text.isupper() and len(split(_bracketed(tokens[1:]) or (), (",",))) > 1:
+        del tokens[0]  # P(1, 2)
     if tokens and all(token.kind == "word" or (token.kind == "letter" and len(tokens) > 1 and i) for i, token in enumerate(tokens)):
-        return "word", words(" ".join(token.text for token in tokens))
+        text = words(" ".join(token.text for token in tokens))
+        named = "emptyset" if text in NONE else "R" if text in REALS else None
+        return ("word", text) if named is None else ("sum", atom(("symbol", named)))
+    if [token.text for token in tokens[:2]] == ["R", "setminus"] and (inner := _bracketed(tokens[2:])):
+        return _all_but(_sum(inner, reading))
     unions = split(tokens, ("cup",))
     if len(unions) > 1:
         return "union", frozenset(_side(part, reading) for part in unions)
     if (inner := _bracketed(tokens)) is not None:
         opened, closed = tokens[0].text, tokens[-1].text
         parts = split(inner, SEPARATORS)
+        conditions = split(inner, ("|", ":"))
+        if opened == "\\{" and len(conditions) == 2 and _symbol(conditions[0][:1]):
+            return _relation(conditions[1], reading)[0]
         if opened == "\\{":
             return "set", frozenset(_side(part, reading) for part in parts)
         if len(parts) > 1:
@@ -301,7 +351,10 @@ def _side(tokens: Sequence[Token], reading: Reading) -> Value:
             return _side(inner, reading)
     if any(token.text.startswith("begin{") for token in tokens):
         return _matrix(tokens, reading)
-    if len(ratio := split(tokens, (":",))) > 1:
+    ratio = split(tokens, (":",))
+    if len(ratio) > 1 and all(token.kind == "word" and token.text.lower() not in CHANGING for token in ratio[0]):  # Total: 5
+        return _side(tokens[len(ratio[0]) + 1 :], reading)
+    if len(ratio) > 1:
         return "seq", ":", ":", tuple(_side(part, reading) for part in ratio)
     tokens, factor = _without_words(tokens, reading)
     value = reading.expression(tokens)
@@ -343,23 +396,27 @@ def _matrix(tokens: Sequence[Token], reading: Reading) -> Value:
 
 def _without_words(tokens: list[Token], reading: Reading) -> tuple[list[Token], int]:
     """The expression without the words before and behind it: units, currencies, percent."""
-    while tokens and tokens[0].kind == "word" and tokens[0].text.lower() in BEFORE_NUMBERS and len(tokens) > 1:
-        del tokens[0]
+    first = next((index for index, token in enumerate(tokens) if token.kind != "word"), 0)
+    named = [token.text.lower() for token in tokens[:first] if token.text.lower() not in BEFORE_NUMBERS]
+    if CHANGING.isdisjoint(named):
+        tokens = tokens[first:]
+        reading.words += named
     if reading.takes_units and len(tokens) > 1 and tokens[-1].kind == "letter" and not any(token.text in "=+" for token in tokens):
         after = next((index for index, token in enumerate(tokens) if token.kind == "letter"), 0)
         if after and all(token.text in UNITS or token.text == "/" for token in tokens[after:]):
             tokens = tokens[:after] + [Token("word", token.text) if token.kind == "letter" else token for token in tokens[after:]]
     end = next((index for index, token in enumerate(tokens) if token.kind == "word" or token.text == "%"), len(tokens))
     tail, factor = tokens[end:], 1
-    for before, token in pairwise([Token("sign", ""), *tail]):
-        is_power = token.kind == "number" and before.text in ("^", "{", "-")
+    for earlier, before, token in zip([Token("sign", "")] * 2 + tail, [Token("sign", "")] + tail, tail, strict=False):
+        is_power = token.kind == "number" and (earlier if before.text == "-" else before).text in ("^", "{")
         if not (token.kind == "word" or is_power or token.text in ("^", "{", "}", "/", "-", "cdot", "%", "(", ")", ".")):
             raise Unreadable("words in an expression")
-        if token.text.lower() in COMPUTING:
+        if token.text.lower() in COMPUTING or (token.text in ("squared", "cubed") and before.text not in UNITS):
             raise Unreadable("words that compute")
         reading.is_percent |= token.text == "%" or token.text in PERCENT
         factor *= MULTIPLES.get(token.text, 1)
-    reading.units += [UNITS[token.text] for token in tail if token.text in UNITS]
+    of_units = [part for token in tail if token.kind in ("word", "number") for part in token.text.split("/")]
+    reading.units += [unit for name in of_units for unit in UNIT_POWERS.get(name, UNITS.get(name, "")).split()]
     if tail and end > 1 and tokens[end - 1].text == "cdot":
         end -= 1
     if not end:
@@ -372,118 +429,4 @@ def words(text: str) -> str:
     return " ".join(word for word in re.findall(r"[^\W_]+", text.lower()) if word not in ARTICLES)
 
 
-def agrees(answer: Reading, expected: Reading) -> bool | None:
-    """True if the answer says what the expected one says, and leaves no more to compute; None if the expected one cannot be read."""
-    if answer.is_contradiction:
-        return False
-    if answer.text == expected.text or re.sub("_.*", "", expected.text) == answer.text and re.fullmatch(r"\d+_(\{?\d+\}?)", expected.text):
-        return True
-    if (choice := CHOICE.fullmatch(expected.text)) is not None:
-        chosen = CHOSEN.match(answer.text)
-        if chosen is not None and chosen[1] == choice[1] and not LETTER.search(answer.text, chosen.end()):
-            return True
-    if not expected.values or expected.is_word:
-        said = answer.values[0][1] if answer.is_word else words(answer.text)
-        return None if not expected.values else said == expected.values[0][1]
-    if not answer.values or (answer.is_percent and not expected.is_percent):
-        return False
-    if answer.units and expected.units and answer.units != expected.units:
-        return False
-    if answer.name and expected.name and answer.name != expected.name and len(answer.name) == len(expected.name) == 1:
-        return False
-    if answer.left - expected.left or (expected.symbols and "expand" in expected.left - answer.left):
-        return False
-    # Of an equation that is no definition both sides count.
-    wanted = expected.values[-1:] if expected.values[-1][0] == "relation" and not expected.name else expected.values
-    if any(_same(mine, theirs) for mine in _candidates(answer, expected) for theirs in wanted):
-        return True
-    if answer.functions or not answer.compounds <= expected.compounds:
-        return False
-    return any(_equal(mine, theirs, answer, expected) for mine in _candidates(answer, expected) for theirs in wanted)
-
-
-def _equal(mine: Value, theirs: Value, answer: Reading, expected: Reading) -> bool:
-    """True if two values without variables are the same numbers; decimals have six places, and five digits of small numbers."""
-    if mine[0] != theirs[0] or mine[0] not in ("sum", "seq", "list", "matrix"):
-        return False
-    if mine[0] != "sum":
-        ours, others = (tuple(_numbers(value)) for value in (mine, theirs))
-        is_alike = mine[1:-1] == theirs[1:-1] and _shape(mine) == _shape(theirs)
-        return is_alike and all(_equal(one, other, answer, expected) for one, other in zip(ours, others, strict=True))
-    try:
-        found, right = (evaluate(value[1]) for value in (mine, theirs))
-        difference, size = abs(complex(found - right)), abs(complex(right))
-    except FAULTS:
-        return False
-    if isinstance(found, Fraction) and isinstance(right, Fraction):
-        if "." not in answer.text or (right * 10**PLACES).denominator == 1:
-            return found == right
-    if "." in answer.text or "." in expected.text:
-        return difference <= min(PLACES, DECIMAL_TOLERANCE, RELATIVE_TOLERANCE * size)
-    return difference <= EXACT_TOLERANCE * size
-
-
-def magnitudes(values: Iterable[Value]) -> Iterable[float]:
-    """Absolute values of the numbers in values, as far as they are numbers."""
-    for value in values:
-        if value[0] == "sum":
-            with suppress(*FAULTS):
-                yield abs(complex(evaluate(value[1])))
-        elif value[0] in ("seq", "list", "matrix"):
-            yield from magnitudes(_numbers(value))
-
-
-def _shape(value: Value) -> list[int]:
-    return [len(member) if isinstance(member[0], tuple) else 0 for member in value[-1]]
-
-
-def _numbers(value: Value) -> Iterable[Value]:
-    members = value[-1]
-    for member in members if isinstance(members, tuple) else ():
-        if isinstance(member, tuple) and isinstance(member[0], tuple):
-            yield from member
-        else:
-            yield member
-
-
-def _candidates(answer: Reading, expected: Reading) -> list[Value]:
-    values = list(answer.values)
-    if expected.values[-1][0] != "relation" or expected.name:
-        # The left side of an equation counts only where an equation is expected, and not one that is solved.
-        values = [value for value in values if value[0] != "relation" or value[1] != "="]
-    if expected.is_percent and not answer.is_percent and values[0][0] == "sum":
-        values.append(("sum", scaled(values[0][1], Fraction(100))))
-    return values
-
-
-def _same(mine: Value, theirs: Value) -> bool:
-    """True if two values say the same; brackets may be missing, and what is in no order may be in any."""
-    mine, theirs = _unwrapped(mine), _unwrapped(theirs)
-    if mine == theirs:
-        return True
-    match theirs, mine:
-        case ("list", members), ("list", others):
-            return Counter(map(order, members)) == Counter(map(order, others))
-        case ("set", members), ("list", others):
-            return members == frozenset(others)
-        case ("list", members), ("set", others):
-            return frozenset(members) == others
-        case ("list", members), ("named", pairs) if len({str(name).partition("_")[0] for name, _ in pairs}) == 1:
-            return Counter(map(order, members)) == Counter(order(value) for _, value in pairs)
-        case (("list", members), ("seq", "(", ")", others)) | (("seq", "(", ")", members), ("list", others)):
-            return members == others
-        case ("seq", "(", ")", members), ("matrix", rows):
-            return members == tuple(row[0] for row in rows if len(row) == 1) or (len(rows) == 1 and members == rows[0])
-        case ("matrix", rows), ("seq", "(", ")", others):
-            return others == tuple(row[0] for row in rows if len(row) == 1)
-        case ("seq", "(", ")", members), ("named", pairs):
-            return members == tuple(value for _, value in pairs)
-        case ("named", pairs), (("seq", "(", ")", others) | ("list", others)):
-            return others == tuple(value for _, value in pairs)
-    return False
-
-
-def _unwrapped(value: Value) -> Value:
-    if value[0] == "set" and len(value[1]) == 1:
-        return next(iter(value[1]))
-    return value
+REAL_LINE: Value = _open(negative(INFINITY), INFINITY)

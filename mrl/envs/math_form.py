@@ -299,7 +299,7 @@ class Expression:
         if radicand is None:
             if len(value) == 1:
                 ((monomial, coefficient),) = value
-                if any(power % degree == 0 for _, power in monomial):
+                if any(power % degree == 0 or (isinstance(key, tuple) and key[0] == "root") for key, power in monomial):
                     self.left.add("root")
                 powers = frozenset((key, power / degree) for key, power in monomial)
                 outside = frozenset({(powers, Fraction(1))})
@@ -337,7 +337,7 @@ class Expression:
         token = self.tokens[self.at]
         self.at += 1
         if token.kind == "number":
-            if self.take("overline"):
+            if self.take("overline", "bar"):
                 return self.repeating(token.text)
             if self.take("_"):
                 return atom(("digits", token.text, self.argument()))
@@ -353,7 +353,7 @@ class Expression:
         if token.text == "|":
             value = self.sum()
             self.need("|")
-            return self.function("abs", (value,))
+            return self.function("abs", (negative(value) if value and content(value) < 0 else value,))
         raise Unreadable(f"{token.text!r} begins nothing")
 
     def repeating(self, digits: str) -> Sum:

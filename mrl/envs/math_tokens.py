@@ -44,21 +44,36 @@ _CHARACTERS = str.maketrans(
 _VULGAR = re.compile("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
 
 _STYLE = re.compile(
-    r"\\(?:text(?:bf|it|rm|normal|sf)?|math(?:rm|bf|it|sf|bb|cal|normal)|mbox|hbox|operatorname\*?|boldsymbol|bm|underline)\s*"
+    r"\\(?:text(?:bf|it|rm|normal|sf|tt|sc)?|math(?:rm|bf|it|sf|bb|cal|normal)|mbox|hbox|operatorname\*?|boldsymbol|bm|underline)\s*"
     r"\{([^{}]*)\}"
 )
 # Also of units: `m/s`.
 _WORDS = re.compile(r"[^\W\d_]+(?:(?: +|/)[^\W\d_]+)*+\.?")
-_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\[,;:!]|\\ |~)(?=\d{3}(?!\d))")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!\s*+|\\[,;:!]|\\ |~)(?=\d{3}(?!\d))")
+# 1.234.567 and 1'234'567
+_GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\.\d{3}){2,}|(?:'\d{3})+)(?![\d.'])")
+_INFIX = re.compile(r"\{([^{}]*)\\(over|choose)(?![A-Za-z])([^{}]*)\}")
+_HALF_OF_DAY = re.compile(r"(:\d\d)(?:[\s~]|\\(?:text|mathrm)\{|\\[, ])*+([apAP])\.?\s?[mM](?![A-Za-z])\.?\}?")
+_RESPELLED = (
+    (r"(?<![a-z])\{([-:])\}", r"\1"),
+    (r"(?<=\d)''", r"\\text{ in}"),
+    (r"(°|\\circ\}?)\s*+(?:\\(?:text|mathrm)\{)?C(?![A-Za-z])\}?", r"\1\\text{ Celsius}"),
+    (r"(°|\\circ\}?)\s*+(?:\\(?:text|mathrm)\{)?F(?![A-Za-z])\}?", r"\1\\text{ Fahrenheit}"),
+    (">=", r"\\ge "),
+    ("<=", r"\\le "),
+    (" !=", r"\\ne "),
+    (r"\\\{\s*+\\\}", r"\\emptyset "),
+    (r"\((\w++)\)_(?=\{?\d)", r"\1_"),
+)
 _NOTHING = re.compile(
     r"\\(?:left|right|displaystyle|textstyle|limits|quad|qquad|big|Big|bigg|Bigg|bigl|bigr|Bigl|Bigr|middle)(?![A-Za-z])\.?"
     r"|(?<!\\)\\[()\[\]!,;: $]|[$~`]|\*\*|\\(?:hspace|vspace|phantom|hphantom|color|textcolor)\*?\{[^{}]*\}|(?<=\\\\)\[[\d.]+\s*[a-z]+\]"
 )
-_UNIT_FRACTION = re.compile(r'\\[dt]?frac\{\s*+"([^"]*)"\s*+\}\{\s*+"[^"]*"\s*+\}')
+_UNIT_FRACTION = re.compile(r'\\[dt]?frac\{\s*+"([^"]*)"\s*+\}\{\s*+"([^"]*)"\s*+(?:(\^)\s*+\{?(\d)\}?\s*+)?\}')
 _TOKEN = re.compile(
     r'"(?P<word>[^"]*)"'
     r"|(?P<group>\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)(?:\.\d+)?)"
-    r"|(?P<number>\d+(?:\.\d+)?[eE][-+]\d{2,3}(?!\d)|\d+(?:\.\d*)?|\.\d+)"
+    r"|(?P<number>\d+(?:\.\d+)?[eE][-+]\d{2,3}(?!\d)|(?:1|\d+\.\d+)[eE][-+]?\d{1,3}(?!\d)|\d+(?:\.\d*)?|\.\d+)"
     r"|(?P<command>\\(?:begin|end)\s*\{\w*\*?\}(?:\{[clr|]*\})?|\\[A-Za-z]+|\\\\|\\[{}%|])"
     r"|(?P<letters>[A-Za-z]+)"
     r"|(?P<sign>[^\s])"
@@ -89,16 +104,20 @@ _BARE = {"%": "%", "{": "\\{", "}": "\\}", "|": "|", "[": "[", "]": "]"}
 FUNCTIONS = frozenset(
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp max min gcd lcm det arg sgn Re Im dim deg tr rank".split()
 )
+# `\\lnx`, as data sets have it whose spaces were removed; `\\coth` is a function.
+_RUN_ON = re.compile(rf"({'|'.join(sorted(FUNCTIONS | {'pi'}, key=len, reverse=True))})([a-gi-zA-Z])")
 _NAMED = FUNCTIONS | {"sqrt", "pi", "infty", "infinity", "theta", "alpha", "beta", "degrees"}
 
 _UNIT_LISTS = (
     "mm millimeter millimeters;cm centimeter centimeters centimetre centimetres;m meter meters metre metres;km kilometer kilometers;"
     "in inch inches;ft foot feet;yd yard yards;mi mile miles;mg;g gram grams;kg kilogram kilograms;lb lbs pound pounds;oz ounce ounces;"
     "s sec second seconds;min minute minutes;h hr hrs hour hours;day days;week weeks;month months;year years;ml mL;L liter liters litre;"
-    "dollar dollars USD usd;cent cents;euro euros EUR;mph;kmh kph;unit units;rad radian radians;J;N;W;Pa;Hz;K;V;A;mol"
+    "dollar dollars USD usd;cent cents;euro euros EUR;mph;kmh kph;unit units;rad radian radians;J;N;W;Pa;Hz;K;V;A;mol;"
+    "ante;post;Celsius;Fahrenheit"
 )
 UNITS = {name: names.split()[0] for names in _UNIT_LISTS.split(";") for name in names.split()}
-"""Names of units, by each the first of its spellings."""
+UNITS |= {"mph": "mi h", "kmh": "km h", "kph": "km h"}
+"""Names of units, by each the first of its spellings, or the units that it is made of."""
 PERCENT = frozenset(("percent", "percentage", "pct"))
 
 
@@ -115,15 +134,28 @@ class Token(NamedTuple):
         return "" if self.kind == "word" else self.text
 
 
+_NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
+_SPELLED = {word: Token("number", str(number)) for number, word in enumerate(_NUMBER_WORDS)} | {"to": Token("sign", ":")}
+_SPELLED |= dict.fromkeys(("negative", "minus"), Token("sign", "-"))
+
+
 def plain(text: str) -> str:
     """The text in ASCII LaTeX without spacing, styles and currency; words stand in double quotes."""
     text = _VULGAR.sub(lambda match: "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", match[0]).split("\u2044")), text)
+    for written, meant in _RESPELLED:
+        text = re.sub(written, meant, text)
+    text = _GROUPED.sub(lambda match: re.sub("[.']", "", match[0]), _INFIX.sub(_prefixed, text))
+    text = _HALF_OF_DAY.sub(lambda match: f"{match[1]} \\text{{{'ante' if match[2] in 'aA' else 'post'}}}", text)
     text = _THOUSANDS.sub("", text.translate(_CHARACTERS))
     for _ in range(4):
         text, count = _STYLE.subn(_unstyled, text)
         if not count:
             break
-    return _NOTHING.sub(" ", _UNIT_FRACTION.sub(r' "\1" ', text.replace("\\$", ""))).strip()
+    return _NOTHING.sub(" ", _UNIT_FRACTION.sub(r' "\1"/"\2"\3\4 ', text.replace("\\$", ""))).strip()
+
+
+def _prefixed(match: re.Match[str]) -> str:
+    return f"\\{'frac' if match[2] == 'over' else 'binom'}{{{match[1]}}}{{{match[3]}}}"
 
 
 def _unstyled(match: re.Match[str]) -> str:
@@ -150,13 +182,17 @@ def tokens_of(text: str) -> list[Token]:
         if kind in ("group", "number"):
             found.append(Token("number", content.replace(",", "").replace(" ", "")))
         elif kind == "letters":
-            found += _letters(content)
+            is_code = text[at : at + 1].isdigit() and content not in UNITS and content not in ("and", "or")
+            found += [Token("letter", letter) for letter in content] if is_code else _letters(content)
         elif kind == "word":
             found += [_word(word) for word in content.split()]
         elif kind == "command":
             name = content[1:].replace(" ", "")
             name = _SAME.get(name, name)
-            found.append(Token("sign", _BARE[name]) if name in _BARE else Token("command", name))
+            if (run_on := _RUN_ON.fullmatch(name)) is not None:
+                found += [Token("command", run_on[1]), Token("letter", run_on[2])]
+            else:
+                found.append(Token("sign", _BARE[name]) if name in _BARE else Token("command", name))
         else:
             found.append(Token("sign", content))
         if found and found[-1].kind == "sign":
@@ -172,5 +208,7 @@ def _letters(run: str) -> list[Token]:
 
 
 def _word(text: str) -> Token:
+    if text.lower() in _SPELLED:
+        return _SPELLED[text.lower()]
     # These separate the values of a list.
     return Token("sign" if text in ("and", "or") else "word", text)

@@ -16,7 +16,8 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from math_verify.parser import extract_match, get_extraction_regexes
 from sympy import Abs, Add, Basic, Integer, Mul, Number, Pow, Product, Rational, Sum, exp
 
-from mrl.envs.math_answer import Reading, agrees, magnitudes, read
+from mrl.envs.math_answer import Reading, read
+from mrl.envs.math_same import agrees, magnitudes
 from mrl.envs.task import RowFault
 
 # Of type int in math-verify; 0 and below switch its own deadlines off.
@@ -56,6 +57,9 @@ DIGITS_OF_BASE = re.compile(r"(?<!\d)(\d++)_(?:\{(\d+)\}|(\d+))")
 PLACES, DIGITS = 6, 4
 
 BOX = "\\boxed{"
+# Between boxes whose contents are one list.
+JOINT = re.compile(r"[\s$.]*+(?:,|;|\\q?quad|\\text\{\s*(?:and|or)\s*\}|and|or)(?:[\s$,]|and|or)*+")
+DECIMAL_COMMA = re.compile(r"(?<![\d,.])(?:0,\d+|\d+,(?:\d\d?|\d{4,}))(?![\d,]|\.\d)")
 MAX_BOXES = 32
 MAX_SEARCH_COST = 3.0e8
 """Steps of math-verify's patterns, about half a second."""
@@ -169,11 +173,13 @@ def score_value(text: str, expected: str, size: Size) -> tuple[float, str]:
 def score_form(text: str, expected: str, size: Size) -> tuple[float, str]:
     """The verdict on an answer that must say what the expected one says, with nothing left to compute that is not left there too.
 
-    `mrl.envs.math_answer` compares the forms. Of an equation the right side counts, if its left side is not another number. Where the
+    `mrl.envs.math_same` compares the forms. Of an equation the right side counts, if its left side is not another number. Where the
     expected answer is none of its forms, math-verify judges an answer of the same numbers and commands.
     """
     text = EMPHASIS.sub(lambda match: match[1] or match[2] or "", text.translate(SPELLED).replace("\\$", ""))
-    text = BOXES.sub(lambda match: BOX, text)
+    text = joined_boxes(BOXES.sub(lambda match: BOX, text))
+    if re.fullmatch(r"-?\d*\.\d+", expected):
+        text = DECIMAL_COMMA.sub(lambda match: match[0].replace(",", "."), text)
     wanted = read(expected)
     gold = [] if wanted.values else _parse_expected(expected)[0]
     if BOX not in text:
@@ -202,7 +208,7 @@ def score_form(text: str, expected: str, size: Size) -> tuple[float, str]:
         answer.is_contradiction |= read(f"{left[0].strip(' .')}={shown}").is_contradiction
     same = agrees(answer, wanted)
     if same is None:
-        is_alike = sorted(_DIGITS.findall(shown)) == sorted(_DIGITS.findall(expected))
+        is_alike = _DIGITS.findall(shown) == _DIGITS.findall(expected)
         values = parse(f"\\boxed{{{shown}}}", extraction_config=GOLD_TARGETS, parsing_timeout=NO_TIMEOUT)
         is_alike = bool(is_alike and values and set(OPERATION.findall(shown)) <= set(OPERATION.findall(expected)))
         same = is_alike and not _differ(values, expected) and verify(gold, values, timeout_seconds=NO_TIMEOUT)
@@ -321,6 +327,18 @@ def _up_to_closing_brace(text: str) -> str:
         if depth == 0:
             return text[:index]
     return text
+
+
+def joined_boxes(text: str) -> str:
+    """The text with boxes that have only a comma, "and" or "or" between them as one box: the values of a list."""
+    first, *parts = text.split(BOX)
+    joined, opening = [first], BOX
+    for index, part in enumerate(parts):
+        content = _up_to_closing_brace(part)
+        goes_on = index + 1 < len(parts) and JOINT.fullmatch(part, len(content) + 1) is not None
+        joined += [opening, content if goes_on else part]
+        opening = ", " if goes_on else BOX
+    return "".join(joined)
 
 
 def size_of(text: str) -> Size:

@@ -7,6 +7,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from conversion.files.durable import WRITE_TIMEOUT_S
+from conversion.files.limits import within
 from mrl import check, env, startup
 from mrl.algo.agreement import Disagreement
 from mrl.cluster.errors import ActorLost, DeadlineExceeded, NoCluster
@@ -18,7 +20,7 @@ from mrl.loop import examples, rollouts
 from mrl.loop.rollout_queue import NoSignal
 from mrl.loop.run import Budget, Run, Supplier, Training
 from mrl.signals import ENDED_EARLY, LISTENER
-from mrl.store.checkpoints import Checkpoint, find_damage
+from mrl.store.checkpoints import Checkpoint, NoWholeCheckpoint, find_damage
 from mrl.store.console import outlook
 from mrl.store.ownership import FolderLost
 from mrl.store.run_folder import RunFolder
@@ -33,7 +35,8 @@ Train = Callable[[Run[Supplier], Checkpoint | None], RunState]
 def run_attempt(train: Train, training: Training[Supplier], folder: RunFolder, budget: Budget) -> bool:
     """Runs the configured steps from the newest checkpoint on. False if the budget was over first: the same command goes on."""
     config, started = training.config, time.monotonic()
-    write_quarantine(training.left_out, folder.path / "quarantine")
+    quarantine = folder.path / "quarantine"
+    within(WRITE_TIMEOUT_S, f"write of {quarantine}", write_quarantine, training.left_out, quarantine)
     checkpoint, last_step = folder.newest_checkpoint(), training.num_steps
     while checkpoint is not None and (checkpoint.step >= last_step or is_good_enough(config.rollouts, checkpoint.state().metrics)):
         # No rank will load it, and look at its shards.
@@ -60,7 +63,8 @@ def run_attempt(train: Train, training: Training[Supplier], folder: RunFolder, b
 def main(train: Train, arguments: Sequence[str] | None = None) -> int:
     """Entry point of a training loop; returns the exit code.
 
-    0: done. 1: the attempt failed; the same command resumes. 2: the input is at fault, with one clear message.
+    0: done. 1: the attempt failed; the same command resumes. 2: the input is at fault, or all checkpoints are damaged, with
+    one clear message.
     75: a signal or the time limit ended the run before its last step; the same command resumes. 130: so did a second Ctrl-C, at once.
     """
     startup.lap("import")
@@ -81,10 +85,13 @@ def main(train: Train, arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         logger.error("%s", error)
         return 2
+    except TimeoutError as error:
+        logger.error("The attempt ended: %s. The same command resumes.", error)
+        return 1
     try:
         with folder:
             is_done = run_attempt(train, training, folder, budget)
-    except (NoSignal, Disagreement) as error:
+    except (NoSignal, Disagreement, NoWholeCheckpoint) as error:
         logger.error("%s", error)
         return 2
     except (ActorLost, DeadlineExceeded, FolderLost, NoCluster, TimeoutError) as error:

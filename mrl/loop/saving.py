@@ -43,7 +43,7 @@ class CheckpointSaver:
         self._saved_step = 0
 
     def load(self, checkpoint: Checkpoint | None, *, last_step: int) -> RunState:
-        """Has the policy load `checkpoint`, or the newest one before it that is whole; the state of the run then, at step 0 if none is.
+        """Has the policy load `checkpoint`, or the newest whole one before it; the state of the run then, at step 0 if there was none.
 
         The driver has compared sizes. Here every rank compares the content of a share of the shards, before any rank loads one, and before
         ledger and metrics are taken back to the step of the checkpoint.
@@ -129,6 +129,8 @@ class CheckpointSaver:
     def _may_fail(self, step: int, *, is_needed: bool) -> Iterator[None]:
         try:
             yield
+        except TimeoutError:  # the file system does not answer: it would not let go of what has been begun
+            raise
         except OSError as error:
             self._folder.checkpoints.remove_unfinished()
             text = f"the checkpoint of step {step} cannot be written: {error}; the one before it stays"

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from conversion.files.durable import put_aside, sync_file, write_atomic
+from conversion.files.durable import IO_TIMEOUT_S, put_aside, sync_file, write_atomic
+from conversion.files.limits import within
 from conversion.files.manifest import FileRecord, file_record
 from conversion.files.reading import find_difference, name_inside, read_file, read_json, sha256_file
 from mrl.config.schema.run import CheckpointingConfig, RunConfig
@@ -78,6 +79,10 @@ class Checkpoint:
         return RunState(**json.loads(read_file(self.folder / STATE)))
 
 
+class NoWholeCheckpoint(ValueError):
+    """A run folder holds checkpoints, and none of them can be loaded; the message says why, and what to do."""
+
+
 class CheckpointStore:
     """The `step_N` folders below one run folder."""
 
@@ -97,19 +102,26 @@ class CheckpointStore:
             value = state.metrics.get(self.metric_name)
             found = f"no metric {self.metric_name}" if value is None else f"{self.metric_name} = {value}"
             logger.warning("step %d has %s (checkpointing.metric_name): its checkpoint ranks last", state.step, found)
-        aside = self.folder / f"tmp_step_{state.step}"
-        shutil.rmtree(aside, ignore_errors=True)
-        pending = Checkpoint(state.step, aside)
+        pending = Checkpoint(state.step, self.folder / f"tmp_step_{state.step}")
+        text = json.dumps(dataclasses.asdict(state), indent=1)
+        within(IO_TIMEOUT_S, f"begin of {pending.folder}", self._lay_out, pending, tuple(models), text)
+        return pending
+
+    def _lay_out(self, pending: Checkpoint, models: Iterable[ModelName], state: str) -> None:
+        shutil.rmtree(pending.folder, ignore_errors=True)
         for model in models:
             pending.weights_of(model).mkdir(parents=True)
-        (aside / STATE).write_text(json.dumps(dataclasses.asdict(state), indent=1), encoding="utf-8")
-        return pending
+        (pending.folder / STATE).write_text(state, encoding="utf-8")
 
     def commit(self, pending: Checkpoint, on_disk: Mapping[str, FileRecord]) -> Checkpoint:
         """Seals and publishes a written folder: manifest, sync, marker, rename. Then removes checkpoints that `settings` do not keep.
 
-        `on_disk` has the files of the weights that their writers have synced, by path below `pending.folder`.
+        `on_disk` has the files of the weights that their writers have synced, by path below `pending.folder`. TimeoutError, an OSError:
+        the file system does not answer.
         """
+        return within(IO_TIMEOUT_S, f"commit of {pending.folder}", self._commit, pending, on_disk)
+
+    def _commit(self, pending: Checkpoint, on_disk: Mapping[str, FileRecord]) -> Checkpoint:
         records = {Path(name): record for name, record in on_disk.items()}
         for name in sorted({path.relative_to(pending.folder) for path in pending.folder.rglob("*") if path.is_file()} - records.keys()):
             sync_file(pending.folder / name)
@@ -164,7 +176,10 @@ class CheckpointStore:
         kill_point("fallback")
 
     def remove_unfinished(self) -> None:
-        """Removes folders of interrupted saves. Only the run that owns the folder may call this."""
+        """Removes folders of interrupted saves. Only the run that owns the folder may call this. TimeoutError: as `commit`."""
+        within(IO_TIMEOUT_S, f"removal of interrupted saves in {self.folder}", self._remove_unfinished)
+
+    def _remove_unfinished(self) -> None:
         for pattern in ("tmp_step_*", f"{REMOVED}step_*"):
             for folder in self.folder.glob(pattern):
                 logger.info("removing %s, left by an interrupted save", folder)
@@ -206,6 +221,34 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
     """The folders of checkpoints in a run folder, whole or not, newest first."""
     matches = [(STEP_FOLDER.fullmatch(path.name), path) for path in folder.glob("step_*")]
     return sorted((Checkpoint(int(match[1]), path) for match, path in matches if match), key=lambda found: -found.step)
+
+
+def find_lost_run(folder: Path, *, before: float = math.inf) -> str:
+    """Why a run does not begin in a run folder: it had checkpoints, and none before step `before` is whole; "" if nothing is lost.
+
+    Changes nothing: a file system that is mounted wrongly makes all of them look damaged.
+    """
+    places = [found.folder for found in checkpoints_in(folder) if found.step < before]
+    if any(find_damage(place, with_shards=False) is None for place in places):
+        return ""
+    places += sorted(path for path in folder.glob(f"{DAMAGED}step_*") if STEP_FOLDER.match(path.name.removeprefix(DAMAGED)))
+    by_shards = "an earlier start has found a shard damaged"
+    lost = [f"{place.name}: {find_damage(place, with_shards=False) or by_shards}" for place in places if _was_complete(place)]
+    if not lost:
+        return ""
+    return (
+        f"checkpointing.checkpoint_dir={folder}: none of its checkpoints is whole, and a start at step 0 would train over the run that "
+        f"they are of. {'; '.join(lost)}. Restore one of them as step_N, or choose another checkpointing.checkpoint_dir; to begin this "
+        "run anew, with its ledger and metrics, move these folders out of it"
+    )
+
+
+def _was_complete(folder: Path) -> bool:
+    """Whether a folder is what is left of a checkpoint, as far as can be told, and not of a save that was interrupted."""
+    try:
+        return not {MARKER, MANIFEST}.isdisjoint(os.listdir(folder))
+    except OSError:
+        return True
 
 
 def newest_step(folder: Path) -> int:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from conversion.files.durable import write_atomic
+from conversion.files.durable import make_folder, write_atomic
 from mrl.types import RolloutGroup
 
 ALL = "all"
@@ -78,7 +78,7 @@ def write_results(path: Path, *, described: dict[str, object], scores: dict[str,
         }
         for group in groups
     ]
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(path.parent)
     write_atomic(path, json.dumps({**described, "scores": scores, "prompts": prompts}, indent=1))
 
 

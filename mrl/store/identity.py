@@ -6,15 +6,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 from conversion.files.durable import write_atomic
 from conversion.files.hf_folder import weight_files
+from conversion.files.hf_weights import read_model_config
 from conversion.files.reading import file_hashes, read_json, sha256_file
 from mrl import env
+from mrl.config.errors import ConfigError
+from mrl.config.model import overridden_config
 from mrl.config.schema.run import RunConfig
 from mrl.data.chat import OWN_TEMPLATE, template_text
 from mrl.data.order import epoch_order
@@ -26,6 +29,8 @@ Example = TypeVar("Example")
 Identity = dict[str, dict[str, str]]
 """For model, tokenizer and data, and for teachers and a critic if there are any: the parts that it consists of, and a checksum of each."""
 
+IDENTITY = "identity.json"
+"""In the run folder."""
 KEYS = {
     "model": "policy.model_name",
     "tokenizer": "policy.tokenizer",
@@ -40,6 +45,8 @@ OTHER = {
     "teacher": "another teacher",
     "critic": "another critic",
 }
+UNKNOWN = ""
+"""In place of the checksum of what was not read."""
 _ALWAYS = ("model", "tokenizer", "data")
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_template*")
 # What tools write into config.json beside the model.
@@ -52,13 +59,24 @@ def identity_of(config: RunConfig, rows: Rows[Example], read: Sequence[LeftOut])
     Raises:
         ValueError: the model is not in a folder, or not whole; or the checksums cannot be kept.
     """
-    tokenizer = config.policy.tokenizer
-    memory = (env.cache_root() or Path(config.checkpointing.checkpoint_dir).absolute()) / "hashes"
-    files = sorted({path for pattern in TOKENIZER_FILES for path in Path(tokenizer.name).glob(pattern) if path.is_file()})
-    texts = {path.name: sha256_file(path) for path in files}
-    if tokenizer.chat_template != OWN_TEMPLATE:
-        texts["policy.tokenizer.chat_template"] = _digest(template_text(tokenizer.chat_template))
-    texts["policy.tokenizer.chat_template_kwargs"] = _digest(tokenizer.chat_template_kwargs or {})
+    memory = memory_of(config)
+
+    def hashes(files: Sequence[Path]) -> Mapping[Path, str]:
+        try:
+            return file_hashes(files, memory)
+        except OSError as error:
+            raise ValueError(f"{memory} cannot be written: {error}; set {env.MRL_CACHE.name} to another folder") from error
+
+    return {**models_of(config, hashes), "data": data_of(config, rows, read)}
+
+
+def memory_of(config: RunConfig) -> Path:
+    """The folder that remembers checksums of weights."""
+    return (env.cache_root() or Path(config.checkpointing.checkpoint_dir).absolute()) / "hashes"
+
+
+def data_of(config: RunConfig, rows: Rows[Example], read: Sequence[LeftOut]) -> dict[str, str]:
+    """The part `data` of an identity."""
     order = epoch_order(len(rows), seed=config.training.seed, epoch=0, shuffle=config.data.shuffle)
     data = {
         "rows": _digest([part.digest for part in read if part.setting.startswith("data.train")]),
@@ -66,42 +84,67 @@ def identity_of(config: RunConfig, rows: Rows[Example], read: Sequence[LeftOut])
     }
     if not config.has_engines:  # a step takes the rows from step x batch on
         data["policy.train_global_batch_size"] = str(config.policy.train_global_batch_size)
-    models = {"model": _model_parts(Path(config.policy.model_name), memory)}
+    return data
+
+
+def models_of(config: RunConfig, hashes: Callable[[Sequence[Path]], Mapping[Path, str]]) -> Identity:
+    """The parts of an identity beside the data; `hashes` gives the checksums of weights."""
+    tokenizer = config.policy.tokenizer
+    files = sorted({path for pattern in TOKENIZER_FILES for path in Path(tokenizer.name).glob(pattern) if path.is_file()})
+    texts = {path.name: sha256_file(path) for path in files}
+    if tokenizer.chat_template != OWN_TEMPLATE:
+        texts["policy.tokenizer.chat_template"] = _digest(template_text(tokenizer.chat_template))
+    texts["policy.tokenizer.chat_template_kwargs"] = _digest(tokenizer.chat_template_kwargs or {})
+    models = {"model": _model_parts(config, hashes)}
     for model in config.models_beside:
         role, _, name = model.partition(":")
-        parts = _model_parts(Path(config.of_model(model).policy.model_name), memory)
+        parts = _model_parts(config.of_model(model), hashes)
         models.setdefault(role, {}).update({f"{name}: {part}" if name else part: digest for part, digest in parts.items()})
     if config.teaching is not None:
         models["teacher"]["names of rows"] = _digest(
             {name: config.teacher_of(name) for name in config.teaching.teacher_model_by_agent_name}
         )
-    return {**models, "tokenizer": texts, "data": data}
+    return {**models, "tokenizer": texts}
 
 
-def _model_parts(model: Path, memory: Path) -> dict[str, str]:
-    try:
-        weights = {path.name: digest for path, digest in file_hashes(weight_files(model), memory).items()}
-    except OSError as error:
-        raise ValueError(f"{memory} cannot be written: {error}; set {env.MRL_CACHE.name} to another folder") from error
-    settings = read_json(model / "config.json")
-    assert isinstance(settings, dict)
+def _model_parts(config: RunConfig, hashes: Callable[[Sequence[Path]], Mapping[Path, str]]) -> dict[str, str]:
+    folder = Path(config.policy.model_name)
+    weights = {path.name: digest for path, digest in hashes(weight_files(folder)).items()}
+    # A start has applied the overrides already; applied again, they change nothing.
+    settings = overridden_config(read_model_config(folder), config.policy.hf_config_overrides)
     return {"config.json": _digest({name: value for name, value in settings.items() if name not in _NOT_MODEL}), **weights}
 
 
 def check_identity(file: Path, identity: Identity, *, allowed: Sequence[str], resumes_at: int) -> None:
     """Keeps the identity of a run in `file`. ValueError if a run that resumes has another one, in what `allowed` does not name."""
-    before = _read(file) if resumes_at and file.exists() else identity
-    for name in KEYS:
+    refused, said = find_changes(file, identity, allowed=allowed, resumes_at=resumes_at)
+    if refused:
+        raise ConfigError(refused)
+    for line in said:
+        logger.warning("%s", line)
+    write_atomic(file, json.dumps(identity, indent=1))
+
+
+def find_changes(
+    file: Path, identity: Identity, *, allowed: Sequence[str], resumes_at: int, names: Iterable[str] = KEYS
+) -> tuple[list[str], list[str]]:
+    """What a run that resumes would exchange: what refuses it, and what `allowed` names. `UNKNOWN` equals all.
+
+    ValueError: the file is damaged.
+    """
+    before, refused, said = _read(file) if resumes_at and file.exists() else identity, list[str](), list[str]()
+    for name in names:
         parts, old = identity.get(name, {}), before.get(name, {})
-        changed = [part for part in parts | old if parts.get(part) != old.get(part)]
+        changed = [part for part in parts | old if parts.get(part) not in (UNKNOWN, old.get(part))]
         if not changed:
             continue
         text = f"{KEYS[name]}: the run resumes at step {resumes_at} with {OTHER[name]} than before ({', '.join(changed)} differ)"
-        if name not in allowed:
+        if name in allowed:
+            said.append(f"{text}, as checkpointing.allow_changes says")
+        else:
             way_out = f"set it back, choose another checkpointing.checkpoint_dir, or set checkpointing.allow_changes=[{name}]"
-            raise ValueError(f"{text}; {way_out}")
-        logger.warning("%s, as checkpointing.allow_changes says", text)
-    write_atomic(file, json.dumps(identity, indent=1))
+            refused.append(f"{text}; {way_out}")
+    return refused, said
 
 
 def _read(file: Path) -> Identity:

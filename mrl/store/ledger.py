@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conversion.files.durable import put_aside, read_whole, sync_descriptor, write_atomic
+from conversion.files.durable import WRITE_TIMEOUT_S, put_aside, read_whole, sync_descriptor, write_atomic
+from conversion.files.limits import within
 from conversion.files.reading import read_file
 from mrl.env import kill_point
 from mrl.store.ownership import unowned
@@ -44,15 +45,15 @@ class LedgerState:
 class Ledger:
     """Appends events to `ledger.jsonl`; an event is on disk when the call returns, or is written with the next one if the disk is full."""
 
-    def __init__(self, path: Path, *, check_owner: Callable[[], None] = unowned) -> None:
-        """`check_owner` raises if another process owns the folder by now; see `mrl.store.ownership`."""
+    def __init__(self, path: Path, *, check_owner: Callable[[], None] = unowned, mends: bool = True) -> None:
+        """`check_owner` raises if another process owns the folder by now; see `mrl.store.ownership`. `mends` as for `replay`."""
         self.path = path
         self._check_owner = check_owner
         self.state, self.damage = LedgerState(), ""
         """`damage` says why `state` is empty though there is a file; `roll_back` mends that."""
         self._unwritten = b""
         try:
-            self.state = replay(path)
+            self.state = replay(path, mends=mends)
         except TimeoutError:  # a file system without an answer is no damage
             raise
         except (OSError, ValueError) as error:
@@ -60,18 +61,23 @@ class Ledger:
 
     def take(self, step: int, prompts: Sequence[PromptKey]) -> None:
         """Records that the run asks for rollouts of these prompts while `step` is the next to train."""
+        kill_point("rollouts")
         self._append({"event": "taken", "step": step, "prompts": prompts})
+        kill_point("rollouts")
 
     def train(self, step: int, trained: Sequence[PromptKey], dropped: Sequence[PromptKey] = ()) -> None:
         """Records that step `step` has consumed these prompts: it trained on some and dropped others because of their rollouts."""
+        kill_point("rollouts")
         self._append(_trained(step, trained, dropped))
+        kill_point("rollouts")
 
     def copy_to(self, path: Path) -> None:
         """Writes the ledger of a run that only made the steps trained so far: the part that a checkpoint of now holds."""
         events: list[dict[str, object]] = []
         for step, (trained, dropped) in self.state.steps(len(self.state.trained)).items():
             events += [{"event": "taken", "step": step, "prompts": (*trained, *dropped)}, _trained(step, trained, dropped)]
-        path.write_text("".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
+        text = "".join(json.dumps(event) + "\n" for event in events)
+        within(WRITE_TIMEOUT_S, f"write of {path}", path.write_text, text, encoding="utf-8")
 
     def find_obstacle(self, to_step: int, copy: Path | None) -> str:
         """Why the run cannot go on from the checkpoint of `to_step`, whose copy of the ledger is at `copy` (None: it has none); else ""."""
@@ -118,6 +124,8 @@ class Ledger:
         self._unwritten += (json.dumps(event) + "\n").encode()
         try:
             self.flush()
+        except TimeoutError:  # it may be written yet: a second write would write it twice
+            raise
         except OSError as error:
             if had_room:
                 logger.warning(
@@ -125,9 +133,15 @@ class Ledger:
                 )
 
     def flush(self) -> None:
-        """Writes what the disk had no room for; OSError: it still has none, and the file ends with a whole event as before."""
-        if not self._unwritten:
-            return
+        """Writes what the disk had no room for; OSError: it still has none, and the file ends with a whole event as before.
+
+        TimeoutError: the file system does not answer.
+        """
+        if self._unwritten:
+            within(WRITE_TIMEOUT_S, f"write of {self.path}", self._write)
+            self._unwritten = b""
+
+    def _write(self) -> None:
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         size = os.fstat(descriptor).st_size
         try:
@@ -139,22 +153,22 @@ class Ledger:
             raise
         finally:
             os.close(descriptor)
-        self._unwritten = b""
 
 
-def replay(path: Path) -> LedgerState:
+def replay(path: Path, *, mends: bool = True) -> LedgerState:
     """The state after all events of `path`; an empty ledger if there is no file.
 
-    Cuts off a last line without its newline: the machine died while writing it, so its event never happened. ValueError: a line is damaged.
+    A last line without its newline does not count, and is cut off if this process `mends` the file: the machine died while writing it, so
+    its event never happened. ValueError: a line is damaged.
     """
     state = LedgerState()
     if not path.exists():
         return state
     content = read_whole(path)
     whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
+    if len(whole) < len(content) and mends:
         logger.warning("%s: cutting off a half-written last line", path)
-        os.truncate(path, len(whole))
+        within(WRITE_TIMEOUT_S, f"write of {path}", os.truncate, path, len(whole))
     for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
         try:
             apply_event(state, json.loads(line.decode()))

@@ -20,7 +20,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from conversion.files.durable import read_whole, write_atomic
+from conversion.files.durable import WRITE_TIMEOUT_S, read_whole, remove_file, write_atomic
+from conversion.files.limits import within
 from conversion.files.owners import HEARTBEAT_S, Owner, heartbeat, this_process
 from mrl import env
 
@@ -74,7 +75,7 @@ class Ownership:
     def _claim(self, file: Path) -> None:
         """Makes `file` name this process, unless it names one that lives; of several processes that try, one succeeds."""
         for _ in range(MAX_TRIES):
-            if self._create(file):
+            if within(WRITE_TIMEOUT_S, f"write of {file}", self._create, file):
                 return
             other = self._read(file)
             if other is None:
@@ -91,7 +92,7 @@ class Ownership:
                     write_atomic(file, self._text())
                     return
             finally:
-                right.unlink(missing_ok=True)
+                remove_file(right)
         raise ValueError(f"{file} changes hands all the time, or leads nowhere; look at it, and remove it if no run uses this folder")
 
     def _create(self, file: Path) -> bool:
@@ -126,11 +127,16 @@ class Ownership:
                 f"{self._file.parent} belongs to {owner or 'nobody'} now: this attempt was taken for dead, and writes nothing more"
             )
 
+    def holder(self) -> str | None:
+        """The process that owns the folder, if it lives on this host; None also where only a watch could tell."""
+        other = self._read(self._file)
+        return str(other) if other is not None and other.process.is_visible() and other.process.is_running() else None
+
     def give_back(self) -> None:
         """Ends the hold; the file goes if it is still this process's."""
         self._beating.close()
         if self._read(self._file) == self._mine:
-            self._file.unlink(missing_ok=True)
+            remove_file(self._file)
 
     def _read(self, file: Path) -> Attempt | None:
         try:

@@ -17,8 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conversion.files.durable import read_whole, write_atomic
+from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S, make_folder, read_whole, write_atomic
 from conversion.files.hf_folder import OF_THE_MODEL, copy_companions
+from conversion.files.limits import is_waiting, within
 from mrl import spans
 from mrl.config.load import changes_since, resolved_yaml
 from mrl.config.schema.run import RunConfig
@@ -26,9 +27,18 @@ from mrl.data.chat import OWN_TEMPLATE, load_tokenizer, template_text
 from mrl.env import kill_point
 from mrl.phases import ModelName
 from mrl.store.about import about_this_attempt
-from mrl.store.checkpoints import LEDGER, RUN_CONFIG, Checkpoint, CheckpointStore, check_models, newest_step
+from mrl.store.checkpoints import (
+    LEDGER,
+    RUN_CONFIG,
+    Checkpoint,
+    CheckpointStore,
+    NoWholeCheckpoint,
+    check_models,
+    find_lost_run,
+    newest_step,
+)
 from mrl.store.console import step_header, step_lines, story, supervised_lines
-from mrl.store.identity import TOKENIZER_FILES, Identity, check_identity
+from mrl.store.identity import IDENTITY, TOKENIZER_FILES, Identity, check_identity
 from mrl.store.ledger import Ledger
 from mrl.store.loggers.group import Loggers, check_loggers
 from mrl.store.ownership import FolderLost, Ownership
@@ -44,15 +54,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IDENTITY = "identity.json"
 REPORT = "report.html"
 # What a checkpoint has of the tokenizer's folder, by transformers' names: a model's weights may lie there, too, in any format.
 _FILES = """config.json generation_config.json *processor_config.json audio_tokenizer_config.json additional_chat_templates/*.jinja *.py
 *.spm *.tiktoken tekken.json bpe.codes *vocab.json dict.txt normalizer.json prophetnet.tokenizer emoji.json byte_maps.json
 word_shape.json word_pronunciation.json"""
 COPIED = (*TOKENIZER_FILES, *_FILES.split())
-# A disk on which one step's texts take longer hangs.
-WRITE_TIMEOUT_S = 600.0
 # Of the run's time that may go into its report before its end.
 MAX_REPORT_SHARE = 0.01
 # A line of metrics has a few KB.
@@ -89,23 +96,30 @@ class RunFolder:
         """Takes the folder over, and removes unfinished saves of an interrupted attempt.
 
         Raises:
-            ValueError: a living process owns the folder, it cannot be written, its ledger is damaged beyond repair, a logger's package is
-                missing, or the run would resume with another model, tokenizer or data, or with a model that the checkpoint lacks.
+            ValueError: a living process owns the folder, it cannot be written, its ledger or all of its checkpoints are damaged beyond
+                repair, a logger's package is missing, or the run would resume with another model, tokenizer or data, or with a model that
+                the checkpoint lacks.
+            TimeoutError: its file system does not answer.
         """
         check_loggers(self.config.logger)
         try:
             # Rollouts are nobody else's to read. A folder that is there keeps its mode.
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self.path)
             self._ownership.take()
+            kill_point("start")
             self._check_start()
-            self.log_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            kill_point("start")
+            make_folder(self.log_folder)
             self.checkpoints.remove_unfinished()
             for line in changes_since(self.path / RUN_CONFIG, self.config):
                 logger.info("Config since the last attempt: %s", line)
+            kill_point("start")
             for folder in (self.path, self.log_folder):
                 write_atomic(folder / RUN_CONFIG, resolved_yaml(self.config))
             write_atomic(self.path / ABOUT, json.dumps(about_this_attempt(self.config)))
             spans.record_in(self.log_folder / "actors" / f"driver{spans.SUFFIX}")
+        except TimeoutError:
+            raise
         except OSError as error:
             way_out = "free space there, or choose another folder"
             raise ValueError(f"checkpointing.checkpoint_dir={self.path} cannot be written: {error}; {way_out}") from error
@@ -115,8 +129,11 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # It does not wait: the thread may be stuck in a file system that does not answer, and `finish_texts` has a limit.
+        self._writer.shutdown(wait=False)
+        if kind is not None and issubclass(kind, TimeoutError) and is_waiting():
+            return
         self.finish_texts()
-        self._writer.shutdown()
         if self._metrics is not None and kind is not FolderLost:
             self._render_report("over")
         if self._metrics is not None:
@@ -132,11 +149,11 @@ class RunFolder:
     def _check_start(self) -> None:
         """Refuses what another run has left, and leaves it as it is; then sets damaged checkpoints aside, and opens the ledger."""
         try:
+            self._refuse_to_begin_anew()
             if self._identity is not None:
-                allowed, resumes_at = self.config.checkpointing.allow_changes, newest_step(self.path)
-                if resumes_at:
+                if resumes_at := newest_step(self.path):
                     check_models(Checkpoint(resumes_at, self.path / f"step_{resumes_at}"), self.config)
-                check_identity(self.path / IDENTITY, self._identity, allowed=allowed, resumes_at=resumes_at)
+                check_identity(self.path / IDENTITY, self._identity, allowed=self.config.checkpointing.allow_changes, resumes_at=resumes_at)
             newest = self.checkpoints.newest(sets_aside=True)
             self.ledger = Ledger(self.path / LEDGER, check_owner=self._ownership.check)
             if self.ledger.damage and (obstacle := self.ledger.find_obstacle(*_place(newest))):
@@ -144,6 +161,10 @@ class RunFolder:
         except (OSError, ValueError):
             self._ownership.give_back()
             raise
+
+    def _refuse_to_begin_anew(self, *, before: float = math.inf) -> None:
+        if lost := find_lost_run(self.path, before=before):
+            raise NoWholeCheckpoint(lost)
 
     def pass_over(self, checkpoint: Checkpoint, damage: str) -> Checkpoint | None:
         """As `newest_checkpoint`, after a checkpoint that has turned out to be damaged, which is set aside."""
@@ -154,7 +175,9 @@ class RunFolder:
         """Finds the newest complete checkpoint, sets damaged ones before it aside, and opens the metrics.
 
         The content of its shards is for those who load it to check; `resume_from` comes then. RuntimeError: the ledger is of another run.
+        NoWholeCheckpoint: all that there are turn out to be damaged.
         """
+        self._refuse_to_begin_anew(before=before)
         newest = self.checkpoints.newest(before=before, sets_aside=True)
         if obstacle := self.ledger.find_obstacle(*_place(newest)):
             raise RuntimeError(obstacle)
@@ -166,6 +189,8 @@ class RunFolder:
     def resume_from(self, checkpoint: Checkpoint | None) -> None:
         """Takes ledger, metrics and samples back to a checkpoint of which every byte has been compared; None: to the start."""
         assert self._metrics is not None, "newest_checkpoint comes first"
+        if checkpoint is None and self.ledger.state.trained:
+            logger.warning("%s holds %d trained steps, and there is no checkpoint of any", self.ledger.path, len(self.ledger.state.trained))
         self.ledger.roll_back(*_place(checkpoint))
         kill_point("fallback")
         # Without a checkpoint, step 0 is validated again too.
@@ -226,7 +251,8 @@ class RunFolder:
         """Writes a step's rollouts as text; validation shows `logger.num_val_samples_to_print`. See `write_step_data`."""
         started = time.monotonic()
         with self._may_fail(SAMPLES):
-            append_report_samples(self.path / SAMPLES, step, split, groups)
+            path = self.path / SAMPLES
+            within(WRITE_TIMEOUT_S, f"write of {path}", append_report_samples, path, step, split, groups)
         # Those of the step before: one step's texts at most wait, beside the rollouts of the next one.
         self.finish_texts()
         self._texts = self._writer.submit(self._write_texts, step, split, groups, sequences, tokens or {})
@@ -261,7 +287,7 @@ class RunFolder:
         texts, self._texts = self._texts, None
         if texts is not None:
             with self._may_fail("the files *_data_stepN.jsonl.gz"):
-                texts.result(WRITE_TIMEOUT_S)
+                within(WRITE_TIMEOUT_S, f"write of a step's rollouts to {self.log_folder}", texts.result)
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         if self._loaded_tokenizer is None:
@@ -296,6 +322,9 @@ class RunFolder:
     def copy_tokenizer(self, checkpoint: Checkpoint, model: ModelName = "policy") -> None:
         """Puts the files of `COPIED` beside the weights of a model, so that it can be exported on its own."""
         source, target = Path(self.config.policy.tokenizer.name), checkpoint.weights_of(model).parent / "tokenizer"
+        within(IO_TIMEOUT_S, f"copy of the tokenizer to {target}", self._copy_tokenizer, source, target, model)
+
+    def _copy_tokenizer(self, source: Path, target: Path, model: ModelName) -> None:
         target.mkdir(parents=True, exist_ok=True)
         for path in sorted({path for pattern in COPIED for path in source.glob(pattern) if path.is_file()}):
             (target / path.relative_to(source)).parent.mkdir(exist_ok=True)
@@ -313,15 +342,20 @@ class RunFolder:
         # The page shows them.
         self.finish_texts()
         with self._may_fail(REPORT):
-            write_report(self.path / REPORT, state=state)
+            within(WRITE_TIMEOUT_S, f"write of {self.path / REPORT}", write_report, self.path / REPORT, state=state)
         ended = time.monotonic()
         self._next_report = ended + (ended - started) / MAX_REPORT_SHARE
 
     @contextmanager
     def _may_fail(self, what: str) -> Iterator[None]:
-        """Wraps writes that a run can do without: an error costs those lines, which are counted, and one warning."""
+        """Wraps writes that a run can do without: an error costs those lines, which are counted, and one warning.
+
+        TimeoutError: the file system does not answer, and nothing that is written there later would be in order.
+        """
         try:
             yield
+        except TimeoutError:
+            raise
         except (OSError, ValueError) as error:
             self._failed_writes[what] += 1
             if self._failed_writes[what] == 1:
@@ -332,16 +366,22 @@ class JsonlLogger:
     """`metrics.jsonl`: one JSON object a step, flushed at once. After an error, the next call also writes the lines that failed."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._file = within(WRITE_TIMEOUT_S, f"open of {path}", lambda: path.open("a", encoding="utf-8"))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Writes `{"step": step, ...}`; a value that is not finite is written as null, which JSON has."""
+        """Writes `{"step": step, ...}`; a value that is not finite is written as null, which JSON has. TimeoutError: no answer."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        self._file.flush()
+        line = json.dumps({"step": step, **finite}) + "\n"
+
+        def write() -> None:
+            self._file.write(line)
+            self._file.flush()
+
+        within(WRITE_TIMEOUT_S, f"write of {self._path}", write)
 
     def close(self) -> None:
-        self._file.close()
+        within(WRITE_TIMEOUT_S, f"write of {self._path}", self._file.close)
 
 
 def _place(checkpoint: Checkpoint | None) -> tuple[int, Path | None]:

@@ -12,7 +12,7 @@ import pytest
 
 from mrl.config.texts import safe_text
 from mrl.envs import instruction_following as instructions
-from mrl.envs import math, math_answer, math_tokens, math_value, mcqa
+from mrl.envs import math, math_answer, math_same, math_tokens, math_value, mcqa
 from mrl.envs.code import last_code_block
 from mrl.envs.tool_calls import tool_calls
 from tests.sources import ROOT
@@ -58,12 +58,14 @@ def split_answer(text: str) -> None:
 
 
 def match_answer(text: str) -> None:
-    math_answer.agrees(math_answer.Reading(text), math_answer.Reading("7_8"))
-    math_answer.agrees(math_answer.Reading(text), math_answer.Reading("(C)"))
+    math_same.agrees(math_answer.Reading(text), math_answer.Reading("7_8"))
+    math_same.agrees(math_answer.Reading(text), math_answer.Reading("(C)"))
 
 
 def search_answer(text: str) -> None:
     every(math_value.OPERATION, math_value.DIGITS_OF_BASE, math_value.BOXES, math_value.LIMITS, math_value.FUNCTION_NAMES)(text)
+    every(math_value.DECIMAL_COMMA)(text)
+    math_value.joined_boxes(text[-math_value.SEARCHED_CHARACTERS :])
     math_value.right_side(text)
 
 
@@ -71,20 +73,24 @@ def search_end(text: str) -> None:
     every(math_value.EMPHASIS, math_value.ANSWER_PHRASE)(text[-math_value.SEARCHED_CHARACTERS :])
 
 
+_TOKEN_PATTERNS = "_VULGAR _STYLE _WORDS _THOUSANDS _NOTHING _UNIT_FRACTION _TOKEN _GROUPED _INFIX _HALF_OF_DAY _RUN_ON plain".split()
+
 MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     "mrl.config.texts._UNSAFE": safe_text,
     "mrl.envs.math.ANSWER_LINE": lambda text: math.score_dapo(text, "1"),
     "mrl.envs.math.plain_answer": lambda text: math.score_dapo(f"answer: {text[: math.DAPO_TAIL_CHARACTERS]}", "1"),
-    **dict.fromkeys(
-        (f"mrl.envs.math_tokens.{name}" for name in "_VULGAR _STYLE _WORDS _THOUSANDS _NOTHING _UNIT_FRACTION _TOKEN".split()), split_answer
-    ),
+    **dict.fromkeys((f"mrl.envs.math_tokens.{name}" for name in _TOKEN_PATTERNS), split_answer),
     **dict.fromkeys((f"mrl.envs.math_answer.{name}" for name in ("INDEX", "_matrix", "_symbol", "words")), math_answer.read),
-    **dict.fromkeys((f"mrl.envs.math_answer.{name}" for name in ("CHOICE", "CHOSEN", "LETTER", "agrees")), match_answer),
+    **dict.fromkeys((f"mrl.envs.math_same.{name}" for name in ("CHOICE", "CHOSEN", "LETTER", "agrees")), match_answer),
     "mrl.envs.math_value.HEADING": math_value.answer_part,
     "mrl.envs.math_value.WORD": lambda text: math_value.answer_part(f"#### {text}\\boxed{{"),
     "mrl.envs.math_value.COMPUTED": lambda text: math_value.COMPUTED.search(text[-math_value.LEFT_CHARACTERS :]),
     **dict.fromkeys(
-        (f"mrl.envs.math_value.{name}" for name in ("OPERATION", "DIGITS_OF_BASE", "BOXES", "LIMITS", "FUNCTION_NAMES")), search_answer
+        (
+            f"mrl.envs.math_value.{name}"
+            for name in ("OPERATION", "DIGITS_OF_BASE", "BOXES", "LIMITS", "FUNCTION_NAMES", "DECIMAL_COMMA", "JOINT")
+        ),
+        search_answer,
     ),
     **dict.fromkeys((f"mrl.envs.math_value.{name}" for name in ("EMPHASIS", "ANSWER_PHRASE")), search_end),
     "mrl.envs.math_value.PERCENT": math_value.PERCENT.match,
@@ -107,6 +113,7 @@ MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
 """By the module, and the name that is assigned or the function that holds the pattern: what puts a text through it."""
 
 MEETS_NO_TEXT = {
+    "mrl.envs.math_value.score_form",
     "mrl.data.chat.use_chat_template",
     "mrl.data.reading.Names",
     "mrl.data.rendering._LAYOUT",

@@ -103,11 +103,6 @@ def quiet() -> Iterator[None]:
         "41=42",
         "41 = 42",
         "$41=42$",
-        "\\boxed{42\\%}",
-        "42\\%",
-        "42%",
-        "42 percent",
-        "$42$\\%",
     ],
 )
 def test_the_question_is_no_answer(answer: str):
@@ -115,7 +110,7 @@ def test_the_question_is_no_answer(answer: str):
 
 
 def test_off_the_rule_is_math_verifys():
-    assert [score(answer, "42")[0] for answer in ("\\boxed{12+30}", "\\boxed{41=42}", "\\boxed{42\\%}")] == [1.0, 1.0, 1.0]
+    assert [score(answer, "42")[0] for answer in ("\\boxed{12+30}", "\\boxed{41=42}")] == [1.0, 1.0]
 
 
 @pytest.mark.attack("an answer flatters its grader")

@@ -12,7 +12,8 @@ from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data import trial
 from mrl.data.chat import load_tokenizer
-from mrl.data.trial import find_bad_template, try_template
+from mrl.data.trial import try_template
+from mrl.inputs import Look, tokenizer_of
 from mrl.recipes import tokenizer as recipe
 
 pytestmark = pytest.mark.attack("a chat template that never ends")
@@ -66,4 +67,6 @@ def test_the_check_says_it(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     own = TokenizerConfig(name=str(folder))
     looping = TokenizerConfig(name=str(folder), chat_template=str(tmp_path / "loop.jinja"))
     configs = [RunConfig(policy=PolicyConfig(model_name=str(folder), tokenizer=one)) for one in (own, looping)]
-    assert [len(find_bad_template(config)) for config in configs] == [0, 1]
+    looks = [Look(), Look()]
+    assert [tokenizer_of(config, look) is None for config, look in zip(configs, looks, strict=True)] == [False, True]
+    assert [len(look.problems) for look in looks] == [0, 1]

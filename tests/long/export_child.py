@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import torch
@@ -33,7 +32,7 @@ def main(folder: str, precision: str) -> None:
         logprobs = model(ids).logits.log_softmax(-1)[0, -NUM_TOKENS - 1 : -1].gather(1, ids[0, -NUM_TOKENS:, None])[:, 0]
     difference = (logprobs - torch.as_tensor(rollouts[0].generator_logprobs)).abs()
     print(f"difference {difference.mean():.3g} {difference.median():.3g}", flush=True)
-    os._exit(0)
+    engine.shutdown()
 
 
 if __name__ == "__main__":

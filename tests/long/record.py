@@ -32,6 +32,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "driver_memory": ("mrl/train.py", "mrl/loop", "mrl/cluster", "mrl/store"),
     "distillation": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/distillation_tiny.yaml", "configs/sft_tiny.yaml"),
     "environments": ("mrl/envs", "mrl/cluster/rewards.py"),
+    "faults": ("mrl/store", "mrl/loop", "mrl/cluster", "mrl/startup.py"),
     "hangs": ("mrl/spans.py", "mrl/cluster", "mrl/loop"),
     "hostile": ("mrl/envs", "mrl/rollout", "mrl/store", "mrl/config", "mrl/cluster", "conversion"),
     "learning": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/grpo_tiny.yaml", "mrl/recipes/tiny.py"),
@@ -40,9 +41,11 @@ PATHS: dict[str, tuple[str, ...]] = {
         "mrl/envs/math_value.py",
         "mrl/envs/math_answer.py",
         "mrl/envs/math_form.py",
+        "mrl/envs/math_same.py",
         "mrl/envs/math_sums.py",
         "mrl/envs/math_tokens.py",
     ),
+    "model_folders": ("conversion", "mrl/train.py", "mrl/config", "mrl/policy", "mrl/refit", "mrl/rollout"),
     "mopd": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/mopd_tiny.yaml", "configs/sft_tiny.yaml"),
     "nemo_parity": ("mrl/algo", "mrl/policy/batch.py"),
     "nemo_recipes": ("mrl/config", "mrl/check.py"),
@@ -70,7 +73,7 @@ PATHS: dict[str, tuple[str, ...]] = {
 }
 """What each part measures: the product files and folders whose changes make its table old."""
 
-OUTCOMES = ("async", "config", "environments", "hangs", "hostile", "nodes", "signals")
+OUTCOMES = ("async", "config", "environments", "faults", "hangs", "hostile", "nodes", "signals")
 """Parts that measure nothing but whether their tests pass; `tests/conftest.py` records that."""
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from conversion.files.hf_folder import read_config, stored_tensors
 from mrl import check
 from tests import models
 from tests.long.published import FOLDERS, publish
+from tests.long.record import Row, record
 from tests.sources import ROOT
 from tests.stack.loop.conftest import SMALL, write_inputs
 from tests.unit.conversion.lora_cases import export
@@ -39,8 +41,11 @@ ONE_RANK = [
     "checkpointing.save_period=2",
 ]
 BFLOAT16 = ["policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true"]
+STARTED_WRONG = "sampling of its own"
+"""The folder whose run is started once with an engine that computes something else, and goes on without it."""
 IN_BFLOAT16 = ("wide Mamba", "mixed dtypes")
 MAX_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.1}
+BIASED = "tests.long.biased:Biased"
 TIMEOUT_S = 900
 PEFT = ("peft==0.21.2", "accelerate==1.15.0")
 
@@ -51,16 +56,25 @@ def logits(folder: Path) -> Tensor:
         return model(torch.arange(60)[None]).logits
 
 
-def python(*arguments: str, **environment: str) -> str:
+def python(*arguments: str, code: int = 0, **environment: str) -> str:
     command = [sys.executable, *arguments]
     variables = os.environ | {"OMP_NUM_THREADS": "1", **environment}
     ended = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
-    return ended.stdout
+    assert ended.returncode == code, ended.stdout[-6000:] + ended.stderr[-3000:]
+    return ended.stdout + ended.stderr
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[list[Row]]:
+    """What the folders give, recorded once all of them have passed."""
+    found: list[Row] = []
+    yield found
+    if len(found) == len(FOLDERS):
+        record("model_folders", found)
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_published_folder_is_trained_and_exported(name: str, tmp_path: Path):
+def test_a_published_folder_is_trained_and_exported(name: str, tmp_path: Path, rows: list[Row]):
     folder = publish(name, tmp_path)
     precision = "bfloat16" if name in IN_BFLOAT16 else "float32"
     inputs = [item for item in write_inputs(tmp_path) if not item.startswith("policy.model_name")]
@@ -73,8 +87,14 @@ def test_a_published_folder_is_trained_and_exported(name: str, tmp_path: Path):
     convert_mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     assert torch.equal(logits(tmp_path / "back"), logits(folder)), "transformers reads the source and what came of it alike"
 
-    said = python("-m", "mrl.train", str(ROOT / "configs/grpo_tiny.yaml"), *overrides)
-    assert "Step 2 of 2 is done" in said and "Trainer and engine compute the same model" in said
+    command = ("-m", "mrl.train", str(ROOT / "configs/grpo_tiny.yaml"), *overrides)
+    if name == STARTED_WRONG:
+        said = python(*command, f"policy.generation.vllm_kwargs.logits_processors=[{BIASED}]", code=2)
+        assert "trainer and engine compute different models of the same weights" in said and "vllm_kwargs" in said
+        assert "Step 1 of 2" not in said and not [*(tmp_path / "run").glob("step_*")]
+    said = python(*command)
+    at_start = re.search(r"Trainer and engine compute the same model: .* differ by (\S+) on average", said)
+    assert "Step 2 of 2 is done" in said and at_start is not None
     rounded = re.search(r"Refit zero: (\d+) tensors of the engines were in the files' wider dtype", said)
     assert (rounded is not None) == (name == "wide Mamba"), "its A and its router are wider in vLLM than in the trainer"
 
@@ -92,6 +112,9 @@ def test_a_published_folder_is_trained_and_exported(name: str, tmp_path: Path):
 
     found = re.search(r"difference (\S+) (\S+)", python("-m", "tests.long.export_child", str(exported), precision))
     assert found is not None and float(found[2]) < MAX_DIFFERENCE[precision], "vLLM computes what transformers does of the export"
+    row: Row = {"published_folder": name, "family": FOLDERS[name][0], "precision": precision}
+    row |= {"trainer_against_engine": float(at_start[1]), "export_in_vLLM_against_transformers": float(found[1])}
+    rows.append(row)
 
 
 WITH_PEFT = """

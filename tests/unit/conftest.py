@@ -57,13 +57,14 @@ def write_weights(folder: Path, hf_config: Mapping[str, object], dtype: str = "B
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder, made the working directory, with the model and data files that grpo_tiny.yaml names; it passes every check."""
+    """A folder, made the working directory, with the model and data files that grpo_tiny.yaml names; only the tokenizer is not there."""
     model, data = tmp_path / "prepared/tiny/model", tmp_path / "prepared/tiny/data"
     model.mkdir(parents=True)
     data.mkdir()
     (model / "config.json").write_text(json.dumps(TINY_CONFIG))
     write_weights(model, TINY_CONFIG)
-    for name in ("train.jsonl", "validation.jsonl", "train_preferences.jsonl", "validation_preferences.jsonl"):
-        (data / name).write_text('{"question": "1+1=", "answer": "2"}\n' * 64)
+    for name in ("train", "validation"):
+        (data / f"{name}.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' * 64)
+        (data / f"{name}_preferences.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n' * 64)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -13,6 +13,7 @@ import pytest
 from mrl import check, evaluate
 from mrl.config.load import load_config, resolved_yaml
 from mrl.loop.main import main
+from mrl.recipes import tokenizer
 from mrl.train import train
 from tests.sources import ROOT
 from tests.unit.conftest import write_weights
@@ -62,6 +63,8 @@ def test_what_is_missing_on_this_machine_refuses_nothing_unless_strict(said):
 
 
 def test_a_machine_that_has_all_passes_the_strict_check(said, workplace: Path):
+    assert lines_of(said("grpo_tiny.yaml")[1], "To be provided: 1")[0].startswith("policy.tokenizer.name=prepared/tiny/model: no tokenizer")
+    tokenizer.save(workplace / "prepared/tiny/model", model_max_length=1280)
     assert said("grpo_tiny.yaml", check.STRICT)[0] == 0
     (workplace / "prepared/tiny/data/train.jsonl").unlink()
     assert said("grpo_tiny.yaml")[0] == 0
@@ -117,6 +120,9 @@ def test_where_the_run_starts_and_what_changed_since_the_last_attempt(said, work
     output = said("grpo_tiny.yaml", "grpo.max_num_steps=200")[1]
     assert "resumes at step 160 of 200\n" in output
     assert lines_of(output, "Changed since the last attempt: 1") == ["grpo.max_num_steps=160 -> 200 (command line)"]
+    # Their markers are of no manifests.
+    (refused,) = lines_of(output, "Refused: 1")
+    assert "none of its checkpoints is whole" in refused and "step_160: " in refused and "step_180" not in refused
 
 
 def test_what_the_engine_s_kernels_cannot_do_is_refused(said, workplace: Path):

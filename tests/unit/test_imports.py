@@ -38,7 +38,7 @@ LAYERS = {
 }
 ENTRY_LAYER = 4
 # Within layer 0, settings are checked against the sizes in the conversion tables, and name the models of a rank.
-ALLOWED_BESIDE = {("mrl.config", "conversion"), ("mrl.config", "mrl.env"), ("mrl.config", "mrl.phases")}
+ALLOWED_BESIDE = {("mrl.config", "conversion"), ("mrl.config", "mrl.env"), ("mrl.config", "mrl.phases"), ("mrl.startup", "mrl.env")}
 
 HOMES = {"megatron": "mrl.policy", "vllm": "mrl.rollout", "ray": "mrl.cluster"}
 # The files of conversion/ that touch bytes; all others are tables and need the standard library only.

@@ -35,6 +35,21 @@ NEED_POLL = {"recv", "recv_bytes"}
 NEED_WITHIN = {"ray.init", "ray.put", "ray.shutdown", "os.fsync"}
 # In the driver also these: a file system that hangs must not hang the run without a word.
 READS = {"open", "read_bytes", "read_text"}
+WRITES = {
+    "write",
+    "write_text",
+    "write_bytes",
+    "flush",
+    "truncate",
+    "mkdir",
+    "rename",
+    "unlink",
+    "rmtree",
+    "touch",
+    "link",
+    "copy2",
+    "copyfile",
+}
 DRIVER = ("mrl/loop/", "mrl/store/", "mrl/cluster/", "mrl/train.py")
 UNLIMITED = {
     ("mrl/cluster/payload.py", "ray.put(pack(flat))"): "in a rank, whose answer the driver waits for within train_s",
@@ -61,12 +76,28 @@ UNLIMITED = {
     ("mrl/cluster/watchdog.py", "local_file(self._folder"): "on a disk of the host, in a thread that nobody waits for",
     ("mrl/cluster/watchdog.py", "path.open('rb')"): "on a disk of the host, in a thread that nobody waits for",
     ("mrl/cluster/environment.py", "os.open(log_file"): "in an actor, whose start the driver waits for within start_s",
-    ("mrl/store/samples.py", "path.open('ab+')"): "in the thread that writes texts, which the driver waits for within WRITE_TIMEOUT_S",
-    (
-        "mrl/store/ledger.py",
-        "os.open(self.path",
-    ): "opens for a write without which nothing goes on",
-    ("mrl/store/run_folder.py", "path.open('a'"): "opens for writes; the watch over the run names it",
+    ("mrl/store/samples.py", "path.open('ab+')"): "in `append_report_samples`, which `RunFolder` calls within a limit",
+    ("mrl/cluster/carrier.py", "outbox.mkdir("): "on a disk of the host",
+    ("mrl/cluster/carrier.py", "target.parent.mkdir("): "in a process that nobody waits for longer than CARRY_TIMEOUT_S",
+    ("mrl/cluster/carrier.py", "sink.write("): "in a process that nobody waits for longer than CARRY_TIMEOUT_S",
+    ("mrl/cluster/carrier.py", "shutil.rmtree("): "in a process that nobody waits for longer than CARRY_TIMEOUT_S",
+    ("mrl/cluster/watchdog.py", "file.write("): "on a disk of the host, in a thread that nobody waits for",
+    ("mrl/cluster/caches.py", "root.mkdir("): "in an actor, whose start the driver waits for within start_s",
+    ("mrl/cluster/environment.py", "log_file.parent.mkdir("): "in an actor, whose start the driver waits for within start_s",
+    ("mrl/cluster/environment.py", "folder.mkdir("): "in the folder of temporary files, on a disk of the host",
+    ("mrl/cluster/runtime.py", "owner_file.write_text("): "in the folder of temporary files: Ray's own, on a disk of the host",
+    ("mrl/cluster/runtime.py", "token_file."): "in the folder of temporary files: Ray's own, on a disk of the host",
+    ("mrl/cluster/runtime.py", "shutil.rmtree("): "in the folder of temporary files: Ray's own, on a disk of the host",
+    ("mrl/store/ledger.py", "self.flush()"): "no file: see `Ledger.flush`, which has a limit",
+    ("mrl/loop/saving.py", "self._folder.ledger.flush()"): "no file: see `Ledger.flush`, which has a limit",
+    ("mrl/store/checkpoints.py", "shutil.rmtree(removed"): "in `commit`, which has a limit",
+    ("mrl/store/loggers/swanlab.py", "folder.mkdir("): "in a logger's thread, which the driver waits for within a limit",
+    ("mrl/store/loggers/tensorboard.py", "self._writer.flush()"): "in a logger's thread, which the driver waits for within a limit",
+    ("mrl/store/loggers/thread.py", "sys.std"): "the last words of a process; a launcher that takes none of them has to end it",
+    ("mrl/store/samples.py", "file.write(lines"): "in `append_report_samples`, which `RunFolder` calls within a limit",
+    ("mrl/store/samples.py", "file.write((json"): "in the thread that writes texts, which the driver waits for within WRITE_TIMEOUT_S",
+    ("mrl/store/samples.py", "aside."): "in the thread that writes texts, which the driver waits for within WRITE_TIMEOUT_S",
+    ("mrl/store/samples.py", "path.unlink("): "in the thread that writes texts, which the driver waits for within WRITE_TIMEOUT_S",
     ("mrl/loop/main.py", "folder.open()"): "no file: see `RunFolder.open`",
     ("mrl/loop/main.py", "training.open("): "no file: starts the processes of the run",
 }
@@ -92,10 +123,21 @@ def unbounded_waits(source: str) -> list[str]:
 
 
 def without_limit(source: str, *, in_driver: bool) -> list[str]:
-    """Text of every call in `source` that knows no timeout and is not made by `within`."""
-    calls = _calls(ast.parse(source))
-    found = [call for call in calls if _ends_with(call, NEED_WITHIN) or (in_driver and _ends_with(call, READS))]
-    return [ast.unparse(call) for call in found]
+    """Text of every call in `source` that knows no timeout and is not made by `within`, nor by a function that only `within` calls."""
+    tree = ast.parse(source)
+    calls = _calls(tree)
+    made = {id(call) for part in _made_within(tree, calls) for call in _calls(part)}
+    unlimited = NEED_WITHIN | (READS | WRITES if in_driver else set())
+    return [ast.unparse(call) for call in calls if _ends_with(call, unlimited) and id(call) not in made]
+
+
+def _made_within(tree: ast.Module, calls: list[ast.Call]) -> list[ast.AST]:
+    """The functions and lambdas of a module that `within` gets uncalled, and that nobody else calls."""
+    given = [call.args[2] for call in calls if _ends_with(call, {"within"}) and len(call.args) > 2]
+    called = {ast.unparse(call.func) for call in calls}
+    names = {text.removeprefix("self.") for part in given if (text := ast.unparse(part)) not in called}
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
+    return [*functions, *(part for part in given if isinstance(part, ast.Lambda))]
 
 
 def forbidden(source: str) -> list[str]:
@@ -243,6 +285,11 @@ def test_a_bounded_wait_passes(line: str):
         ("path.read_text(encoding='utf-8')", 1),
         ("open(path)", 1),
         ("within(5, 'read', path.read_bytes)", 0),
+        ("within(5, 'read', lambda: path.open('a'))", 0),
+        ("path.write_text('text')", 1),
+        ("file.flush()", 1),
+        ("def put():\n    file.write(text)\nwithin(5, 'write', put)", 0),
+        ("def put():\n    file.write(text)\nwithin(5, 'write', put)\nput()", 1),
     ],
 )
 def test_a_call_without_a_limit_is_found(line: str, found: int):

@@ -36,6 +36,8 @@ def find_problems(config: RunConfig, *, to_evaluate: bool = False) -> list[str]:
             check(config, problems)
         except NotKnown as error:
             skipped.setdefault(error.key, []).append(name)
+        except OSError as error:
+            problems.extend([f"{error.filename}: {error.strerror}, and these rules need it: {name}; give what you may read"])
     problems.extend([Unchecked(f"{key}: without its value not checked: {', '.join(names)}") for key, names in skipped.items()])
     return problems.texts
 

@@ -18,7 +18,10 @@ SHOWN = 3
 
 def check_vocabulary(config: RunConfig, problems: Problems) -> None:
     """The policy has an embedding of each token of its tokenizer, as far as the files are here."""
-    problem = beyond_vocabulary(config, num_tokens(Path(config.policy.tokenizer.name)))
+    try:
+        problem = beyond_vocabulary(config, num_tokens(Path(config.policy.tokenizer.name)))
+    except ValueError as error:
+        problem = f"policy.tokenizer.name={config.policy.tokenizer.name}: {error}"
     problems.extend([problem] if problem else [])
 
 
@@ -49,7 +52,11 @@ def check_tokens(config: RunConfig, model: ModelName, problems: Problems) -> Non
     folder, tokenizer = Path(given.model_name), Path(config.policy.tokenizer.name)
     # A critic has no tokenizer of its own.
     own = Path(given.tokenizer.name) if is_teacher else folder
-    difference, needed = token_difference(tokenizer, own), num_tokens(tokenizer)
+    try:
+        difference, needed = token_difference(tokenizer, own), num_tokens(tokenizer)
+    except ValueError as error:
+        problems.extend([f"{prefix_of(model)}tokenizer.name={own}: {error}"])
+        return
     columns, student = vocabulary_size(folder), vocabulary_size(Path(config.policy.model_name))
     key, size = f"{prefix_of(model)}model_name={folder}", f"its vocab_size is {columns:,}"
     read, way_out = f"policy.tokenizer.name={tokenizer}", "take a model of that tokenizer"
@@ -80,7 +87,7 @@ def token_difference(student: Path, teacher: Path) -> str | None:
             return ""
         if name == "tokenizer.model":
             return "the files tokenizer.model differ"
-        mine, other = _ids(read_json(ours)), _ids(read_json(theirs))
+        mine, other = _tokens(ours), _tokens(theirs)
         different = [token for token in mine | other if mine.get(token) != other.get(token)]
         shown = ", ".join(f"{json.dumps(token)} is {mine.get(token, 'none')} and {other.get(token, 'none')}" for token in different[:SHOWN])
         return f"{len(different):,} of {len(mine | other):,} have other ids, such as {shown}" if different else ""
@@ -91,8 +98,16 @@ def num_tokens(tokenizer: Path) -> int:
     """One more than the largest id of a tokenizer, by its files; 0 if none of those that can be read is here."""
     for name in ("tokenizer.json", "vocab.json"):
         if (tokenizer / name).is_file():
-            return 1 + max([*_ids(read_json(tokenizer / name)).values(), *_added_ids(tokenizer)], default=-1)
+            return 1 + max([*_tokens(tokenizer / name).values(), *_added_ids(tokenizer)], default=-1)
     return 0
+
+
+def _tokens(path: Path) -> dict[str, int]:
+    """Tokens and their ids, by tokenizer.json or vocab.json. ValueError: nothing can be read there."""
+    try:
+        return _ids(read_json(path))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path.name} cannot be read as a list of tokens: {error!r:.200}; download it again") from error
 
 
 def _added_ids(tokenizer: Path) -> list[int]:

@@ -12,8 +12,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from conversion.boxes import Slot
 from conversion.families import registry
 from conversion.families.common import Flavour, MegatronCoords, MegatronParallel
 from conversion.files.safetensors import read_layout
@@ -28,6 +31,7 @@ from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
 from mrl.policy.weights import Arena
 from mrl.refit import RefitError
+from mrl.refit.checksum import checksum
 from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.group import GroupAddress
 from mrl.refit.inputs import RefitInputs
@@ -154,7 +158,11 @@ def test_with_grouped_queries_the_schedule_refuses_it(checkpoint: Callable[[int]
 def test_refit_zero_names_what_the_trainer_alone_rounds(
     start_engine: StartEngine, multi_head: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As published files of a nemotron_h in bfloat16 have some tensors in float32: vLLM keeps Mamba's A and the router so, and rounds D."""
+    """As published files of a nemotron_h in bfloat16 have some tensors in float32: vLLM keeps Mamba's A and the router so, and rounds D.
+
+    Megatron's Float16Module rounds A_log, and its optimizers keep no float32 parameter of a bfloat16 model. transformers decides: it rounds
+    the same tensors to the same values, and engines compute with these.
+    """
     folder, wide = Path(shutil.copytree(multi_head, tmp_path / "wide")), ("A_log", "mixer.D", "gate.weight", "e_score_correction_bias")
     tensors = {
         name: tensor if name.endswith(wide) else tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()
@@ -165,4 +173,13 @@ def test_refit_zero_names_what_the_trainer_alone_rounds(
         refit_between(folder, engine, "bfloat16").zero()
     (said,) = [record.getMessage() for record in caplog.records if "wider dtype" in record.getMessage()]
     assert "mixer.A" in said and "mixer.D" not in said and "e_score_correction_bias" not in said
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+    (held,) = engine.live_digest()
+    for layer in (index for index, letter in enumerate(str(models.TINY_NEMOTRON_H["hybrid_override_pattern"])) if letter == "M"):
+        mixer = f"model.layers.{layer}.mixer."
+        decay, skip = loaded[f"{mixer}A_log"], loaded[f"{mixer}D"]
+        assert decay.dtype == skip.dtype == torch.bfloat16 and not torch.equal(
+            decay.float(), tensors[f"backbone.layers.{layer}.mixer.A_log"]
+        )
+        assert held[Slot(f"{mixer}A")] == checksum(-torch.exp(decay.float())) and held[Slot(f"{mixer}D")] == checksum(skip)
     assert run(engine, random_requests(1))

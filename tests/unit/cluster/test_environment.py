@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -103,3 +104,32 @@ def test_what_an_actor_imports_is_left_out_of_later_collections():
         assert gc.isenabled() and gc.get_freeze_count() >= frozen + len(kept)
     finally:
         gc.unfreeze()
+
+
+def test_the_temporary_files_of_an_engine_go_with_it(tmp_path: Path):
+    """Beside a process that ends by itself, one that is killed: the next engine on its node removes what that leaves."""
+    script = """
+import os, signal, subprocess, sys, tempfile
+from mrl.cluster.environment import own_temporary_folder
+kept = own_temporary_folder()
+child = subprocess.run([sys.executable, "-c", "import tempfile; open(f'{tempfile.gettempdir()}/vllm_dist_1', 'w')"], check=True)
+open(f"{tempfile.gettempdir()}/vllm_dist_2", "w")
+print(kept.path, oct(kept.path.stat().st_mode)[-3:], *sorted(os.listdir(kept.path)), flush=True)
+if sys.argv[1:]:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+    def start(*words: str) -> Path:
+        shell = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-c", script, *words], env=shell, capture_output=True, text=True, timeout=HANG_S, check=False
+        )
+        path, *rest = done.stdout.split()
+        assert rest == ["700", "vllm_dist_1", "vllm_dist_2"] and Path(path).parent == tmp_path, done.stderr
+        return Path(path)
+
+    assert not start().exists()
+    left = start("die")
+    os.utime(left, (0, 0))
+    start()
+    assert list(tmp_path.iterdir()) == []

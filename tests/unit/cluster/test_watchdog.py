@@ -115,19 +115,44 @@ def test_each_hang_is_told_once_and_so_is_its_end(tmp_path: Path, caplog: pytest
     )
 
 
-@pytest.mark.parametrize(("state", "waits", "ends"), [("S", False, True), ("S", True, False), ("D", False, False)])
+@pytest.mark.parametrize(
+    ("state", "waits", "answers", "ends"),
+    [("S", False, True, True), ("S", True, True, False), ("D", False, True, False), ("S", False, False, False)],
+)
 def test_after_a_signal_only_a_wait_without_a_limit_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, waits: bool, ends: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, waits: bool, answers: bool, ends: bool
 ):
     watchdog, begin, ended = a_watchdog(tmp_path), time.monotonic(), list[str]()
     monkeypatch.setattr(LISTENER, "first", signal.SIGTERM)
     monkeypatch.setattr(hangs, "waits", [Wait("finish_save", lambda: ["driver"], begin)] if waits else [])
     monkeypatch.setattr(watchdog, "_end", ended.append)
     for second in range(0, 120, 5):
-        monkeypatch.setattr(watchdog, "_answered_at", begin + second)
+        if answers:  # the run folder
+            monkeypatch.setattr(watchdog, "_answered_at", begin + second)
         watchdog.look(begin + second, [ProcessReading("driver", 1, "host", state, 0.0, 0)])
     watchdog.stop()
     assert bool(ended) == ends and all("SIGTERM asked the run to end" in reason for reason in ended)
+
+
+@pytest.mark.parametrize("is_listening", [True, False])
+def test_once_a_daemon_of_ray_has_died_the_run_is_asked_to_end_or_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_listening: bool
+):
+    watchdog, ended, sent = a_watchdog(tmp_path), list[str](), list[tuple[int, int]]()
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(LISTENER, "is_listening", is_listening)
+    monkeypatch.setattr(watchdog, "_end", ended.append)
+    monkeypatch.setattr(watchdog_module.os, "kill", lambda *arguments: sent.append(arguments))
+    answers = iter(["", "Ray's gcs_server (process 7, exit code -9) has died", "asked again"])
+    watchdog.look_after(lambda: next(answers))
+    for _ in range(3):
+        watchdog._look_at_ray()
+    watchdog.stop()
+    if is_listening:
+        assert "Ray's gcs_server (process 7, exit code -9) has died: the run ends." in caplog.text and "same command resumes" in caplog.text
+    assert (sent, ended) == (
+        ([(os.getpid(), signal.SIGTERM)], []) if is_listening else ([], ["Ray's gcs_server (process 7, exit code -9) has died"])
+    )
 
 
 def test_a_run_folder_that_does_not_answer_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):

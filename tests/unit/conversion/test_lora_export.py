@@ -32,6 +32,8 @@ def applied(weights: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
     """
     config, factors = json.loads((folder / "adapter_config.json").read_text()), load_file(folder / "adapter_model.safetensors")
     merged, scale = dict(weights), config["lora_alpha"] / config["r"]
+    # transformers 5 has nemotron_h's `backbone` as `model`: PEFT would adapt nothing that is named by it.
+    assert not any(target.startswith(("backbone.", "model.")) for target in config["target_modules"])
     by_parameter: dict[str, list[str]] = {}
     for parameter in sorted(config.get("target_parameters", []), key=lambda name: ["up_proj", "down_proj"].index(name.rpartition(".")[2])):
         by_parameter.setdefault(parameter.rpartition(".")[0], []).append(parameter.rpartition(".")[2])

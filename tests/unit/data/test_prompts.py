@@ -70,6 +70,9 @@ def test_stop_tokens_of_tokenizer_and_generation_config(config: RunConfig):
     assert load_prompts(config).sampling.stop_token_ids == (11, EOS)
     file.write_text(json.dumps({"eos_token_id": 2}))
     assert load_prompts(config).sampling.stop_token_ids == (2, EOS)
+    file.write_text('{"eos_token_id": 2')
+    with pytest.raises(ValueError, match=rf"{file} is not readable JSON: .*it must be a model's generation_config.json"):
+        load_prompts(config)
     config.policy.generation.stop_token_ids = [7]
     assert load_prompts(config).sampling.stop_token_ids == (7,)
 

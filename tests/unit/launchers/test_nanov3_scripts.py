@@ -19,6 +19,7 @@ import pytest
 
 from conversion.families.registry import family
 from conversion.files.hf_folder import INDEX_FILE
+from mrl.recipes import tokenizer
 from tests.sources import ROOT
 from tests.unit.conversion.families.test_nemotron_h import NANO_30B
 from tests.waiting import HANG_S
@@ -37,7 +38,7 @@ def write_hollow_model(folder: Path) -> None:
     """The files of the 30B model, of full size and of its shapes, with holes instead of weights."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "tokenizer.json").write_text("{}")
+    tokenizer.save(folder, model_max_length=1280)
     shapes = sorted(family(CONFIG).canonical(CONFIG).items())
     weight_map = {}
     for index in range(1, NUM_FILES + 1):
@@ -68,7 +69,10 @@ def site(model: Path, tmp_path: Path) -> dict[str, str]:
     data.mkdir(parents=True)
     data.with_name("model").symlink_to(model)
     for name in ("train-split.jsonl", "val-split.jsonl"):
-        (data / name).write_text('{"responses_create_params": {"input": "1+1"}, "agent_ref": {"name": "math"}}\n' * 128)
+        (data / name).write_text(
+            '{"responses_create_params": {"input": "1+1"}, "agent_ref": {"name": "math_with_judge_simple_agent"}, "expected_answer": "2"}\n'
+            * 128
+        )
     add_program(programs, "sbatch", 'echo "Submitted batch job 9453356"\n')
     add_program(programs, "sinfo", "printf 'batch\\ninteractive\\n'\n")
     add_program(programs, "sacctmgr", "printf 'research\\nteaching\\n'\n")

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +16,9 @@ import pytest
 
 from conversion.files.manifest import FileRecord, WriteReport, file_record
 from conversion.files.reading import find_difference
+from mrl.loop.run import Budget
 from mrl.loop.saving import CheckpointSaver
+from mrl.store.checkpoints import NoWholeCheckpoint
 from mrl.store.ledger import replay
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
@@ -241,9 +245,98 @@ def test_a_damaged_ledger_that_no_checkpoint_can_replace_is_refused_before_anyth
         attempt()
 
 
-def test_without_a_whole_checkpoint_a_run_starts_anew(attempt: Callable[[], Attempt]):
-    now = attempt()
+def lose_marker(folder: Path) -> None:
+    (folder / "COMPLETE").unlink()
+
+
+def lose_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def truncate_shard(folder: Path) -> None:
+    (folder / "policy/weights/iter_0000000/__0_0.distcp").write_bytes(b"")
+
+
+def break_marker(folder: Path) -> None:
+    """Reading it gives EIO."""
+    lose_marker(folder)
+    (folder / "COMPLETE").symlink_to("/proc/self/mem")
+
+
+def become_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.touch()
+
+
+@pytest.mark.parametrize("break_", [lose_marker, lose_manifest, truncate_shard, break_marker, become_a_file])
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(attempt: Callable[[], Attempt], tmp_path: Path, break_: Callable):
+    now, path = attempt(), tmp_path / "run"
+    with now.folder:
+        shutil.copytree(path / "step_1", tmp_path / "copy")
+        for step in (1, 2):
+            break_(path / f"step_{step}")
+    before = {file: file.read_bytes() for file in path.glob("*.json*")}
+    for _ in range(2):
+        with pytest.raises(NoWholeCheckpoint, match=r"run: none of its .* step 0 .* step_2: .+; step_1: .+ Restore .* move these folders"):
+            attempt()
+        assert {file: file.read_bytes() for file in path.glob("*.json*")} == before and not list(path.glob("damaged_*"))
+    # A way out: one of them is restored.
+    (path / "step_1").rename(tmp_path / "damaged")
+    (tmp_path / "copy").rename(path / "step_1")
+    for step in (2, 3):
+        now = attempt()
+        assert now.saver.load(now.newest, last_step=9).step == step - 1
+        now.saver.save_last(now.train(step))
+        with now.folder:
+            pass
+
+
+def test_a_run_whose_last_checkpoints_the_ranks_find_damaged_is_not_begun_anew(attempt: Callable[[], Attempt], tmp_path: Path):
+    now, path = attempt(), tmp_path / "run"
+    before = now.folder.ledger.path.read_bytes()
+    with now.folder:
+        for step in (1, 2):
+            flip(path / f"step_{step}", 1)
+        with pytest.raises(NoWholeCheckpoint, match=r"damaged_step_1: .*shard.*; damaged_step_2: .*shard"):
+            now.saver.load(now.newest, last_step=9)
+    # Nobody has to start ranks again for that.
+    with pytest.raises(NoWholeCheckpoint, match=r"damaged_step_1: .*; damaged_step_2: "):
+        attempt()
+    assert not now.ranks.loaded and now.folder.ledger.path.read_bytes() == before
+    # The other way out: all of them are moved away.
+    for folder in path.glob("damaged_step_*"):
+        folder.rename(tmp_path / folder.name)
     for step in (1, 2):
-        flip(now.folder.path / f"step_{step}", 1)
-    assert now.saver.load(now.newest, last_step=9) == RunState() and not now.ranks.loaded
-    assert not now.folder.ledger.state.trained
+        now = attempt()
+        assert now.saver.load(now.newest, last_step=9).step == step - 1
+        now.saver.save_last(now.train(step))
+        with now.folder:
+            pass
+
+
+@pytest.mark.parametrize("name", ["tmp_step_1", "step_1"])
+def test_a_run_whose_first_save_was_interrupted_begins_at_step_0(attempt: Callable[[], Attempt], tmp_path: Path, name: str):
+    now, path = attempt(), tmp_path / "run"
+    with now.folder:
+        for step in (1, 2):
+            shutil.rmtree(path / f"step_{step}")
+    (path / name / "policy/weights").mkdir(parents=True)
+    (path / name / "policy/weights/__0_0.distcp").write_bytes(b"half")
+    for step in (1, 2):
+        now = attempt()
+        assert now.saver.load(now.newest, last_step=9).step == step - 1
+        now.saver.save_last(now.train(step))
+        with now.folder:
+            pass
+
+
+def test_a_clock_that_jumps_costs_nothing(attempt: Callable[[], Attempt], monkeypatch: pytest.MonkeyPatch):
+    clock, jumps = time.time, itertools.cycle([1e6, 0.0, -1e6])
+    monkeypatch.setattr(time, "time", lambda: clock() + next(jumps))
+    budget = Budget(1e5, started=time.monotonic())
+    for step in (3, 4):
+        now = attempt()
+        assert now.saver.load(now.newest, last_step=9).step == step - 1
+        now.saver.save_last(now.train(step))
+        with now.folder:
+            assert not budget.is_over

@@ -9,8 +9,10 @@ from mrl.config.schema.data import DataConfig, TrainDataConfig
 from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
 from mrl.config.schema.run import CheckpointingConfig, LoggerConfig, RunConfig
 from mrl.data.reading import LeftOut, Rows
+from mrl.store.checkpoints import CheckpointStore
 from mrl.store.identity import Identity, check_identity, identity_of
 from mrl.store.run_folder import RunFolder
+from mrl.types import RunState
 
 IDS = [f"train:{line}" for line in range(1, 21)]
 
@@ -158,8 +160,8 @@ def test_a_config_that_cannot_be_read_is_not_compared(model: Path, caplog: pytes
 def test_a_refused_attempt_leaves_the_folder_as_it_is(model: Path):
     run, folder = config(model), model.parent / "run"
     open_attempt(run)
-    (folder / "step_20").mkdir()
-    (folder / "step_20/COMPLETE").write_text("")
+    checkpoints = CheckpointStore(folder, run.checkpointing)
+    checkpoints.commit(checkpoints.begin(RunState(step=20)), {})
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     run.grpo.seed += 1
     with pytest.raises(ValueError, match=r"data\.train: the run resumes at step 20 .*checkpointing\.allow_changes=\[data\]"):

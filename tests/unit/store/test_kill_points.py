@@ -20,7 +20,7 @@ from tests.unit.store.test_run_folder import config
 
 HANG_S = 60
 # How often the run below passes the points of each name.
-POINTS = {"commit": 16, "prune": 8, "fallback": 5}
+POINTS = {"start": 3, "rollouts": 16, "commit": 16, "prune": 8, "fallback": 5}
 
 
 def run(folder: Path, steps: int) -> Attempt:
@@ -59,39 +59,35 @@ def damage(folder: Path) -> None:
     ledger.write_bytes(ledger.read_bytes().replace(b"taken", b"tajen", 1))
 
 
-def in_order(name: str) -> list[int]:
-    """The points of a name in an order that has nothing to do with theirs."""
-    return random.Random(name).sample(range(1, POINTS[name] + 1), POINTS[name])
-
-
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [
-        pytest.param(name, number, marks=[pytest.mark.long("faults")] if place >= 2 else [])
-        for name in POINTS
-        for place, number in enumerate(in_order(name))
-    ],
-)
-def test_two_attempts_go_on_after_a_kill(tmp_path: Path, name: str, number: int):
-    (tmp_path / "model").mkdir()
-    first = run(tmp_path, 2)
+def after_a_kill(folder: Path, name: str, number: int) -> None:
+    """Two steps, an attempt that is killed, and two that go on."""
+    (folder / "model").mkdir(parents=True)
+    first = run(folder, 2)
     if name == "fallback":
-        damage(tmp_path)
-    assert killed(tmp_path, f"{name}:{number}") == -signal.SIGKILL, "there are fewer points"
-    before = max((int(path.name[5:]) for path in (tmp_path / "run").glob("step_*") if find_damage(path) is None), default=0)
+        damage(folder)
+    assert killed(folder, f"{name}:{number}") == -signal.SIGKILL, "there are fewer points"
+    before = max((int(path.name[5:]) for path in (folder / "run").glob("step_*") if find_damage(path) is None), default=0)
     for attempt in (1, 2):
-        resumed, last = run(tmp_path, 2), before + 2 * attempt
-        names = {path.name for path in (tmp_path / "run").glob("*step_*")}
+        resumed, last = run(folder, 2), before + 2 * attempt
+        names = {path.name for path in (folder / "run").glob("*step_*")}
         assert {f"step_{last}", f"step_{last - 1}"} <= names <= {f"step_{last}", f"step_{last - 1}", "damaged_step_2"}
         assert sorted(resumed.folder.ledger.state.trained) == list(range(1, last + 1))
         assert replay(first.folder.ledger.path) == resumed.folder.ledger.state
 
 
+@pytest.mark.parametrize("name", POINTS)
+def test_two_attempts_go_on_after_a_kill(tmp_path: Path, name: str):
+    # One of them, in an order that has nothing to do with theirs.
+    after_a_kill(tmp_path, name, random.Random(name).randint(1, POINTS[name]))
+
+
 @pytest.mark.long("faults")
 @pytest.mark.parametrize("name", POINTS)
-def test_there_are_no_more_points(tmp_path: Path, name: str):
-    (tmp_path / "model").mkdir()
-    run(tmp_path, 2)
+def test_two_attempts_go_on_after_a_kill_at_any_point(tmp_path: Path, name: str):
+    for number in range(1, POINTS[name] + 1):
+        after_a_kill(tmp_path / str(number), name, number)
+    (tmp_path / "more/model").mkdir(parents=True)
+    run(tmp_path / "more", 2)
     if name == "fallback":
-        damage(tmp_path)
-    assert killed(tmp_path, f"{name}:{POINTS[name] + 1}") == 0
+        damage(tmp_path / "more")
+    assert killed(tmp_path / "more", f"{name}:{POINTS[name] + 1}") == 0, "there are more points"

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks at the rows of a run that is not started: some or all of them are read, rendered and judged as a run does it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from mrl.config.errors import ConfigError, Unchecked, Unprovided
+from mrl.config.model import is_hub_id
+from mrl.config.schema.data import DatasetConfig
+from mrl.config.schema.env import BUILT_IN
+from mrl.config.schema.run import RunConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from mrl.data.prompts import Rendered
+    from mrl.data.reading import LeftOut, Reader, Rows, Spool
+    from mrl.data.records import Record
+    from mrl.envs.task import Score, Task
+
+# Of the processor. A look at a few rows takes a second, unless a row, its template or its judge never ends.
+CPU_S = 30
+MAX_JUDGED_ROWS = 64
+MAX_FILES = 4
+"""Of a data set of many files: the first, the last, and some between."""
+MAX_COMPARED_BYTES = 128 << 20
+"""Of rows that are compared with those of an earlier attempt in a few seconds."""
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# A reply that says the expected answer, as far as an environment knows such a form.
+REPLIES = {"math": "\\boxed{{{answer}}}", "mcqa": "\\boxed{{{answer}}}", "dapo": "Answer: {answer}"}
+
+
+@dataclass
+class Look:
+    """The complaints about the data of a run."""
+
+    problems: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
+    """Parts of the data that nobody looked at."""
+    rows: tuple[Rows, list[LeftOut]] | None = None
+    """The training rows, and those left out, if all were read."""
+
+    def add(self, other: Look) -> None:
+        """Adds the complaints of another look."""
+        self.problems += other.problems
+        self.doubts += other.doubts
+        self.unseen += other.unseen
+
+
+def look_at_inputs(config: RunConfig, *, is_strict: bool, to_evaluate: bool) -> Look:
+    """The complaints about tokenizer, chat template, rows and run folder, as far as they are on this machine; `is_strict` reads all."""
+    look = look_at_data(config, is_strict=is_strict)
+    if not to_evaluate:
+        from mrl.store.loggers.group import check_loggers
+
+        try:
+            check_loggers(config.logger)
+        except ValueError as error:
+            look.problems.append(Unprovided(str(error)))
+    if to_evaluate or not os.path.isdir(config.checkpointing.checkpoint_dir):
+        return look
+    from mrl.store.resuming import look_at_folder
+
+    folder = look_at_folder(config, data_identities(config, look), is_strict=is_strict)
+    look.add(Look(folder.problems, folder.doubts, folder.unseen))
+    return look
+
+
+def look_at_data(config: RunConfig, *, is_strict: bool) -> Look:
+    """The complaints about tokenizer, chat template and rows, as far as they are on this machine; `is_strict` reads every row."""
+    from mrl.data.files import is_here
+    from mrl.data.trial import Overrun, within_limits
+
+    look, here = Look(), dict[str, DatasetConfig]()
+    tokenizer = tokenizer_of(config, look)
+    for key, dataset in (config.data.train_sets | config.data.validation_sets).items():
+        lacks = [path for path in (dataset.prompt_file, dataset.system_prompt_file) if path is not None and not os.path.isfile(path)]
+        if not is_here(dataset, setting=key):
+            look.unseen.append(f"{key}: the rows of {dataset.source}, which is not on this machine")
+            if is_hub_id(dataset.source):
+                look.problems.append(
+                    Unprovided(f"{key}: the data set {dataset.source} is not in the local Hugging Face cache; a start downloads it")
+                )
+        elif lacks:
+            look.unseen.append(f"{key}: the rows of {dataset.source}, without {lacks[0]}")
+        else:
+            here[key] = dataset
+    is_loaded = is_strict and tokenizer is not None and len(here) == len(config.data.train_sets | config.data.validation_sets)
+    if is_loaded:
+        _read_all(config, look)
+    try:
+        look.add(within_limits(lambda: _look_at_sets(here, config, tokenizer, only_judge=is_loaded), cpu_s=CPU_S))
+    except Overrun:
+        look.unseen.append(f"rows of {', '.join(here)}: {CPU_S} s of a processor or 2 GiB of memory were not enough for a few of them")
+    return look
+
+
+def tokenizer_of(config: RunConfig, look: Look) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a run with a chat template that ends; None if there is none here, which `look` says."""
+    name, key = config.policy.tokenizer.name, "policy.tokenizer.name"
+    what = "the chat template, and how many tokens rows have"
+    if not os.path.isdir(name):
+        look.unseen.append(f"{what}: the tokenizer {name} is not on this machine")
+        return None
+    if not any(os.path.isfile(Path(name) / file) for file in TOKENIZERS):
+        look.problems.append(Unprovided(f"{key}={name}: no tokenizer in this folder; put it there, or give the folder of the model's"))
+        return None
+    from mrl.data.chat import load_tokenizer, use_chat_template
+    from mrl.data.prompts import sampling_params
+    from mrl.data.trial import try_template
+
+    try:
+        tokenizer = load_tokenizer(name)
+        use_chat_template(tokenizer, config.policy.tokenizer)
+        try_template(tokenizer, config.policy.tokenizer.chat_template_kwargs)
+        if config.has_engines:
+            sampling_params(config.policy, tokenizer)
+    except ImportError as error:
+        look.problems.append(Unchecked(f"{key}={name}: its chat template; this machine lacks a library: {error}"))
+        return None
+    except ValueError as error:
+        look.problems.append(str(error))
+        return None
+    return tokenizer
+
+
+def data_identities(config: RunConfig, look: Look) -> list[Callable[[], dict[str, str] | None]]:
+    """Ways to know the data of a run by their checksums: without rendering them, then exactly. None: they are too many, or not all here."""
+    from mrl.data.files import find_data_files, is_here
+    from mrl.data.prompts import prompt_reader
+    from mrl.data.reading import read_split
+    from mrl.data.supervised import example_reader
+    from mrl.store.identity import data_of
+
+    read = prompt_reader if config.has_engines else example_reader
+
+    def fast() -> dict[str, str] | None:
+        sets = config.data.train_sets
+        if not all(is_here(dataset, setting=key) for key, dataset in sets.items()):
+            return None
+        files = [path for key, dataset in sets.items() for path in find_data_files(dataset, setting=key)]
+        if sum(path.stat().st_size for path in files) > MAX_COMPARED_BYTES:
+            return None
+
+        # Rows that are too long are not left out here; then the other way decides.
+        def reader_of(key: str, dataset: DatasetConfig) -> Reader[object]:
+            return cast("Reader[object]", read(key, dataset, config, None))
+
+        train, _, left_out = read_split(config.data, reader_of, lambda row_id, value: row_id)
+        return data_of(config, train, left_out)
+
+    def exact() -> dict[str, str] | None:
+        if look.rows is None and not look.problems:
+            _read_all(config, look)
+        return None if look.rows is None else data_of(config, *look.rows)
+
+    return [exact] if look.rows is not None else [fast, exact]
+
+
+def _read_all(config: RunConfig, look: Look) -> None:
+    """Reads all rows, as a start does."""
+    from mrl.data.order import num_steps_of
+    from mrl.data.prompts import load_prompts
+    from mrl.data.supervised import load_examples
+
+    try:
+        data = load_prompts(config) if config.has_engines else load_examples(config)
+        num_steps_of(config, len(data.train))
+        look.rows = data.train, data.left_out
+    except ConfigError as error:
+        look.problems += error.problems
+    except ValueError as error:
+        look.problems.append(str(error))
+
+
+def _look_at_sets(
+    here: Mapping[str, DatasetConfig], config: RunConfig, tokenizer: PreTrainedTokenizerBase | None, *, only_judge: bool
+) -> Look:
+    look = Look()
+    for key, dataset in here.items():
+        look.add(_look_at_rows(key, dataset, config, tokenizer, only_judge=only_judge))
+    return look
+
+
+def _look_at_rows(
+    key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase | None, *, only_judge: bool
+) -> Look:
+    """The complaints about the first, last and some other rows of a data set; with `only_judge`, only those about answers."""
+    from mrl.data.excerpts import Excerpt, excerpt
+    from mrl.data.prompts import prompt_reader
+    from mrl.data.reading import Names, Spool, complaints, sort_out
+    from mrl.data.supervised import example_reader
+
+    look, excerpts, spool = Look(), dict[Path, Excerpt](), Spool()
+    name = f"{key}.data_path={dataset.source}"
+
+    def read(path: Path, setting: str) -> Iterable[Record]:
+        excerpts[path] = excerpt(path)
+        return excerpts[path].records
+
+    try:
+        reader: Reader = (prompt_reader if config.has_engines else example_reader)(key, dataset, config, tokenizer)
+        chosen = _spread(reader.files)
+        ids, positions, left_out = sort_out(replace(reader, files=chosen), Names(), spool, read)
+    except ValueError as error:
+        return Look([] if only_judge else [str(error)])
+    judged = _judge(name, config, dict(zip(positions, ids, strict=True)), spool) if config.has_engines else look
+    if only_judge:
+        return judged
+    is_whole = len(chosen) == len(reader.files) and all(found.is_whole for found in excerpts.values())
+    refused, said = complaints(left_out, name, config.data, is_whole=is_whole)
+    look.problems, look.doubts = refused, said
+    if is_whole and not ids and not refused:
+        look.problems.append(f"{name} has no rows" + (" that can be used" if left_out.num_rows else ""))
+    if config.has_engines:
+        look.add(judged)
+    if not is_whole:
+        of = f" of {len(chosen)} of its {len(reader.files)} files" if len(chosen) < len(reader.files) else ""
+        look.unseen.append(f"{key}: rows of {dataset.source} beside {left_out.num_rows} of them, the first, the last and random ones{of}")
+    look.unseen += [f"{key}: the end of {path}, of which only the beginning was read" for path, found in excerpts.items() if found.is_cut]
+    return look
+
+
+def _spread(files: Sequence[Path]) -> list[Path]:
+    """A few files, the first and the last among them."""
+    last = len(files) - 1
+    return [files[index] for index in sorted({round(last * part / (MAX_FILES - 1)) for part in range(MAX_FILES)})]
+
+
+def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rendered]) -> Look:
+    """The rows whose expected answer no reply can match, by the environments that judge them: training masks their rollouts."""
+    from mrl.config.texts import safe_text
+    from mrl.envs.task import Task
+
+    look, scores, faults = Look(), dict[str, "Score | None"](), list[str]()
+    for position, row_id in list(ids.items())[:MAX_JUDGED_ROWS]:
+        row = spool.read(position)
+        if row.env_name not in BUILT_IN:
+            look.unseen.append(f"{name}: what the environment {row.env_name} makes of replies")
+            continue
+        if row.env_name not in scores:
+            scores[row.env_name] = _score(row.env_name, config, look)
+        if (score := scores[row.env_name]) is not None:
+            form = "dapo" if row.env_name == "math" and config.env.math.math_verify_impl != "hf_math_verify" else row.env_name
+            answer = safe_text(row.answer)
+            task = Task((REPLIES.get(form, "x").format(answer=answer),), answer, safe_text(row.question), row.row)
+            if reason := _fault(score, task, has_reply=form in REPLIES):
+                faults.append(f"{row_id}: {reason}")
+    look.unseen = list(dict.fromkeys(look.unseen))
+    if faults:
+        num_judged = min(len(ids), MAX_JUDGED_ROWS)
+        look.doubts.append(
+            f"{name}: no reply can be right in {len(faults)} of {num_judged} rows that were judged, and they teach nothing; correct or "
+            f"remove them. The first: {faults[0]}"
+        )
+    return look
+
+
+def _score(env_name: str, config: RunConfig, look: Look) -> Score | None:
+    """The reward function of a built-in environment; None if it cannot be made here."""
+    from mrl.envs.scorer import ENVIRONMENTS
+
+    declared = ENVIRONMENTS[env_name](config.env)
+    module, _, factory = declared.factory.partition(":")
+    try:
+        return cast("Score", getattr(importlib.import_module(module), factory)(**declared.options))
+    except (ImportError, OSError, RuntimeError) as error:
+        look.unseen.append(f"expected answers of env.{env_name}: {error}")
+    except ValueError as error:
+        look.problems.append(f"env.{env_name}: {error}")
+    return None
+
+
+def _fault(score: Score, task: Task, *, has_reply: bool) -> str:
+    """Why no reply can be right; "" if one can, as far as one reply tells. With `has_reply`, the task's is the expected answer."""
+    from mrl.envs.instruction_following import UNKNOWN
+    from mrl.envs.task import RowFault
+
+    try:
+        outcome = score(task)
+    except RowFault as error:
+        return str(error)
+    except Exception:  # of a text that is no reply
+        return ""
+    if UNKNOWN in outcome.flags:
+        return f"an instruction is not known ({outcome.extracted})"
+    return f"not even its own answer {task.expected!r:.100} is judged as right" if has_reply and outcome.reward == 0 else ""
