@@ -24,7 +24,7 @@ PROBE_TIMEOUT_S = 180.0
 
 
 @dataclass(frozen=True)
-class Gpu:
+class HostGpu:
     """One GPU as the driver sees it; `used_bytes` counts all processes of the host."""
 
     name: str
@@ -38,7 +38,7 @@ class Driver:
 
     version: str
     cuda: tuple[int, int]
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[HostGpu, ...]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def read_gpus() -> Gpus | None:
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            gpus.append(Gpu(str(pynvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.used)))
+            gpus.append(HostGpu(str(pynvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.used)))
         version = str(pynvml.nvmlSystemGetDriverVersion())
     except pynvml.NVMLError as error:
         return Gpus(None, f"the driver does not answer: {error}", probe_cuda())

@@ -94,7 +94,7 @@ LOGPROBS = Check(
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RefitOutcome:
     """The outcome of one check: a line of the table."""
 
     check: Check
@@ -108,9 +108,9 @@ class Failed(Exception):
     """A check failed, and later ones would say nothing. Its outcome is on record."""
 
 
-def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Outcome]:
+def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[RefitOutcome]:
     """Runs the checks in order, up to the first that fails, and returns their outcomes."""
-    outcomes: list[Outcome] = []
+    outcomes: list[RefitOutcome] = []
     precision = config.policy.precision
 
     def numbers_of(report: RefitReport) -> str:
@@ -129,15 +129,15 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Outco
             numbers = f"{policies.world_size} policy ranks, {engines.num_engines} {kind} engines"
             if precision == "float32":
                 numbers += f"; products of float32: {float32_products(policies, config)}"
-            outcomes.append(Outcome(START, True, numbers))
+            outcomes.append(RefitOutcome(START, True, numbers))
         with stage(outcomes, ZERO):
-            outcomes.append(Outcome(ZERO, True, numbers_of(refit.zero())))
+            outcomes.append(RefitOutcome(ZERO, True, numbers_of(refit.zero())))
         with stage(outcomes, REFIT):
             before = engines.call(EngineVerbs.live_digest)
             policies.call(PolicyVerbs.perturb, config.rollouts.seed)
-            outcomes.append(Outcome(REFIT, True, numbers_of(refit.run())))
+            outcomes.append(RefitOutcome(REFIT, True, numbers_of(refit.run())))
         with stage(outcomes, CHANGED):
-            outcomes.append(Outcome(CHANGED, True, changed_tensors(before, engines.call(EngineVerbs.live_digest))))
+            outcomes.append(RefitOutcome(CHANGED, True, changed_tensors(before, engines.call(EngineVerbs.live_digest))))
         with stage(outcomes, LOGPROBS):
             sampled = engines.apply(
                 sample, requests(config, data.train[:NUM_PROMPTS], MAX_NEW_TOKENS), deadline_s=config.deadlines.generate_s
@@ -156,13 +156,13 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Outco
 
 
 @contextmanager
-def stage(outcomes: list[Outcome], check: Check) -> Iterator[None]:
+def stage(outcomes: list[RefitOutcome], check: Check) -> Iterator[None]:
     """Logs the name of a check; an error inside becomes its outcome, and ends the examination as `Failed`."""
     logger.info("Checking %s ...", check.name)
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        outcomes.append(Outcome(check, False, str(error)))
+        outcomes.append(RefitOutcome(check, False, str(error)))
         raise Failed from error
 
 
@@ -177,7 +177,7 @@ def changed_tensors(before: Mapping[int, Sequence[Mapping[Slot, int]]], after: M
 
 def compare(
     rollouts: Sequence[Rollout], logprobs: Sequence[np.ndarray], precision: str, bounds: Mapping[str, float], *, subject: str
-) -> Outcome:
+) -> RefitOutcome:
     """Compares the trainer's logprobs with the generator's, over all tokens of the rollouts; `bounds` limits the error, by precision."""
     trainer_T = torch.from_numpy(np.concatenate(list(logprobs)))
     generator_T = torch.from_numpy(np.concatenate([rollout.generator_logprobs for rollout in rollouts]))
@@ -197,7 +197,7 @@ def compare(
         off = 1 - float((error_T <= FP32_TOLERANCE + FP32_RELATIVE * generator_T.abs()).float().mean())
         is_ok = is_ok and off <= MAX_OFF_SHARE
         numbers += f", {off:.2%} of tokens off by more than rounding"
-    return Outcome(LOGPROBS, is_ok, numbers, subject)
+    return RefitOutcome(LOGPROBS, is_ok, numbers, subject)
 
 
 def float32_products(policies: PolicyGroup, config: RunConfig) -> str:
@@ -220,7 +220,7 @@ def _float32_products(policy: PolicyRank) -> dict[str, str]:
     return float32_products()
 
 
-def table(outcomes: Sequence[Outcome]) -> list[str]:
+def table(outcomes: Sequence[RefitOutcome]) -> list[str]:
     """The outcomes as aligned lines, then what each check proves, and what to do about the one that failed."""
     rows = [("check", "result", "numbers")]
     rows += [(f"{f.check.name} {f.subject}".strip(), "ok" if f.is_ok else "FAILED", f.numbers) for f in outcomes]

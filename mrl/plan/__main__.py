@@ -32,7 +32,7 @@ from mrl.plan.plan import (
     search_layouts,
     with_config_json,
 )
-from mrl.plan.search import Found
+from mrl.plan.search import Layouts
 from mrl.view.page import HERE, page
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def _plan(name: str, overrides: Sequence[str], options: argparse.Namespace, secr
 SCRIPTS = (HERE / "uplot.js", HERE / "page.js", Path(__file__).with_name("plan.js"), HERE / "start.js")
 
 
-def write_page(path: Path, plan: Plan, found: Found | None) -> None:
+def write_page(path: Path, plan: Plan, found: Layouts | None) -> None:
     """Writes the page, and replaces an older one at once."""
     title = f"Plan of {plan.config.num_slots} {plan.gpu.name}"
     write_atomic(path, page([{"name": title, "lines": describe(plan), **as_data(plan, found)}], scripts=SCRIPTS))

@@ -11,8 +11,8 @@ from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.ppo import ValueConfig
 from mrl.config.schema.run import RunConfig
 from mrl.phases import WORKERS, Phase
+from mrl.plan.facts import PlanModel
 from mrl.plan.hardware import Gpu
-from mrl.plan.inputs import PlanModel
 from mrl.plan.memory import all_ranks
 from mrl.plan.search import worst_rank
 

@@ -13,8 +13,8 @@ from mrl.config.schema.run import RunConfig
 from mrl.phases import PHASES, WORKERS, ModelName, Phase, Role, role_of
 from mrl.plan.activations import BF16, FP32, part_bytes
 from mrl.plan.engine import CacheLayout, cache_layout, forward_bytes, sampler_bytes
+from mrl.plan.facts import IMBALANCE, PlanModel, num_microbatches, row_of, state_rules
 from mrl.plan.hardware import GIB, Gpu
-from mrl.plan.inputs import IMBALANCE, PlanModel, num_microbatches, row_of, state_rules
 from mrl.plan.peaks import Stage, logits_bytes, microbatches_in_flight, persistent_bytes, train_peak
 from mrl.plan.states import States, state_bytes
 

@@ -12,8 +12,8 @@ from mrl.config.model import model_folder, with_value
 from mrl.config.rules.checks import find_problems
 from mrl.config.schema.run import RunConfig
 from mrl.phases import Phase
+from mrl.plan.facts import IMBALANCE, PlanModel, read_model
 from mrl.plan.hardware import GIB, GPUS, Gpu
-from mrl.plan.inputs import IMBALANCE, PlanModel, read_model
 from mrl.plan.longest_rows import describe_longest, section_at_work, with_least_rows
 from mrl.plan.memory import (
     EngineMemory,
@@ -29,7 +29,7 @@ from mrl.plan.memory import (
     saved_bytes,
     stage_states,
 )
-from mrl.plan.search import Candidate, Found, search, worst_rank
+from mrl.plan.search import Candidate, Layouts, search, worst_rank
 from mrl.plan.times import StepTimes, step_times
 from mrl.plan.traffic import RefitTraffic, plan_refit
 
@@ -82,7 +82,7 @@ def make_plan(config: RunConfig, gpu: Gpu, *, mean_tokens: float | None = None) 
     )
 
 
-def search_layouts(config: RunConfig, gpu: Gpu, refit: RefitTraffic | None, *, mean_tokens: float | None = None) -> Found:
+def search_layouts(config: RunConfig, gpu: Gpu, refit: RefitTraffic | None, *, mean_tokens: float | None = None) -> Layouts:
     """All layouts of a run on its GPUs."""
     return search(config, read_model(config), gpu, refit, mean_tokens=mean_tokens_of(config, mean_tokens))
 
@@ -190,12 +190,12 @@ def describe_candidates(title: str, candidates: list[Candidate]) -> list[str]:
     return lines
 
 
-def nearest(found: Found) -> list[Candidate]:
+def nearest(found: Layouts) -> list[Candidate]:
     """The layouts that fit with the fewest keys changed."""
     return sorted(found.best, key=lambda one: (len(one.overrides), one.times.total.high))[:NUM_NEAREST]
 
 
-def as_data(plan: Plan, found: Found | None = None) -> dict[str, object]:
+def as_data(plan: Plan, found: Layouts | None = None) -> dict[str, object]:
     """The plan as plain data: bytes and seconds."""
     data: dict[str, object] = {
         "gpu": dataclasses.asdict(plan.gpu),

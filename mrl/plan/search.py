@@ -12,8 +12,8 @@ from mrl.config.errors import Problems, spell, value_at
 from mrl.config.model import ModelSizes, with_value
 from mrl.config.rules import layout
 from mrl.config.schema.run import RunConfig
+from mrl.plan.facts import PlanModel
 from mrl.plan.hardware import Gpu
-from mrl.plan.inputs import PlanModel
 from mrl.plan.memory import RankMemory, all_ranks, engine_memory
 from mrl.plan.times import StepTimes, exchange_seconds, step_times
 from mrl.plan.traffic import RefitTraffic
@@ -50,7 +50,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class Layouts:
     """What a search gives."""
 
     best: list[Candidate]
@@ -69,7 +69,7 @@ def worst_rank(config: RunConfig, model: PlanModel, gpu: Gpu) -> tuple[RankMemor
     return worst, f"phase {worst.peak_phase} does not fit" if worst.peak > gpu.memory else None
 
 
-def search(config: RunConfig, model: PlanModel, gpu: Gpu, refit: RefitTraffic | None, *, mean_tokens: float) -> Found:
+def search(config: RunConfig, model: PlanModel, gpu: Gpu, refit: RefitTraffic | None, *, mean_tokens: float) -> Layouts:
     """Every layout of the trainer, each with the fastest engines beside which it fits.
 
     `refit` stands for those of all layouts: a schedule for each would take minutes.
@@ -87,7 +87,7 @@ def search(config: RunConfig, model: PlanModel, gpu: Gpu, refit: RefitTraffic | 
         else:
             refused[found] += 1
     ranked = sorted(best, key=lambda found: (found.times.total.high + found.exchange, len(found.overrides)))
-    return Found(ranked, len(best) + refused.total(), refused)
+    return Layouts(ranked, len(best) + refused.total(), refused)
 
 
 def _lightest(

@@ -14,8 +14,8 @@ from mrl.data.planning import SequenceCost
 from mrl.phases import role_of
 from mrl.plan.activations import BF16
 from mrl.plan.engine import token_bytes
+from mrl.plan.facts import PlanModel, num_microbatches
 from mrl.plan.hardware import Gpu
-from mrl.plan.inputs import PlanModel, num_microbatches
 from mrl.plan.memory import EngineMemory
 from mrl.plan.traffic import RefitTraffic
 

@@ -12,7 +12,7 @@ from conversion.families.common import read_by_engines
 from conversion.reshard import reshard
 from conversion.schedule import NUM_BUFFERS, Link
 from mrl.config.schema.run import RunConfig
-from mrl.plan.inputs import PlanModel
+from mrl.plan.facts import PlanModel
 
 
 @dataclass(frozen=True)

@@ -317,7 +317,7 @@ def splitmix64(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Patch:
+class EnginePatch:
     """One replaced name of vLLM."""
 
     name: str
@@ -337,52 +337,52 @@ _UNTIL_SAME_TOKENS = "vLLM draws the same tokens with proposals as without, seed
 _SAME_BITS = "vLLM's CPU decode and prefill kernels give the same bits"
 
 PATCHES = (
-    Patch(
+    EnginePatch(
         "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
         "linear layers on weights as loaded, in rows of 16",
         "vLLM packs the weights for oneDNN and empties the parameter, so a refit cannot write; and few rows get other bits than many",
         "vLLM can leave weights unpacked on CPUs, and its kernel's rows do not depend on their number",
         lambda _: _dispatch_linear,
     ),
-    Patch(
+    EnginePatch(
         "vllm.model_executor.layers.fused_moe.config.FusedMoEConfig.__post_init__",
         "the same check without its refusal of non-gated experts",
         "refuses non-gated experts (relu^2) on CPU",
         "vLLM's CPU experts know relu^2",
         _allow_non_gated,
     ),
-    Patch(
+    EnginePatch(
         "vllm.model_executor.layers.fused_moe.oracle.unquantized.backend_to_kernel_cls",
         "experts in plain torch, gated or not",
         "vLLM's CPU experts pack their weights, know no relu^2, and give an expert's few rows other bits than many",
         "vLLM's CPU experts read weights as loaded, know relu^2, and their rows do not depend on their number",
         _prefer_plain_experts,
     ),
-    Patch(
+    EnginePatch(
         "vllm.model_executor.layers.mamba.mamba_mixer2.causal_conv1d_fn",
         "the same function, for all sequences of one length at once",
         "vLLM's takes one sequence after the other, a quarter of the time of a small model",
         "vLLM's takes several at once",
         lambda _: _causal_conv1d,
     ),
-    Patch(
+    EnginePatch(
         "vllm.model_executor.layers.mamba.mamba_mixer2.causal_conv1d_update", _PREFILL, _DECODE, _SAME_BITS, lambda _: _causal_conv1d_update
     ),
-    Patch(
+    EnginePatch(
         "vllm.model_executor.layers.mamba.mamba_mixer2.selective_state_update",
         _PREFILL,
         _DECODE,
         _SAME_BITS,
         lambda _: _selective_state_update,
     ),
-    Patch(
+    EnginePatch(
         "vllm.v1.worker.gpu_model_runner.CachedRequestState",
         "the same class, whose generators count their draws",
         "after a partial prefill the runner rewinds the request's generator: 'CPU Generator does not use offset'",
         "vLLM's runner draws nothing for a partial prefill, or can rewind CPU generators",
         lambda _: CountingRequest,
     ),
-    Patch(
+    EnginePatch(
         "vllm.v1.worker.gpu_input_batch.InputBatch.add_request",
         "the same function, for which a request's prompt is all that it has when it comes, and which knows the states that it comes with",
         "the last tokens of a request that is computed anew pass for proposals, and it goes on from the state of the first of them; one"
@@ -390,42 +390,42 @@ PATCHES = (
         "vLLM's first model runner knows of requests that come back what the second does (`prefill_len`, `num_accepted_tokens_gpu`)",
         come_back,
     ),
-    Patch(
+    EnginePatch(
         "vllm.v1.worker.gpu_model_runner.GPUModelRunner._update_states",
         "the same function, which first notes how many tokens the requests of the last step kept",
         "the patch of InputBatch.add_request needs it",
         "the patch of InputBatch.add_request goes",
         note_accepted,
     ),
-    Patch(
+    EnginePatch(
         "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu",
         "the same function, with seeds from each request's count",
         "counts can be rewound, and vLLM's draw of one seed after the other takes a tenth of a small model's step",
         "the patch of CachedRequestState goes",
         lambda _: _draw_tokens,
     ),
-    Patch(
+    EnginePatch(
         "vllm.triton_utils.dispatcher.vars",
         "the builtin function, which finds nothing in objects that only seem to have attributes",
         "numba's library, which the n-gram proposer loads, has such objects, over which the next engine of the process stumbles",
         "vLLM's search for kernels passes over them",
         lambda original: lambda value: found if isinstance(found := original(value), Mapping) else {},
     ),
-    Patch(
+    EnginePatch(
         "vllm.v1.sample.rejection_sampler.RejectionSampler.forward",
         "the same function, which counts a request's draws by the places of its tokens",
         _SAME_TOKENS,
         _UNTIL_SAME_TOKENS,
         draw_ahead,
     ),
-    Patch(
+    EnginePatch(
         "vllm.v1.sample.rejection_sampler.expand_batch_to_tokens",
         "the same function in plain torch",
         "vLLM's writes temperatures and top-p as whole numbers into a copy that is dropped",
         "vLLM's expand_kernel_impl takes floats",
         lambda _: spread,
     ),
-    Patch(
+    EnginePatch(
         "vllm.v1.sample.rejection_sampler.rejection_sample",
         "each token is drawn as if nothing had been proposed; proposals count as far as they are what is drawn",
         _SAME_TOKENS,

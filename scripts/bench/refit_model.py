@@ -16,8 +16,8 @@ from pathlib import Path
 
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
+from mrl.plan.facts import PlanModel, read_model
 from mrl.plan.hardware import GPUS
-from mrl.plan.inputs import PlanModel, read_model
 from mrl.plan.memory import engine_memory
 from mrl.plan.times import NETWORK, refit_calls, refit_times
 from mrl.plan.traffic import RefitTraffic, plan_refit, refit_ends

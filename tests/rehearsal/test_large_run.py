@@ -13,7 +13,7 @@ from conversion.boxes import volume
 from conversion.families.common import MegatronCoords
 from conversion.families.registry import family
 from mrl.config.schema.run import RunConfig
-from mrl.plan.inputs import read_model
+from mrl.plan.facts import read_model
 from mrl.plan.memory import stage_states
 from tests.rehearsal.children import rows_of
 from tests.rehearsal.large_run import Row, Shard, run_config

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mrl.config.model import ModelSizes
 from mrl.plan.activations import FP32, RECOMPUTED, Row, part_bytes
-from mrl.plan.inputs import PlanModel, read_model, state_rules
+from mrl.plan.facts import PlanModel, read_model, state_rules
 from mrl.plan.memory import stage_states
 from mrl.policy.mamba_torch import MAX_CHUNK
 from tests import models

@@ -13,8 +13,8 @@ import torch
 
 from mrl.config.load import load_config
 from mrl.plan.engine import cache_layout
+from mrl.plan.facts import PlanModel, read_model
 from mrl.plan.hardware import GPUS
-from mrl.plan.inputs import PlanModel, read_model
 from mrl.plan.memory import engine_memory
 from tests import models
 from tests.rollouts import MAX_MODEL_LEN, StartEngine

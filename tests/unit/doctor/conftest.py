@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from mrl.cluster.lifetime import Capacity
-from mrl.doctor.gpus import CudaProbe, Driver, Gpu, Gpus
+from mrl.doctor.gpus import CudaProbe, Driver, Gpus, HostGpu
 from mrl.doctor.probe import GIB, TEMPORARY, Confinement, Disk, HostFacts, Limit, Network, Ports
 from mrl.doctor.software import Wanted
 
@@ -23,7 +23,7 @@ WANTED = Wanted(
 @pytest.fixture
 def gpu_host() -> HostFacts:
     """A node with eight idle GPUs."""
-    gpus = tuple(Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, 500 * 2**20) for _ in range(8))
+    gpus = tuple(HostGpu("NVIDIA H100 80GB HBM3", 80 * GIB, 500 * 2**20) for _ in range(8))
     return HostFacts(
         host="node-1",
         python="3.12.4",

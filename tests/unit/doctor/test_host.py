@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from mrl.doctor.findings import Finding, has_problem
-from mrl.doctor.gpus import CudaProbe, Gpu
+from mrl.doctor.gpus import CudaProbe, HostGpu
 from mrl.doctor.host import MIN_CORES, MIN_MEMORY_BYTES, judge_machine
 from mrl.doctor.probe import GIB, TEMPORARY, UNLIMITED, Apex, Disk, HostFacts, Limit
 from mrl.doctor.software import Wanted, judge_software
@@ -51,8 +51,8 @@ def test_the_readme_asks_for_what_is_looked_at():
     assert (int(asked[1]), int(asked[2]) * 1e9) == (MIN_CORES, MIN_MEMORY_BYTES)
 
 
-def used(num_bytes: int) -> tuple[Gpu, ...]:
-    return (Gpu("H100", 80 * GIB, GIB), *(Gpu("H100", 80 * GIB, num_bytes) for _ in range(7)))
+def used(num_bytes: int) -> tuple[HostGpu, ...]:
+    return (HostGpu("H100", 80 * GIB, GIB), *(HostGpu("H100", 80 * GIB, num_bytes) for _ in range(7)))
 
 
 SMALL_SHM = Disk("/dev/shm", 64 * 2**20, 64 * 2**20, True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from mrl.doctor.gpus import CudaProbe, Gpu
+from mrl.doctor.gpus import CudaProbe, HostGpu
 from mrl.doctor.host import judge_machine
 from mrl.doctor.probe import Apex, Disk, HostFacts, Limit
 from mrl.doctor.software import Wanted, judge_software
@@ -27,7 +27,7 @@ from tests.unit.test_troubleshooting import assert_quoted
         ("gpus", {"probe": CudaProbe("torch.cuda.is_available() is False")}, "torch.cuda.is_available() is False"),
         ("gpus", {"probe": CudaProbe("", 2)}, "torch sees … of the … GPUs"),
         ("gpus.driver", {"cuda": (12, 4)}, "…, for CUDA up to …, but torch is built for CUDA …"),
-        ("gpus.driver", {"gpus": (Gpu("H100", 2**36, 2**35),) * 8}, "in use before the run: …"),
+        ("gpus.driver", {"gpus": (HostGpu("H100", 2**36, 2**35),) * 8}, "in use before the run: …"),
         ("network", {"address": "127.0.1.1"}, "the host's name stands for …; Gloo would offer that to other nodes"),
         ("network", {"socket_ifname": "bond0"}, "NCCL_SOCKET_IFNAME=… leaves none of the interfaces …"),
         ("network", {"fabric": "efa", "num_rdma_devices": 0}, "FI_PROVIDER=efa, but there is no device in /dev/infiniband"),

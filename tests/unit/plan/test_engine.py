@@ -10,8 +10,8 @@ import pytest
 
 from mrl.config.load import load_config
 from mrl.plan.engine import CacheLayout
+from mrl.plan.facts import PlanModel, read_model
 from mrl.plan.hardware import GPUS
-from mrl.plan.inputs import PlanModel, read_model
 from mrl.plan.memory import EngineMemory, engine_memory, rank_memory
 from mrl.plan.times import decode_seconds
 from tests.sources import ROOT

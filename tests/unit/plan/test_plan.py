@@ -21,8 +21,8 @@ from mrl.config.rules.checks import checkpoint_demand, num_kept_at_most
 from mrl.loop.preflight import check_start
 from mrl.plan.__main__ import main
 from mrl.plan.deadlines import checkpoint_deadline
+from mrl.plan.facts import PlanModel, read_model
 from mrl.plan.hardware import GIB, GPUS
-from mrl.plan.inputs import PlanModel, read_model
 from mrl.plan.memory import cache_bytes, disk_bytes, engine_memory, host_memory, rank_memory, saved_bytes, stage_states, work_of
 from mrl.plan.plan import as_data, make_plan, prediction
 from mrl.plan.times import EXPERT_PRODUCTS, forward_operations, train_seconds

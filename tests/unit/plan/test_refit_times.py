@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mrl.config.load import load_config
+from mrl.plan.facts import read_model
 from mrl.plan.hardware import Gpu
-from mrl.plan.inputs import read_model
 from mrl.plan.times import CALL, LAUNCH, WAIT, refit_times
 from mrl.plan.traffic import RefitTraffic, plan_refit
 from tests.sources import ROOT
