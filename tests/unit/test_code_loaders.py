@@ -40,6 +40,8 @@ REASONS = {
     ("mrl/policy/megatron_import.py", "importlib.import_module"): "names that stand in the same file",
     ("mrl/rollout/cpu.py", "pkgutil.resolve_name"): "names that stand in the same file",
     ("mrl/envs/child.py", "importlib.import_module"): "reward functions of mrl.envs, named by its own declarations",
+    ("mrl/envs/scorer.py", "importlib.import_module"): "the environments of mrl.envs, listed in the schema",
+    ("mrl/envs/scorer.py", "import_module"): "the environments of mrl.envs, listed in the schema",
     ("mrl/inputs.py", "importlib.import_module"): "reward functions of mrl.envs, named by its own declarations",
     ("mrl/config/own.py", "pkgutil.resolve_name"): "the user's functions and classes, which are trusted code",
     ("mrl/envs/sandbox.py", "importlib.import_module"): "the modules of the prelude, listed in the file",
