@@ -367,10 +367,14 @@ class PolicyRank:
         return [batch.metrics for batch in self.batches()]
 
     def token_samples(self, wanted: Collection[int]) -> dict[int, TokenSample]:
-        """The sequences of these indices of the step's first batch, from the rank of tp and cp that answers. Not collective."""
-        if not self._batches or not answers_for_rows():
+        """The sequences of these indices of the step's first batch, from the rank of tp and cp that answers. Not collective.
+
+        Ends the step: the batches are let go, and a second call finds nothing.
+        """
+        batches, self._batches = self._batches, []
+        if not batches or not answers_for_rows():
             return {}
-        found = [token_samples(row, wanted) for row in self._batches[0].rows if row.entropy_T is not None]
+        found = [token_samples(row, wanted) for row in batches[0].rows if row.entropy_T is not None]
         return {index: sample for samples in found for index, sample in samples.items()}
 
     def evaluate(self) -> dict[str, float]:
