@@ -18,6 +18,7 @@ from conversion.files import durable
 from mrl.loop.main import main
 from mrl.store import checkpoints, ledger, run_folder
 from mrl.store.run_folder import METRICS, SAMPLES, RunFolder
+from mrl.train import train
 from mrl.types import RunState
 from tests.unit.loop.test_saving import Attempt
 from tests.unit.store.test_run_folder import config
@@ -131,5 +132,5 @@ def test_the_command_says_so_and_that_the_same_command_resumes(monkeypatch: pyte
 
     monkeypatch.setattr("mrl.loop.main.load_run", no_answer)
     monkeypatch.setattr("mrl.loop.main.logger.error", lambda text, *arguments: said.append(text % arguments))
-    assert main(["grpo_tiny.yaml"]) == 1
+    assert main(train, ["grpo_tiny.yaml"]) == 1
     assert said == ["The attempt ended: write of /run/config.yaml: no answer within 600 s. The same command resumes."]
