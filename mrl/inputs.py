@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -133,13 +134,18 @@ def tokenizer_of(config: RunConfig, look: Look) -> PreTrainedTokenizerBase | Non
 
 def data_identities(config: RunConfig, look: Look) -> list[Callable[[], dict[str, str] | None]]:
     """Ways to know the data of a run by their checksums: without rendering them, then exactly. None: they are too many, or not all here."""
+    from mrl.data.fields import optional_text
     from mrl.data.files import find_data_files, is_here
-    from mrl.data.prompts import prompt_reader
-    from mrl.data.reading import read_split
-    from mrl.data.supervised import example_reader
+    from mrl.data.gym import REQUEST
+    from mrl.data.reading import Parsed, Reader, read_split
     from mrl.store.identity import data_of
 
-    read = prompt_reader if config.has_engines else example_reader
+    def reader_of(key: str, dataset: DatasetConfig) -> Reader[None]:
+        # Rows are taken for good ones; where some are not, the exact way decides.
+        def parse(fields: dict[str, object]) -> Parsed[None]:
+            return Parsed(None, None if config.has_engines and REQUEST in fields else optional_text(fields, "id"))
+
+        return Reader(key, dataset.source, find_data_files(dataset, setting=key), parse, dataset.repeat)
 
     def fast() -> dict[str, str] | None:
         sets = config.data.train_sets
@@ -148,12 +154,7 @@ def data_identities(config: RunConfig, look: Look) -> list[Callable[[], dict[str
         files = [path for key, dataset in sets.items() for path in find_data_files(dataset, setting=key)]
         if sum(path.stat().st_size for path in files) > MAX_COMPARED_BYTES:
             return None
-
-        # Rows that are too long are not left out here; then the other way decides.
-        def reader_of(key: str, dataset: DatasetConfig) -> Reader[object]:
-            return cast("Reader[object]", read(key, dataset, config, None))
-
-        train, _, left_out = read_split(config.data, reader_of, lambda row_id, value: row_id)
+        train, _, left_out = read_split(replace(config.data, validation=None), reader_of, lambda row_id, value: row_id)
         return data_of(config, train, left_out)
 
     def exact() -> dict[str, str] | None:
@@ -211,7 +212,9 @@ def _look_at_rows(
         ids, positions, left_out = sort_out(replace(reader, files=chosen), Names(), spool, read)
     except ValueError as error:
         return Look([] if only_judge else [str(error)])
+    logging.disable(logging.CRITICAL)  # math-verify warns of what the run's pool takes care of
     judged = _judge(name, config, dict(zip(positions, ids, strict=True)), spool) if config.has_engines else look
+    logging.disable(logging.NOTSET)
     if only_judge:
         return judged
     is_whole = len(chosen) == len(reader.files) and all(found.is_whole for found in excerpts.values())

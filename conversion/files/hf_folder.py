@@ -84,13 +84,13 @@ def weight_files(hf: Path) -> list[Path]:
 
 
 def files_to_hide(hf: Path) -> list[str]:
-    """Names of the files beside `SINGLE_FILE` that vLLM would read in its place, or with it: an index, and other safetensors files."""
-    if not (hf / SINGLE_FILE).exists():
-        return []
-    has_index = (hf / INDEX_FILE).exists()
-    if has_index and set(weights_by_file(hf).values()) == {SINGLE_FILE}:
-        return []
-    return sorted({path.name for path in hf.glob("*.safetensors")} - {SINGLE_FILE}) + [INDEX_FILE] * has_index
+    """Names of the files beside the weights that vLLM would read in their place, or with them: an index, and other safetensors files."""
+    try:
+        read = {path.name for path in weight_files(hf)}
+    except ValueError:
+        return []  # other rules say so
+    is_old = (hf / INDEX_FILE).exists() and set(weights_by_file(hf).values()) != read
+    return sorted({path.name for path in hf.glob("*.safetensors")} - read) + [INDEX_FILE] * is_old
 
 
 def stored_tensors(hf: Path) -> dict[str, tuple[Path, HeaderTensor]]:

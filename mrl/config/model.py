@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeVar
 
 from conversion.families.registry import FAMILIES, family
-from conversion.files.hf_folder import COMPANIONS, files_to_hide, read_config, weight_files
+from conversion.files.hf_folder import COMPANIONS, INDEX_FILE, SINGLE_FILE, files_to_hide, read_config, weight_files
 from conversion.files.hf_weights import check_hf, read_model_config
 from conversion.files.reading import read_json
 from mrl.config.errors import NotKnown, Unprovided, prefix_of, spell, value_at
@@ -418,7 +418,8 @@ def overridden_folder(folder: Path, overrides: Mapping[str, object], *, beside: 
     if target.is_dir():
         return target
     if hidden:
-        logger.warning("%s: the weights are those of model.safetensors, as in transformers; not read: %s", folder, ", ".join(hidden))
+        shown = SINGLE_FILE if (folder / SINGLE_FILE).exists() else INDEX_FILE
+        logger.warning("%s: the weights are those of %s, as in transformers; not read: %s", folder, shown, ", ".join(hidden))
     beside.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=beside.absolute(), prefix=".model-"))
     try:

@@ -8,15 +8,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from mrl.envs.math_form import CLOSING, GREEK, OPENING, Expression
 from mrl.envs.math_sums import Monomial, Sum, Unreadable, atom, content, negative, rational, scaled
 from mrl.envs.math_tokens import PERCENT, UNITS, Token, plain, tokens_of
-
-Value = tuple[Any, ...]
-"""A value that an answer says: ("sum", terms), ("word", text), ("list", values), ("set", values), ("seq", "(", "]", values),
-("union", values), ("matrix", rows), ("relation", sign, terms), ("named", pairs)."""
 
 RELATIONS = {sign: sign for sign in "=<>"} | {
     "equiv": "=",
@@ -56,6 +52,16 @@ MAX_ITEMS, MAX_CHARACTERS = 1_000, 20_000
 FAULTS = (ValueError, ZeroDivisionError, OverflowError, RecursionError)
 
 
+class Value(NamedTuple):
+    """A value that an answer says."""
+
+    kind: Literal["sum", "relation", "word", "list", "set", "seq", "union", "matrix", "named"]
+    content: Any
+    """A Sum (sum, relation), a text (word), values in order (list, seq) or in none (set, union), rows (matrix), names and values."""
+    sign: str = ""
+    """Of a relation; of a seq its brackets, as in `(]`, or the colons of a ratio."""
+
+
 @dataclass
 class Reading:
     """The values that an answer says, and its notation."""
@@ -81,7 +87,7 @@ class Reading:
     @property
     def is_word(self) -> bool:
         """True if it is no mathematics but words."""
-        return bool(self.values) and self.values[0][0] == "word"
+        return bool(self.values) and self.values[0].kind == "word"
 
     def expression(self, tokens: Sequence[Token]) -> Sum:
         """One expression."""
@@ -161,11 +167,11 @@ def _items(tokens: Sequence[Token], reading: Reading) -> list[Value]:
     firsts = tuple(found[0] for _, found in items)
     if all(names) and len(set(names)) == len(names):
         reading.name = ""
-        return [("named", tuple(zip(names, firsts, strict=True)))]
+        return [Value("named", tuple(zip(names, firsts, strict=True)))]
     reading.name = names[0] if len(set(names)) == 1 else ""
-    if any(sign.name in RELATIONS for sign in tokens) and reading.name and all(value[0] == "seq" for value in firsts):
-        return [("union", frozenset(firsts))]
-    return [("list", firsts)]
+    if any(sign.name in RELATIONS for sign in tokens) and reading.name and all(value.kind == "seq" for value in firsts):
+        return [Value("union", frozenset(firsts))]
+    return [Value("list", firsts)]
 
 
 def _signs(tokens: Sequence[Token]) -> list[list[Token]]:
@@ -220,7 +226,7 @@ def _equation(sides: list[list[Token]], signs: list[str], reading: Reading) -> l
     reading.name = named[0]
     if len(sides) > 2 and all(named[:-1]) and len(set(named)) == len(sides) and not named[-1]:  # a = b = 1
         value = _side(sides[-1], reading)
-        return [("named", tuple((name, value) for name in named[:-1])), value]
+        return [Value("named", tuple((name, value) for name in named[:-1])), value]
     if len(sides[0]) == 1 and sides[0][0].kind == "number" and len(sides[-1]) > 1:
         sides = sides[::-1]  # 42 = 6 * 7
     value = _side(sides[-1], reading)
@@ -228,12 +234,12 @@ def _equation(sides: list[list[Token]], signs: list[str], reading: Reading) -> l
     if any(_contradicts(other, sides[-1], value, reading) for other, sign in zip(before, signs, strict=True) if sign == "="):
         reading.is_contradiction = True
     if "~" in signs:
-        return [value, *(("sum", other) for other in before if other is not None)]
+        return [value, *(Value("sum", other) for other in before if other is not None)]
     relation: list[Value] = []
-    if len(sides) == 2 and before[0] is not None and value[0] == "sum":
-        difference = _difference(before[0], value[1])
+    if len(sides) == 2 and before[0] is not None and value.kind == "sum":
+        difference = _difference(before[0], value.content)
         if difference:
-            relation = [("relation", "=", scaled(difference, 1 / content(difference)))]
+            relation = [Value("relation", scaled(difference, 1 / content(difference)), "=")]
     if relation and not reading.name and _is_opaque(sides[0]):
         reading.name = "".join(token.text for token in sides[0])
     return [value, *relation]
@@ -241,7 +247,7 @@ def _equation(sides: list[list[Token]], signs: list[str], reading: Reading) -> l
 
 def _contradicts(left: Sum | None, tokens: Sequence[Token], value: Value, reading: Reading) -> bool:
     """True if an equation says of two different numbers that they are the same; decimals may be rounded."""
-    mine, right = None if left is None else rational(left), rational(value[1]) if value[0] == "sum" else None
+    mine, right = None if left is None else rational(left), rational(value.content) if value.kind == "sum" else None
     if mine is None or right is None or mine == right or (reading.is_percent and 100 * mine == right):
         return False
     places = len(tokens[-1].text.partition(".")[2])
@@ -300,7 +306,7 @@ def _inequality(sides: list[list[Token]], signs: list[str], reading: Reading) ->
     if not difference:
         raise Unreadable("a relation of equal sides")
     shared = content(difference)
-    return "relation", sign if shared > 0 else FLIPPED[sign], scaled(difference, 1 / shared)
+    return Value("relation", scaled(difference, 1 / shared), sign if shared > 0 else FLIPPED[sign])
 
 
 def _open(low: Sum, high: Sum) -> Value:
@@ -308,18 +314,19 @@ def _open(low: Sum, high: Sum) -> Value:
 
 
 def _all_but(number: Sum) -> Value:
-    return "union", frozenset((_open(negative(INFINITY), number), _open(number, INFINITY)))
+    return Value("union", frozenset((_open(negative(INFINITY), number), _open(number, INFINITY))))
 
 
 def _interval(low: Sum, high: Sum, *, is_closed: tuple[bool, bool]) -> Value:
-    return "seq", "[" if is_closed[0] else "(", "]" if is_closed[1] else ")", (("sum", low), ("sum", high))
+    brackets = ("[" if is_closed[0] else "(") + ("]" if is_closed[1] else ")")
+    return Value("seq", (Value("sum", low), Value("sum", high)), brackets)
 
 
 def _sum(tokens: Sequence[Token], reading: Reading) -> Sum:
     value = _side(tokens, reading)
-    if value[0] != "sum":
+    if value.kind != "sum":
         raise Unreadable("a number is expected")
-    return value[1]
+    return value.content
 
 
 def _side(tokens: Sequence[Token], reading: Reading) -> Value:
@@ -330,12 +337,12 @@ def _side(tokens: Sequence[Token], reading: Reading) -> Value:
     if tokens and all(token.kind == "word" or (token.kind == "letter" and len(tokens) > 1 and i) for i, token in enumerate(tokens)):
         text = words(" ".join(token.text for token in tokens))
         named = "emptyset" if text in NONE else "R" if text in REALS else None
-        return ("word", text) if named is None else ("sum", atom(("symbol", named)))
+        return Value("word", text) if named is None else Value("sum", atom(("symbol", named)))
     if [token.text for token in tokens[:2]] == ["R", "setminus"] and (inner := _bracketed(tokens[2:])):
         return _all_but(_sum(inner, reading))
     unions = split(tokens, ("cup",))
     if len(unions) > 1:
-        return "union", frozenset(_side(part, reading) for part in unions)
+        return Value("union", frozenset(_side(part, reading) for part in unions))
     if (inner := _bracketed(tokens)) is not None:
         opened, closed = tokens[0].text, tokens[-1].text
         parts = split(inner, SEPARATORS)
@@ -343,10 +350,9 @@ def _side(tokens: Sequence[Token], reading: Reading) -> Value:
         if opened == "\\{" and len(conditions) == 2 and _symbol(conditions[0][:1]):
             return _relation(conditions[1], reading)[0]
         if opened == "\\{":
-            return "set", frozenset(_side(part, reading) for part in parts)
+            return Value("set", frozenset(_side(part, reading) for part in parts))
         if len(parts) > 1:
-            pair = ("(", ")") if opened == "langle" else (opened, closed)
-            return "seq", *pair, tuple(_side(part, reading) for part in parts)
+            return Value("seq", tuple(_side(part, reading) for part in parts), "()" if opened == "langle" else opened + closed)
         if any(token.text.startswith("begin{") for token in inner):
             return _side(inner, reading)
     if any(token.text.startswith("begin{") for token in tokens):
@@ -355,10 +361,10 @@ def _side(tokens: Sequence[Token], reading: Reading) -> Value:
     if len(ratio) > 1 and all(token.kind == "word" and token.text.lower() not in CHANGING for token in ratio[0]):  # Total: 5
         return _side(tokens[len(ratio[0]) + 1 :], reading)
     if len(ratio) > 1:
-        return "seq", ":", ":", tuple(_side(part, reading) for part in ratio)
+        return Value("seq", tuple(_side(part, reading) for part in ratio), ":")
     tokens, factor = _without_words(tokens, reading)
     value = reading.expression(tokens)
-    return "sum", scaled(value, Fraction(factor)) if factor != 1 else value
+    return Value("sum", scaled(value, Fraction(factor)) if factor != 1 else value)
 
 
 def _bracketed(tokens: Sequence[Token]) -> Sequence[Token] | None:
@@ -383,15 +389,15 @@ def _matrix(tokens: Sequence[Token], reading: Reading) -> Value:
     rows = tuple(tuple(_side(part, reading) for part in split(line, ("&",))) for line in lines)
     if start:
         scale = rational(reading.expression(tokens[:start]))
-        numbers = [rational(value[1]) for row in rows for value in row if value[0] == "sum"]
+        numbers = [rational(value.content) for row in rows for value in row if value.kind == "sum"]
         if scale is None or len(numbers) != sum(map(len, rows)):
             raise Unreadable("a matrix times something")
         # The inverse of a matrix is written so; other products are to be computed.
         above = [number.numerator for number in numbers if number is not None and number.denominator == 1]
         if abs(scale.numerator) != 1 or len(above) != len(numbers) or math.gcd(scale.denominator, *above) != 1:
             reading.left.add("product")
-        rows = tuple(tuple(("sum", scaled(value[1], scale)) for value in row) for row in rows)
-    return "matrix", rows
+        rows = tuple(tuple(Value("sum", scaled(value.content, scale)) for value in row) for row in rows)
+    return Value("matrix", rows)
 
 
 def _without_words(tokens: list[Token], reading: Reading) -> tuple[list[Token], int]:
@@ -429,4 +435,4 @@ def words(text: str) -> str:
     return " ".join(word for word in re.findall(r"[^\W_]+", text.lower()) if word not in ARTICLES)
 
 
-REAL_LINE: Value = _open(negative(INFINITY), INFINITY)
+REAL_LINE = _open(negative(INFINITY), INFINITY)

@@ -32,8 +32,8 @@ def agrees(answer: Reading, expected: Reading) -> bool | None:
         if chosen is not None and chosen[1] == choice[1] and not LETTER.search(answer.text, chosen.end()):
             return True
     if not expected.values or expected.is_word:
-        said = answer.values[0][1] if answer.is_word else words(answer.text)
-        return None if not expected.values else said == expected.values[0][1]
+        said = answer.values[0].content if answer.is_word else words(answer.text)
+        return None if not expected.values else said.replace(" ", "") == expected.values[0].content.replace(" ", "")
     if not answer.values:
         return False
     if answer.units and expected.units and not _are_units_alike(answer.units, expected.units):
@@ -45,7 +45,7 @@ def agrees(answer: Reading, expected: Reading) -> bool | None:
     if answer.left - expected.left or (expected.symbols and "expand" in expected.left - answer.left):
         return False
     # Of an equation that is no definition both sides count.
-    wanted = expected.values[-1:] if expected.values[-1][0] == "relation" and not expected.name else expected.values
+    wanted = expected.values[-1:] if expected.values[-1].kind == "relation" and not expected.name else expected.values
     if any(_same(mine, theirs) for mine in _candidates(answer, expected) for theirs in wanted):
         return True
     if answer.functions or not answer.compounds <= expected.compounds:
@@ -59,14 +59,14 @@ def _are_units_alike(ours: list[str], theirs: list[str]) -> bool:
 
 def _equal(mine: Value, theirs: Value, answer: Reading, expected: Reading) -> bool:
     """True if two values without variables are the same numbers; decimals have six places, and five digits of small numbers."""
-    if mine[0] != theirs[0] or mine[0] not in ("sum", "seq", "list", "matrix"):
+    if mine.kind != theirs.kind or mine.kind not in ("sum", "seq", "list", "matrix"):
         return False
-    if mine[0] != "sum":
+    if mine.kind != "sum":
         ours, others = (tuple(_numbers(value)) for value in (mine, theirs))
-        is_alike = mine[1:-1] == theirs[1:-1] and _shape(mine) == _shape(theirs)
+        is_alike = mine.sign == theirs.sign and _shape(mine) == _shape(theirs)
         return is_alike and all(_equal(one, other, answer, expected) for one, other in zip(ours, others, strict=True))
     try:
-        found, right = (evaluate(value[1]) for value in (mine, theirs))
+        found, right = (evaluate(value.content) for value in (mine, theirs))
         difference, size = abs(complex(found - right)), abs(complex(right))
     except FAULTS:
         return False
@@ -81,33 +81,29 @@ def _equal(mine: Value, theirs: Value, answer: Reading, expected: Reading) -> bo
 def magnitudes(values: Iterable[Value]) -> Iterable[float]:
     """Absolute values of the numbers in values, as far as they are numbers."""
     for value in values:
-        if value[0] == "sum":
+        if value.kind == "sum":
             with suppress(*FAULTS):
-                yield abs(complex(evaluate(value[1])))
-        elif value[0] in ("seq", "list", "matrix"):
+                yield abs(complex(evaluate(value.content)))
+        elif value.kind in ("seq", "list", "matrix"):
             yield from magnitudes(_numbers(value))
 
 
 def _shape(value: Value) -> list[int]:
-    return [len(member) if isinstance(member[0], tuple) else 0 for member in value[-1]]
+    return [0 if isinstance(member, Value) else len(member) for member in value.content]
 
 
 def _numbers(value: Value) -> Iterable[Value]:
-    members = value[-1]
-    for member in members if isinstance(members, tuple) else ():
-        if isinstance(member, tuple) and isinstance(member[0], tuple):
-            yield from member
-        else:
-            yield member
+    for member in value.content:
+        yield from (member,) if isinstance(member, Value) else member
 
 
 def _candidates(answer: Reading, expected: Reading) -> list[Value]:
     values = list(answer.values)
-    if expected.values[-1][0] != "relation" or expected.name:
+    if expected.values[-1].kind != "relation" or expected.name:
         # The left side of an equation counts only where an equation is expected, and not one that is solved.
-        values = [value for value in values if value[0] != "relation" or value[1] != "="]
-    if expected.is_percent and not answer.is_percent and values[0][0] == "sum":
-        values.append(("sum", scaled(values[0][1], Fraction(100))))
+        values = [value for value in values if value.kind != "relation" or value.sign != "="]
+    if expected.is_percent and not answer.is_percent and values[0].kind == "sum":
+        values.append(Value("sum", scaled(values[0].content, Fraction(100))))
     return values
 
 
@@ -117,30 +113,29 @@ def _same(mine: Value, theirs: Value) -> bool:
     if mine == theirs:
         return True
     match theirs, mine:
-        case (("seq", ":", ":", (("sum", above), ("sum", below))), ("sum", quotient)) if (rational(below) or 10) < 10:
+        case (Value("seq", (Value("sum", above), Value("sum", below)), ":"), Value("sum", quotient)) if (rational(below) or 10) < 10:
             return scaled(quotient, rational(below) or Fraction(0)) == above  # 3:5, and no time of day
-        case ("list", members), ("list", others):
+        case Value("list", members), Value("list", others):
             return Counter(map(order, members)) == Counter(map(order, others))
-        case ("set", members), ("list", others):
+        case (Value("set", members), Value("list", others)) | (Value("list", others), Value("set", members)):
             return members == frozenset(others)
-        case ("list", members), ("set", others):
-            return frozenset(members) == others
-        case ("named", pairs), ("named", others):
+        case Value("named", pairs), Value("named", others):
             return dict(pairs) == dict(others)
-        case ("list", members), ("named", pairs) if len({str(name).partition("_")[0] for name, _ in pairs}) == 1:
+        case Value("list", members), Value("named", pairs) if len({str(name).partition("_")[0] for name, _ in pairs}) == 1:
             return Counter(map(order, members)) == Counter(order(value) for _, value in pairs)
-        case (("list", members), ("seq", "(", ")", others)) | (("seq", "(", ")", members), ("list", others)):
+        case (Value("list", members), Value("seq", others, "()")) | (Value("seq", members, "()"), Value("list", others)):
             return members == others
-        case ("seq", "(", ")", members), ("matrix", rows):
+        case (Value("seq", members, "()"), Value("matrix", rows)) | (Value("matrix", rows), Value("seq", members, "()")):
             return members == tuple(row[0] for row in rows if len(row) == 1) or (len(rows) == 1 and members == rows[0])
-        case ("matrix", rows), ("seq", "(", ")", others):
-            return others == tuple(row[0] for row in rows if len(row) == 1)
-        case (("seq", "(", ")", members), ("named", pairs)) | (("named", pairs), (("seq", "(", ")", members) | ("list", members))):
+        case (Value("seq", members, "()"), Value("named", pairs)) | (
+            Value("named", pairs),
+            (Value("seq", members, "()") | Value("list", members)),
+        ):
             return members in (tuple(value for _, value in given) for given in (pairs, sorted(pairs, key=order)))
     return False
 
 
 def _unwrapped(value: Value) -> Value:
-    if value[0] == "set" and len(value[1]) == 1:
-        return next(iter(value[1]))
-    return ("sum", atom(("symbol", "R"))) if value == REAL_LINE else value
+    if value.kind == "set" and len(value.content) == 1:
+        return next(iter(value.content))
+    return Value("sum", atom(("symbol", "R"))) if value == REAL_LINE else value

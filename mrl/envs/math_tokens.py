@@ -134,6 +134,8 @@ class Token(NamedTuple):
         return "" if self.kind == "word" else self.text
 
 
+# Letters in front of a digit, as in AB3, that are no word.
+MAX_CODE = 20
 _NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
 _SPELLED = {word: Token("number", str(number)) for number, word in enumerate(_NUMBER_WORDS)} | {"to": Token("sign", ":")}
 _SPELLED |= dict.fromkeys(("negative", "minus"), Token("sign", "-"))
@@ -182,7 +184,7 @@ def tokens_of(text: str) -> list[Token]:
         if kind in ("group", "number"):
             found.append(Token("number", content.replace(",", "").replace(" ", "")))
         elif kind == "letters":
-            is_code = text[at : at + 1].isdigit() and content not in UNITS and content not in ("and", "or")
+            is_code = text[at : at + 1].isdigit() and len(content) < MAX_CODE and content not in UNITS and content not in ("and", "or")
             found += [Token("letter", letter) for letter in content] if is_code else _letters(content)
         elif kind == "word":
             found += [_word(word) for word in content.split()]

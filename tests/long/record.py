@@ -73,7 +73,7 @@ PATHS: dict[str, tuple[str, ...]] = {
 }
 """What each part measures: the product files and folders whose changes make its table old."""
 
-OUTCOMES = ("async", "config", "environments", "faults", "hangs", "hostile", "nodes", "signals")
+OUTCOMES = ("async", "config", "environments", "faults", "hangs", "hostile", "model_folders", "nodes", "signals")
 """Parts that measure nothing but whether their tests pass; `tests/conftest.py` records that."""
 
 

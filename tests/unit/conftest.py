@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,11 +56,20 @@ def write_weights(folder: Path, hf_config: Mapping[str, object], dtype: str = "B
         file.truncate(8 + len(header) + end)
 
 
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files of the byte tokenizer."""
+    from mrl.recipes import tokenizer  # imports transformers, which most tests do without
+
+    tokenizer.save(folder := tmp_path_factory.mktemp("tokenizer"), model_max_length=1280)
+    return folder
+
+
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder, made the working directory, with the model and data files that grpo_tiny.yaml names; only the tokenizer is not there."""
+def workplace(tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder, made the working directory, with the model and data files that grpo_tiny.yaml names; it passes every check."""
     model, data = tmp_path / "prepared/tiny/model", tmp_path / "prepared/tiny/data"
-    model.mkdir(parents=True)
+    shutil.copytree(tokenizer_folder, model)
     data.mkdir()
     (model / "config.json").write_text(json.dumps(TINY_CONFIG))
     write_weights(model, TINY_CONFIG)

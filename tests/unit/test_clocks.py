@@ -22,9 +22,9 @@ EXCEPTIONS: Mapping[str, str] = {
     f"{RANKS}::test_a_rank_or_worker_that_hangs_in_a_later_round_is_named_and_all_others_leave": "the deadline expires: a rank is stopped",
     "tests/faults/test_hangs.py::test_a_frozen_run_folder_is_named_and_the_run_goes_on_after_the_thaw": "it expires: the disk is frozen",
     "tests/stack/cluster/test_reward_actors.py::<module>": "a lower bound: the batch takes longer, and no rollout has this deadline",
-    "tests/unit/cluster/test_deadlines.py::test_a_tiny_model_has_the_five_minutes_of_its_processes": "computed seconds, not waited for",
-    "tests/unit/cluster/test_deadlines.py::test_a_folder_without_weights_is_judged_by_its_config": "computed seconds, not waited for",
-    "tests/unit/cluster/test_deadlines.py::test_what_the_config_says_wins": "computed seconds, not waited for",
+    "tests/unit/plan/test_deadlines.py::test_a_tiny_model_has_the_five_minutes_of_its_processes": "computed seconds, not waited for",
+    "tests/unit/plan/test_deadlines.py::test_a_folder_without_weights_is_judged_by_its_config": "computed seconds, not waited for",
+    "tests/unit/plan/test_deadlines.py::test_what_the_config_says_wins": "computed seconds, not waited for",
 }
 """File::function -> why it may: its deadline is what is tested, and expires; or a lower bound, which a slower host only exceeds."""
 

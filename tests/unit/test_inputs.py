@@ -21,7 +21,6 @@ from mrl.config.schema.run import CheckpointingConfig
 from mrl.data.excerpts import MAX_WHOLE_ROWS, excerpt
 from mrl.data.tables import chosen_rows, table_rows
 from mrl.loop import examples
-from mrl.recipes import tokenizer
 from mrl.store.checkpoints import CheckpointStore
 from mrl.store.ledger import Ledger
 from mrl.store.ownership import Ownership
@@ -30,13 +29,6 @@ from mrl.types import RunState
 
 MODEL, TRAIN = Path("prepared/tiny/model"), Path("prepared/tiny/data/train.jsonl")
 PAIRS = Path("prepared/tiny/data/train_preferences.jsonl")
-
-
-@pytest.fixture
-def ready(workplace: Path) -> Path:
-    """A folder with all that the packaged configs of tiny runs name."""
-    tokenizer.save(workplace / MODEL, model_max_length=1280)
-    return workplace
 
 
 def write_rows(path: Path, row: Mapping[str, object], count: int = 64) -> None:
@@ -140,7 +132,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_newcomer_s_mistake_is_said_before_anything_starts(ready: Path, mistake: Mistake):
+def test_a_newcomer_s_mistake_is_said_before_anything_starts(workplace: Path, mistake: Mistake):
     mistake.spoil()
     checked = check.examine(mistake.config, mistake.words)
     groups = {
@@ -152,7 +144,7 @@ def test_a_newcomer_s_mistake_is_said_before_anything_starts(ready: Path, mistak
     assert any(line.startswith(mistake.said) for line in groups[mistake.group]), groups
 
 
-def test_the_launcher_says_the_same(ready: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]):
+def test_the_launcher_says_the_same(workplace: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]):
     """TP that does not fit the cluster, and rows of another kind, before a job is printed."""
     write_rows(TRAIN, {"ask": "1+1="})
     words = ["policy.megatron_cfg.tensor_model_parallel_size=8"]
@@ -163,13 +155,13 @@ def test_the_launcher_says_the_same(ready: Path, caplog: pytest.LogCaptureFixtur
     assert all(line in printed for line in refused) and "#SBATCH" not in printed
 
 
-def test_another_run_s_folder_is_refused_in_the_words_of_the_start(ready: Path):
+def test_another_run_s_folder_is_refused_in_the_words_of_the_start(workplace: Path):
     """Model, tokenizer, data and algorithm of a run that has a checkpoint, each exchanged in turn."""
     sft = ["sft_tiny.yaml", f"data.train.data_path={TRAIN}", "data.validation=null", "checkpointing.checkpoint_dir=run"]
     sft += ["sft.val_period=0", "checkpointing.metric_name=null"]
     config = load_config(sft[0], sft[1:])
     training = examples.prepare(config)
-    run = ready / "run"
+    run = workplace / "run"
     with RunFolder(training.config, training.identity) as folder:
         folder.open()
     write_checkpoint(run, 5)
@@ -196,7 +188,7 @@ def test_another_run_s_folder_is_refused_in_the_words_of_the_start(ready: Path):
     assert refused == said_by_the_start(*words) and len(refused) == 2
     assert refused[0].startswith("policy.model_name: the run resumes at step 5 with another model than before (model.safetensors differ)")
     assert look(*words, "checkpointing.allow_changes=[model,tokenizer]")[0] == []
-    write_rows(ready / "rows.jsonl", {"question": "1+2=", "answer": "3"})
+    write_rows(workplace / "rows.jsonl", {"question": "1+2=", "answer": "3"})
     refused, _ = look("data.train.data_path=rows.jsonl")
     assert refused == said_by_the_start("data.train.data_path=rows.jsonl") and refused[0].startswith(
         "data.train: the run resumes at step 5"
@@ -208,8 +200,8 @@ def test_another_run_s_folder_is_refused_in_the_words_of_the_start(ready: Path):
     assert look()[0][0].startswith(f"{run}/identity.json is damaged")
 
 
-def test_damaged_checkpoints_are_said_and_left_alone(ready: Path):
-    run = ready / "results/grpo_tiny"
+def test_damaged_checkpoints_are_said_and_left_alone(workplace: Path):
+    run = workplace / "results/grpo_tiny"
     for step in (5, 10):
         write_checkpoint(run, step)
     (run / "step_10/training_info.json").write_text("{}")
@@ -224,8 +216,8 @@ def test_damaged_checkpoints_are_said_and_left_alone(ready: Path):
     assert sorted(path for path in run.rglob("*")) == [path for path in before if path != run / "step_5/COMPLETE"]
 
 
-def test_a_folder_in_use_is_said(ready: Path):
-    run = ready / "results/grpo_tiny"
+def test_a_folder_in_use_is_said(workplace: Path):
+    run = workplace / "results/grpo_tiny"
     run.mkdir(parents=True)
     hold = Ownership(run / "owner.json")
     hold.take()
@@ -254,13 +246,13 @@ def test_a_folder_in_use_is_said(ready: Path):
         ("generation_config.json", "[]", "prepared/tiny/model/generation_config.json is not a JSON object"),
     ],
 )
-def test_damaged_files_of_a_model_are_named(ready: Path, file: str, content: str, said: str):
-    (ready / MODEL / file).write_text(content)
+def test_damaged_files_of_a_model_are_named(workplace: Path, file: str, content: str, said: str):
+    (workplace / MODEL / file).write_text(content)
     refused = check.examine("grpo_tiny.yaml").refused
     assert refused and refused[0].startswith(said), refused
 
 
-def test_strict_reads_every_row(ready: Path):
+def test_strict_reads_every_row(workplace: Path):
     rows = [json.dumps({"question": "1+1=", "answer": "2"})] * 3 * MAX_WHOLE_ROWS
     rows[1234] = json.dumps({"question": "1+1="})
     TRAIN.write_text("\n".join(rows))
@@ -281,7 +273,7 @@ def test_strict_reads_every_row(ready: Path):
         (b"\xef\xbb\xbf[\n {", "begins as a JSON array: let its name end in .json, or write one row a line"),
     ],
 )
-def test_files_of_another_format_are_told(ready: Path, content: bytes, said: str):
+def test_files_of_another_format_are_told(workplace: Path, content: bytes, said: str):
     TRAIN.write_bytes(content)
     refused = check.examine("grpo_tiny.yaml").refused
     assert len(refused) == 1 and refused[0].startswith(str(TRAIN)) and refused[0].endswith(said)
@@ -319,6 +311,13 @@ def test_chosen_rows_of_a_table_are_those_that_training_reads(tmp_path: Path):
     read = [row for row, _ in table_rows(tmp_path / "rows.parquet")]
     chosen = [0, 5, 9, 10, 37, 98]
     assert list(chosen_rows(tmp_path / "rows.parquet", lambda count: chosen)) == [(index + 1, read[index]) for index in chosen]
+
+
+def test_a_model_without_tokenizer_is_said(workplace: Path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (MODEL / name).unlink()
+    (provided,) = check.examine("grpo_tiny.yaml").provided
+    assert provided.startswith(f"policy.tokenizer.name={MODEL}: no tokenizer in this folder; put it there")
 
 
 def test_rows_are_read_where_the_model_is_not(workplace: Path):

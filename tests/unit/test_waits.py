@@ -82,7 +82,7 @@ UNLIMITED = {
     ("mrl/cluster/carrier.py", "sink.write("): "in a process that nobody waits for longer than CARRY_TIMEOUT_S",
     ("mrl/cluster/carrier.py", "shutil.rmtree("): "in a process that nobody waits for longer than CARRY_TIMEOUT_S",
     ("mrl/cluster/watchdog.py", "file.write("): "on a disk of the host, in a thread that nobody waits for",
-    ("mrl/cluster/caches.py", "root.mkdir("): "in an actor, whose start the driver waits for within start_s",
+    ("mrl/cluster/environment.py", "root.mkdir("): "in an actor, whose start the driver waits for within start_s",
     ("mrl/cluster/environment.py", "log_file.parent.mkdir("): "in an actor, whose start the driver waits for within start_s",
     ("mrl/cluster/environment.py", "folder.mkdir("): "in the folder of temporary files, on a disk of the host",
     ("mrl/cluster/runtime.py", "owner_file.write_text("): "in the folder of temporary files: Ray's own, on a disk of the host",

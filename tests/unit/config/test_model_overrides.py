@@ -112,3 +112,20 @@ def test_equal_overrides_make_one_folder_and_one_entry_of_the_cache(model: Path,
 def test_null_and_an_auxiliary_loss_of_0_are_nothing(workplace: Path):
     for override in (f"{KEY}=null", f"{KEY}={{}}", f"{KEY}.router_aux_loss_coef=0.0"):
         assert load_run("grpo_tiny.yaml", [override])[0].policy.hf_config_overrides == {}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"rope_theta": 5e5},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "max_position_embeddings": 99},
+        {"router_aux_loss_coef": 0.1},
+    ],
+)
+@pytest.mark.parametrize("written", [{"rope_theta": 1e6}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}])
+def test_overrides_that_a_folder_has_already_change_nothing(overrides: dict[str, object], written: dict[str, object]):
+    """A resumed run applies them to the folder in which its start has applied them."""
+    once = overridden_config({"max_position_embeddings": 128, **written}, overrides)
+    assert overridden_config(once, overrides) == once

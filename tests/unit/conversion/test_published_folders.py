@@ -80,7 +80,20 @@ def test_a_single_file_wins_over_an_index_that_was_left_behind(hf: Path):
     seen = overridden_folder(hf, {}, beside=hf.parent / "run")
     assert files_to_hide(hf) == [left, INDEX_FILE] and not {left, INDEX_FILE} & {path.name for path in seen.iterdir()}
     (hf / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(new, SINGLE_FILE)}))
+    assert files_to_hide(hf) == [left]
+    (hf / left).unlink()
     assert files_to_hide(hf) == []
+
+
+def test_weights_in_another_form_beside_those_of_an_index_are_left_to_their_readers(hf: Path):
+    shard = "model-00001-of-00001.safetensors"
+    (hf / SINGLE_FILE).rename(hf / shard)
+    (hf / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(load_file(hf / shard), shard)}))
+    assert files_to_hide(hf) == [] and overridden_folder(hf, {}, beside=hf.parent / "run") == hf
+    # vLLM prefers Mistral's own form, whatever the index says.
+    save_file({"tok_embeddings.weight": torch.zeros(4, 4)}, hf / "consolidated.safetensors")
+    seen = overridden_folder(hf, {}, beside=hf.parent / "run")
+    assert {path.name for path in seen.glob("*.safetensors*")} == {shard, INDEX_FILE} and torch.equal(logits(seen), logits(hf))
 
 
 def test_tensors_that_megatron_has_in_one_may_have_several_dtypes(hf: Path):
