@@ -367,13 +367,15 @@ class PolicyRank:
         return [batch.metrics for batch in self.batches()]
 
     def token_samples(self, wanted: Collection[int]) -> dict[int, TokenSample]:
-        """The sequences of these indices of the step's first batch, once, from the rank of tp and cp that answers. Not collective."""
-        found: dict[int, TokenSample] = {}
-        for row in self._batches[0].rows if self._batches and answers_for_rows() else ():
-            if row.entropy_T is not None:
-                found |= token_samples(row, wanted)
-                row.entropy_T = None
-        return found
+        """The sequences of these indices of the step's first batch, from the rank of tp and cp that answers. Not collective.
+
+        Ends the step: the batches are let go, and a second call finds nothing.
+        """
+        batches, self._batches = self._batches, []
+        if not batches or not answers_for_rows():
+            return {}
+        found = [token_samples(row, wanted) for row in batches[0].rows if row.entropy_T is not None]
+        return {index: sample for samples in found for index, sample in samples.items()}
 
     def evaluate(self) -> dict[str, float]:
         """Metrics of the objective on the batch, the same floats on every rank. For losses without old logprobs."""
