@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of parallel layouts, which divide the model, the batch and the cluster, and of what engines and sockets need to start."""
+"""Rules of parallel layouts, which divide the model, the batch and the cluster, and of what engines need to start."""
 
 from __future__ import annotations
 
 import difflib
 import math
 import os
-import tempfile
 
 from mrl.config.errors import Problems, Unprovided, spell
 from mrl.config.model import ModelSizes
@@ -296,34 +295,3 @@ def check_servers(config: RunConfig, problems: Problems) -> None:
     if generation.port_range_low >= generation.port_range_high:
         rule = f"must be below policy.generation.port_range_high={generation.port_range_high}"
         problems.add(f"{_GENERATION}.port_range_low", rule, "change one of them")
-
-
-MAX_PATH_BYTES = 107
-"""sun_path of unix(7), without the zero at its end."""
-RAY_SOCKET = "mrl-ray-12345678/ray/session_2000-01-01_00-00-00_123456_4194304/sockets/plasma_store"
-"""The longest path of Ray below the folder: with a process id of seven digits. Of a run on one node; others have the launcher's Ray."""
-ENGINE_SOCKET = "00000000-0000-0000-0000-000000000000"
-"""Of vLLM's processes. Those of Python's multiprocessing, pymp-12345678/listener-12345678, are shorter."""
-
-
-def longest_folder(socket: str) -> int:
-    """Bytes that the folder of a socket of this name may have."""
-    return MAX_PATH_BYTES - len(socket) - 1
-
-
-def check_sockets(config: RunConfig, problems: Problems) -> None:
-    """The folders for temporary files leave room for the names of sockets."""
-    socket, whose = (RAY_SOCKET, "Ray's sockets") if config.cluster.num_nodes == 1 else (ENGINE_SOCKET, "the engines' sockets")
-    folders = [("TMPDIR", tempfile.gettempdir(), socket, whose)]
-    for key, variables in (
-        ("policy.megatron_cfg.env_vars", config.policy.megatron_cfg.env_vars),
-        ("policy.generation.vllm_cfg.env_vars", config.policy.generation.vllm_cfg.env_vars),
-    ):
-        folders += [
-            (f"{key}.{name}", (variables or {}).get(name, ""), ENGINE_SOCKET, "sockets") for name in ("TMPDIR", "VLLM_RPC_BASE_PATH")
-        ]
-    for name, folder, socket, whose in folders:
-        size, most = len(os.fsencode(folder)), longest_folder(socket)
-        if size > most:
-            rule = f"{whose} are created below it, and the system takes paths of {MAX_PATH_BYTES} bytes: it may have {most}, and has {size}"
-            problems.extend([Unprovided(f"{name}={folder}: {rule}; set it to a shorter folder of this host, such as /tmp")])
