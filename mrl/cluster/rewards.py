@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -32,7 +33,8 @@ from mrl.config.schema.run import RunConfig
 from mrl.data.turns import Ending, TurnFormat
 from mrl.envs.endpoints import FILE_NAME
 from mrl.envs.inspection import Remarks, amend, inspect, rules_of
-from mrl.envs.scorer import Answer, Load, Scorer, build_environment
+from mrl.envs.pool import RewardPool
+from mrl.envs.scorer import Answer, Load, Scored, Scorer, start_environment
 from mrl.envs.task import Task
 from mrl.envs.workers import describe_workers, longest_verdict_s, num_workers, usable_cores
 from mrl.types import Prompt, Rollout, RolloutInfo, Transcript, Verdict
@@ -44,8 +46,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REWARDS = "reward actor"
-# How long an actor waits for a verdict before it answers that there is none; it does nothing else meanwhile.
-POLL_BUDGET_S = 0.1
+# An actor that has no verdict answers so often, as a sign of life.
+ANSWER_S = 1.0
+# Verdicts that come within so long of the first are answered together: a step needs all of them, a rollout of several turns its own.
+GATHER_S, TURN_GATHER_S = 0.1, 0.02
+# Texts are made of so many rollouts at once; children begin the first ones meanwhile.
+NUM_TOGETHER = 32
+# Calls of an actor at once: one hands rollouts in, another waits for verdicts, and tests look inside.
+NUM_CALLS = 4
 # A reward actor that dies this often without a single verdict in between will not get better.
 MAX_FRUITLESS_RESTARTS = 3
 
@@ -66,24 +74,26 @@ class Unjudged:
 class Judged:
     """What a reward actor has done since its last answer."""
 
-    verdicts: Mapping[str, Verdict]
-    """On rollouts that have ended, by request id."""
-    decisions: list[tuple[str, Ending | None]]
-    """If rollouts may have several turns: why each judged one ends, None if it goes on; packed transcripts of the latter come beside."""
+    ended: Mapping[str, tuple[Verdict, Ending]]
+    """Verdicts on rollouts that have ended, and why they have, by request id."""
+    continued: Sequence[str]
+    """Rollouts that go on; their packed transcripts come beside, in the same order."""
+    num_begun: int
+    """How often children have begun a rollout."""
     seconds: float
-    """Of scoring, waited for or not."""
+    """In which a rollout waited for its verdict."""
     load: Load
 
 
 class RewardActor:
-    """Decodes rollouts and asks their environment for a verdict."""
+    """Decodes rollouts and asks their environment for a verdict. Its calls come in threads of Ray's; environments live in the scorer's."""
 
     def __init__(self, config: RunConfig, log_file: Path) -> None:
         start_actor_process(log_file)
         from mrl.data.chat import load_tokenizer, use_chat_template
         from mrl.data.prompts import end_token_ids
 
-        self.deadlines = config.deadlines
+        self.config = config
         self.max_turns = config.max_rollout_turns
         self.max_model_len = config.policy.generation.vllm_cfg.max_model_len
         self.tokenizer = load_tokenizer(config.policy.tokenizer.name)
@@ -93,69 +103,76 @@ class RewardActor:
         self.rules = rules_of(config, self.decode, self.tokenizer.all_special_tokens)
         self._remarks: dict[str, Remarks] = {}
         self.undecided: dict[str, Rollout] = {}
-        self.config = config
+        # One thread at a time uses the tokenizer, and the two tables.
+        self._lock = threading.Lock()
+        self.scorer = Scorer(self._build, masks_flagged=config.env.should_mask_flagged_samples)
         has_servers = config.policy.generation.vllm_cfg.expose_http_server
         self.endpoints = log_file.parent / FILE_NAME if has_servers else None
 
     def ready(self) -> int:
         """Starts the environments; the cores of this node, once they are up. A user's function that cannot be imported ends it."""
-        config, num_cores = self.config, usable_cores()
+        config = self.config
         # Environments that users name start now; those that come with mrl start when the first row needs them.
         names = dict.fromkeys((*config.env.own.functions, *({config.data.default.env_name} - {NEMO_GYM})))
-        self.scorer = Scorer(
-            lambda name: build_environment(
-                name, config.env, num_workers=num_workers(name, config, num_cores=num_cores), endpoints=self.endpoints
-            ),
-            list(names),
-            timeout_s=start_deadline(config).seconds,
-            masks_flagged=config.env.should_mask_flagged_samples,
-        )
-        return num_cores
+        self.scorer.start(list(names), timeout_s=start_deadline(config).seconds)
+        return usable_cores()
+
+    def _build(self, name: str) -> Awaitable[RewardPool]:
+        # No coroutine itself: Ray would run all methods of this class in an event loop of its own, beside which no signal is handled.
+        count = num_workers(name, self.config, num_cores=usable_cores())
+        return start_environment(name, self.config.env, num_workers=count, endpoints=self.endpoints)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return cast(str, self.tokenizer.decode(list(token_ids)))
 
-    def judge(self, rollouts: Sequence[Unjudged], budget_s: float) -> tuple[Judged, Packed]:
-        """Hands rollouts to their environments; then what was judged since the last call, and the transcripts of rollouts that go on.
+    def judge(self, rollouts: Sequence[Unjudged]) -> tuple[Judged, Packed]:
+        """Hands rollouts to their environments; then what was judged since the last answer, and the transcripts of rollouts that go on.
 
-        Waits up to `budget_s` for all verdicts that are missing, or for the first if rollouts may have several turns.
+        Waits up to `ANSWER_S` for the first verdict. A later call ends the wait of an earlier one.
         """
         spans.begin("judge")
-        self._submit(rollouts)
-        scored = self.scorer.take(budget_s, waits_for_all=self.max_turns == 1)
-        verdicts, decisions, transcripts = dict[str, Verdict](), list[tuple[str, Ending | None]](), list[Transcript]()
+        for first in range(0, len(rollouts), NUM_TOGETHER):
+            self._submit(rollouts[first : first + NUM_TOGETHER])
+        scored = self.scorer.take(ANSWER_S, gather_s=GATHER_S if self.max_turns == 1 else TURN_GATHER_S)
+        with self._lock:
+            answer = self._decide(scored)
+        spans.end("judge")
+        return answer
+
+    def _decide(self, scored: Scored) -> tuple[Judged, Packed]:
+        ended, continued, transcripts = dict[str, tuple[Verdict, Ending]](), list[str](), list[Transcript]()
         for request_id, verdict in scored.verdicts.items():
             remarks = self._remarks.pop(request_id, None)
+            following: Transcript | Ending = "over"
             if self.max_turns > 1:
                 rollout = self.undecided.pop(request_id)
                 try:
                     following = self.format.next_turn(rollout, verdict, max_turns=self.max_turns, max_model_len=self.max_model_len)
                 except ValueError as error:  # the observation is the environment's
                     logger.warning("Rollout %s is not scored: %s", request_id, error)
-                    verdict, following = replace(verdict, is_valid=False, status="error", reason=str(error)), "over"
-                if isinstance(following, Transcript):
-                    transcripts.append(following)
-                    decisions.append((request_id, None))
-                    continue
-                decisions.append((request_id, following))
-            verdicts[request_id] = amend(verdict, remarks) if remarks is not None else verdict
-        spans.end("judge")
-        return Judged(verdicts, decisions, scored.seconds, scored.load), pack(transcripts)
+                    verdict = replace(verdict, is_valid=False, status="error", reason=str(error))
+            if isinstance(following, Transcript):
+                continued.append(request_id)
+                transcripts.append(following)
+            else:
+                ended[request_id] = (amend(verdict, remarks) if remarks is not None else verdict, following)
+        return Judged(ended, continued, scored.num_begun, scored.seconds, scored.load), pack(transcripts)
 
     def _submit(self, unjudged: Sequence[Unjudged]) -> None:
         start = time.monotonic()
-        rollouts = pull([item.info for item in unjudged], timeout_s=self.deadlines.reward_s)
+        rollouts = pull([item.info for item in unjudged], timeout_s=self.config.deadlines.reward_s)
         answers = []
-        for item, rollout in zip(unjudged, rollouts, strict=True):
-            if self.rules is not None:
-                self._remarks[item.request_id] = inspect(rollout, self.decode, self.rules)
-            if self.max_turns > 1:
-                self.undecided[item.request_id] = rollout
-            prompt = item.prompt
-            task = Task(self.format.texts(rollout), prompt.expected_answer, prompt.text, prompt.row)
-            answers.append(Answer(item.request_id, prompt.env_name, task))
+        with self._lock:
+            for item, rollout in zip(unjudged, rollouts, strict=True):
+                if self.rules is not None:
+                    self._remarks[item.request_id] = inspect(rollout, self.decode, self.rules)
+                if self.max_turns > 1:
+                    self.undecided[item.request_id] = rollout
+                prompt = item.prompt
+                task = Task(self.format.texts(rollout), prompt.expected_answer, prompt.text, prompt.row)
+                answers.append(Answer(item.request_id, prompt.env_name, task))
+            spans.add("make texts", start, rollouts=len(unjudged))
         self.scorer.submit(answers)
-        spans.add("make texts", start, rollouts=len(unjudged))
 
     def apply(self, function: Callable[..., T], *arguments: object) -> T:
         return function(self, *arguments)
@@ -203,7 +220,7 @@ class Rewards(Actors[RewardActor]):
         self.book.submit(Unjudged(info, prompt) for info, prompt in zip(infos, prompts, strict=True))
         for index in range(len(self.handles)):
             if unsent := self.book.take_unsent(index):
-                self._ask(index, unsent, 0.0)
+                self._ask(index, unsent)
 
     def references(self) -> list[ray.ObjectRef]:
         """Calls that become ready when `take_ready` may have something to give; none if nothing is undecided."""
@@ -264,18 +281,18 @@ class Rewards(Actors[RewardActor]):
         load, self._load = self._load, Load()
         return {
             "rollout/reward_queue_max": float(load.longest_queue),
-            "rollout/reward_wait_s": load.wait_s / max(1, load.num_begun),
+            "rollout/reward_wait_s": load.wait_s / max(1, load.num_judged),
             "rollout/reward_wait_max_s": load.longest_wait_s,
             "rollout/reward_restarts": float(self.book.num_restarts),
         }
 
     def _poll(self) -> list[ray.ObjectRef]:
         for index in self.book.to_poll({index for index, _ in self._calls.values()}):
-            self._ask(index, [], POLL_BUDGET_S)
+            self._ask(index, [])
         return list(self._calls)
 
-    def _ask(self, index: int, rollouts: Sequence[Unjudged], budget_s: float) -> None:
-        answer = self.handles[index].judge.options(num_returns=2).remote(rollouts, budget_s)
+    def _ask(self, index: int, rollouts: Sequence[Unjudged]) -> None:
+        answer = self.handles[index].judge.options(num_returns=2).remote(rollouts)
         judged, transcripts = cast("tuple[ray.ObjectRef[Judged], ray.ObjectRef]", answer)
         self._calls[judged] = (index, transcripts)
 
@@ -294,14 +311,15 @@ class Rewards(Actors[RewardActor]):
 
     def _take(self, index: int, judged: Judged, transcripts: ray.ObjectRef) -> None:
         places = itertools.count()
-        for request_id, ending in judged.decisions:
-            self._decided.append((request_id, PayloadRef(transcripts, next(places)) if ending is None else ending))
-        self._verdicts |= judged.verdicts
-        self._awaited.difference_update(judged.verdicts)
-        self.book.finish(index, judged.verdicts.keys() | {request_id for request_id, _ in judged.decisions})
+        if self.decides:
+            self._decided.extend((request_id, ending) for request_id, (_, ending) in judged.ended.items())
+        self._decided += [(request_id, PayloadRef(transcripts, next(places))) for request_id in judged.continued]
+        self._verdicts |= {request_id: verdict for request_id, (verdict, _) in judged.ended.items()}
+        self._awaited.difference_update(judged.ended)
+        self.book.finish(index, [*judged.ended, *judged.continued])
         self._seconds[index] += judged.seconds
         self._load += judged.load
-        if judged.verdicts or judged.decisions or judged.load.num_begun:
+        if judged.ended or judged.continued or judged.num_begun:
             self._heard_at = max(self._heard_at, time.monotonic())
 
     def _restart(self, index: int, lost: ActorLost) -> None:
@@ -312,10 +330,10 @@ class Rewards(Actors[RewardActor]):
         self.handles[index] = self._start(index)
         self._heard_at = time.monotonic() + self.start_s
         self.book.resubmit(index)
-        self._ask(index, self.book.take_unsent(index), 0.0)
+        self._ask(index, self.book.take_unsent(index))
 
     def _start(self, index: int) -> ActorHandle[RewardActor]:
-        options = self.placement.options(self.placement.first_slots[index], {})
+        options = {**self.placement.options(self.placement.first_slots[index], {}), "max_concurrency": NUM_CALLS}
         actor = start_actor(RewardActor, options, self.config, self._log_file(index))
         self._starting[index] = ask(actor, RewardActor.ready)
         return actor

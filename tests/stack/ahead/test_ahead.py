@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
 import signal
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,6 @@ from mrl.cluster.errors import DeadlineExceeded
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.data.order import prompts_at
 from mrl.data.packing import PackedRow
-from mrl.envs.pool import Feed
 from mrl.envs.task import Task
 from mrl.loop.rollouts import RolloutSupplier
 from mrl.loop.run import Run
@@ -130,9 +129,9 @@ def test_an_engine_that_dies_while_the_policy_trains_is_replaced_by_the_refit(tm
 class Silent(CoinToss):
     """An environment that answers no more."""
 
-    def score(self, tasks: Sequence[Task], feed: Feed) -> list[Verdict]:
-        threading.Event().wait()
-        return super().score(tasks, feed)
+    async def judge(self, task: Task) -> Verdict:
+        await asyncio.Event().wait()
+        return await super().judge(task)
 
 
 def fall_silent(actor) -> None:

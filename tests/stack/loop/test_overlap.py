@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from mrl.envs.pool import Feed
 from mrl.envs.task import Task
 from mrl.store.checkpoints import find_damage
 from mrl.train import train_step
 from mrl.types import Verdict
-from tests.stack.loop.conftest import CoinToss, LiveRun
+from tests.stack.loop.conftest import CoinToss, LiveRun, toss
 from tests.waiting import wait_until
 
 TEST_EPOCH = -2
@@ -30,10 +29,11 @@ class HeldBack(CoinToss):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def score(self, tasks: Sequence[Task], feed: Feed) -> list[Verdict]:
+    async def judge(self, task: Task) -> Verdict:
         (self.folder / "has_begun").touch()
-        wait_for(self.folder / "may_score")
-        return super().score(tasks, feed)
+        while not (self.folder / "may_score").exists():
+            await asyncio.sleep(0.05)
+        return await super().judge(task)
 
 
 def set_environment(actor, environment: object) -> None:
@@ -59,8 +59,7 @@ def test_rewards_begin_during_the_generation_and_do_not_hold_it_up(live: LiveRun
     assert [group.prompt for group in groups] == prompts
     for group in groups:
         assert [rollout.rollout_index for rollout in group.rollouts] == [0, 1, 2, 3]
-        tasks = [Task((verdict.text,)) for verdict in group.verdicts]
-        assert list(group.verdicts) == CoinToss().score(tasks, Feed())
+        assert list(group.verdicts) == [toss(verdict.text) for verdict in group.verdicts]
     assert seconds > 0
     run.supplier.session.rewards.apply(set_environment, CoinToss())
 
