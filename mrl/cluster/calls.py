@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, TypeVarTuple, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, TypeVarTuple, cast
 
 import ray
 from ray.exceptions import (
@@ -47,18 +50,6 @@ GATHER_S = 0.005
 BLAME_WINDOW_S = 10.0
 
 
-class Background(Protocol):
-    """Work that goes on while the driver waits for something else."""
-
-    def references(self) -> Sequence[ray.ObjectRef]:
-        """The calls that it waits for itself."""
-        ...
-
-    def advance(self) -> object:
-        """Takes what has arrived and starts what comes next. Never waits, and keeps the loss of an actor for later."""
-        ...
-
-
 @cache
 def ray_thread() -> LimitedThread:
     """The thread of calls to Ray that have no limit. It starts Ray, too: the kernel kills Ray's daemons when the thread that has ends."""
@@ -97,8 +88,6 @@ class Actors(Generic[V]):
         self.target = target
         self.deadline_s = deadline_s
         """Of calls that name no deadline of their own."""
-        self.beside: Background | None = None
-        """Goes on while the driver waits for these actors."""
         self.handles: list = []
 
     def name(self, index: int) -> ActorName:
@@ -122,7 +111,7 @@ class Actors(Generic[V]):
 
     def wait(self, pending: Mapping[ActorName, ray.ObjectRef[T]], *, deadline_s: float | None, what: str) -> dict[int, T]:
         """Waits for calls to some of these actors; answers by index."""
-        answers = wait_all(pending, deadline_s=self.deadline_s if deadline_s is None else deadline_s, what=what, beside=self.beside)
+        answers = wait_all(pending, deadline_s=self.deadline_s if deadline_s is None else deadline_s, what=what)
         return {name.index: answer for name, answer in answers.items()}
 
     def apply(
@@ -139,11 +128,10 @@ def wait_all(
     *,
     deadline_s: float,
     what: str,
-    beside: Background | None = None,
     lost: list[ActorLost] | None = None,
     on_failure: Callable[[], None] | None = None,
 ) -> dict[Key, T]:
-    """Waits for all calls; answers by key. `beside` goes on meanwhile.
+    """Waits for all calls; answers by key.
 
     With `lost`, an actor that died gives no answer: its `ActorLost` goes there, and the wait goes on. `on_failure` is called before an
     error's cause is looked for.
@@ -158,12 +146,8 @@ def wait_all(
     end = start + deadline_s
     with hangs.waiting(what, lambda: [str(key) for key in list(keys.values())], start):
         while keys:
-            others = [] if beside is None else beside.references()
-            ready, _ = ray.wait([*keys, *others], num_returns=1, timeout=max(0.0, end - time.monotonic()))
-            if beside is not None and ready and ready[0] not in keys and time.monotonic() < end:
-                beside.advance()
-                continue
-            if not ready or ready[0] not in keys:
+            ready, _ = ray.wait(list(keys), num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            if not ready:
                 missing = [str(key) for key in keys.values()]
                 limit = f"{deadline_s:g} s (the limits are set in section `deadlines`)"
                 told = f"; {reason}" if (reason := hangs.explained(missing)) else ""
@@ -213,8 +197,33 @@ def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, wh
 
 def fetch(reference: ray.ObjectRef[T], *, actor: object, what: str) -> T:
     """The answer of a call that is ready. Raises ActorLost if the actor died, else its own error with its name and `what` in front."""
-    try:
+    with translated(actor, what):
         return ray.get(reference, timeout=FETCH_TIMEOUT_S)
+
+
+async def answered(reference: ray.ObjectRef[T], *, actor: object, what: str) -> T:
+    """The answer to a call of an actor, as `fetch` gives it, in an event loop. Waits as long as it takes."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def take(found: Future[T]) -> None:
+        if answer.done():  # nobody waits any more
+            return
+        try:
+            answer.set_result(found.result(timeout=0))
+        except Exception as error:
+            answer.set_exception(error)
+
+    reference.future().add_done_callback(lambda found: loop.call_soon_threadsafe(take, found))
+    with translated(actor, what):
+        return await answer
+
+
+@contextmanager
+def translated(actor: object, what: str) -> Iterator[None]:
+    """Raises Ray's errors inside the `with` block as the driver's own; see `fetch`."""
+    try:
+        yield
     except LOSSES as error:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__

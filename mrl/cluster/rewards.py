@@ -7,7 +7,6 @@ knows of the others, and a verdict follows from the rollout alone: the driver gi
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -21,20 +20,21 @@ import ray
 
 from mrl import spans
 from mrl.cluster import hangs
-from mrl.cluster.calls import Actors, ask, fetch, start_actor
+from mrl.cluster.book import RequestBook
+from mrl.cluster.calls import Actors, answered, ask, start_actor
 from mrl.cluster.deadlines import start_deadline
 from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import ActorLost, DeadlineExceeded
+from mrl.cluster.event_loop import News, Silence, in_loop
 from mrl.cluster.payload import Packed, PayloadRef, pack, pull
 from mrl.cluster.runtime import Placement
-from mrl.cluster.scheduling import RequestBook
 from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.run import RunConfig
 from mrl.data.turns import Ending, TurnFormat
 from mrl.envs.endpoints import FILE_NAME
 from mrl.envs.inspection import Remarks, amend, inspect, rules_of
 from mrl.envs.pool import RewardPool
-from mrl.envs.scorer import Answer, Load, Scored, Scorer, start_environment
+from mrl.envs.scorer import Answer, Load, Scorer, start_environment
 from mrl.envs.task import Task
 from mrl.envs.workers import describe_workers, longest_verdict_s, num_workers, usable_cores
 from mrl.types import Prompt, Rollout, RolloutInfo, Transcript, Verdict
@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REWARDS = "reward actor"
+VERDICTS = "rewards"
+"""What the driver waits for while rollouts are judged."""
 # An actor that has no verdict answers so often, as a sign of life.
 ANSWER_S = 1.0
 # Verdicts that come within so long of the first are answered together: a step needs all of them, a rollout of several turns its own.
@@ -78,11 +80,11 @@ class Judged:
     """Verdicts on rollouts that have ended, and why they have, by request id."""
     continued: Sequence[str]
     """Rollouts that go on; their packed transcripts come beside, in the same order."""
-    num_begun: int
-    """How often children have begun a rollout."""
-    seconds: float
-    """In which a rollout waited for its verdict."""
     load: Load
+
+
+Judgement = tuple[Verdict, Ending] | PayloadRef
+"""The verdict on a rollout that has ended, and why it has; or the transcript that its next turn continues."""
 
 
 class RewardActor:
@@ -133,15 +135,15 @@ class RewardActor:
         spans.begin("judge")
         for first in range(0, len(rollouts), NUM_TOGETHER):
             self._submit(rollouts[first : first + NUM_TOGETHER])
-        scored = self.scorer.take(ANSWER_S, gather_s=GATHER_S if self.max_turns == 1 else TURN_GATHER_S)
+        verdicts, load = self.scorer.take(ANSWER_S, gather_s=GATHER_S if self.max_turns == 1 else TURN_GATHER_S)
         with self._lock:
-            answer = self._decide(scored)
+            answer = self._decide(verdicts, load)
         spans.end("judge")
         return answer
 
-    def _decide(self, scored: Scored) -> tuple[Judged, Packed]:
+    def _decide(self, verdicts: Mapping[str, Verdict], load: Load) -> tuple[Judged, Packed]:
         ended, continued, transcripts = dict[str, tuple[Verdict, Ending]](), list[str](), list[Transcript]()
-        for request_id, verdict in scored.verdicts.items():
+        for request_id, verdict in verdicts.items():
             remarks = self._remarks.pop(request_id, None)
             following: Transcript | Ending = "over"
             if self.max_turns > 1:
@@ -156,7 +158,7 @@ class RewardActor:
                 transcripts.append(following)
             else:
                 ended[request_id] = (amend(verdict, remarks) if remarks is not None else verdict, following)
-        return Judged(ended, continued, scored.num_begun, scored.seconds, scored.load), pack(transcripts)
+        return Judged(ended, continued, load), pack(transcripts)
 
     def _submit(self, unjudged: Sequence[Unjudged]) -> None:
         start = time.monotonic()
@@ -179,9 +181,9 @@ class RewardActor:
 
 
 class Rewards(Actors[RewardActor]):
-    """The driver's handle on the reward actors, which score while engines generate. A dead one is started again, and asked again."""
+    """The driver's handle on the reward actors. `book` carries rollouts to them; one that dies is started again, and asked again."""
 
-    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path) -> None:
+    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, news: News | None = None) -> None:
         super().__init__(REWARDS, deadline_s=config.deadlines.reward_s)
         self.config = config
         self.placement = placement
@@ -191,16 +193,17 @@ class Rewards(Actors[RewardActor]):
         self.silence_s = config.deadlines.reward_s + longest_verdict_s(config)
         self.decides = config.max_rollout_turns > 1
         """Whether rollouts may have several turns: then an actor decides after each one."""
-        self.book = RequestBook[Unjudged](REWARDS, len(placement.first_slots), max_fruitless_restarts=MAX_FRUITLESS_RESTARTS)
+        num_actors = len(placement.first_slots)
+        self.news = news or News()
+        # A second call hands rollouts in while the first waits for verdicts.
+        limits = {"max_fruitless_restarts": MAX_FRUITLESS_RESTARTS, "num_calls": 2}
+        self.book = RequestBook[Unjudged, Judgement](REWARDS, num_actors, self._judge, self._restart, news=self.news, **limits)
         self._starting: dict[int, ray.ObjectRef[int]] = {}
-        self._calls: dict[ray.ObjectRef[Judged], tuple[int, ray.ObjectRef]] = {}
-        self._verdicts: dict[str, Verdict] = {}
-        self._awaited: set[str] = set()
-        self._decided: list[tuple[str, PayloadRef | Ending]] = []
-        self._seconds = [0.0] * len(placement.first_slots)
+        self._seconds = [0.0] * num_actors
         self._load = Load()
-        self._heard_at = 0.0
-        self.handles = [self._start(index) for index in range(len(placement.first_slots))]
+        self.handles = [self._start(index) for index in range(num_actors)]
+        for index in range(num_actors):
+            in_loop(self.book.begin, index)
 
     @property
     def num_undecided(self) -> int:
@@ -213,72 +216,55 @@ class Rewards(Actors[RewardActor]):
         for number, num_nodes in Counter(num_cores.values()).items():
             logger.info("Rewards, on %d nodes: %s", num_nodes, describe_workers(self.config, num_cores=number))
 
-    def submit(self, infos: Sequence[RolloutInfo], prompts: Sequence[Prompt]) -> None:
-        """Starts scoring; does not wait. `prompts[i]` is the prompt of `infos[i]`."""
-        if not self.decides:
-            self._advance()
-        self.book.submit(Unjudged(info, prompt) for info, prompt in zip(infos, prompts, strict=True))
-        for index in range(len(self.handles)):
-            if unsent := self.book.take_unsent(index):
-                self._ask(index, unsent)
-
-    def references(self) -> list[ray.ObjectRef]:
-        """Calls that become ready when `take_ready` may have something to give; none if nothing is undecided."""
-        return self._poll() if self.decides else []
-
     def asked(self) -> list[str]:
         """Names of the actors that have not answered."""
-        return [str(self.name(index)) for index, _ in list(self._calls.values())]
+        return [str(self.name(index)) for index in self.book.called()]
 
-    def take_ready(self) -> list[tuple[str, PayloadRef | Ending]]:
-        """Decisions since the last call, by request id: a reference to the next turn's `Transcript`, or why the rollout ends."""
-        if self.decides:
-            self._poll()
-            self._advance()
-        decided, self._decided = self._decided, []
-        return decided
-
-    def collect(self, request_ids: Sequence[str]) -> tuple[Mapping[str, Verdict], float]:
-        """Waits for the verdicts on these rollouts, which have been submitted, however many wait before them for a worker.
-
-        Returns them by request id, and the seconds of scoring since the last call, waited for or not: those of the busiest actor.
+    def wait_for(self, is_enough: Callable[[], bool]) -> None:
+        """Waits for verdicts until there are enough, however many rollouts wait before them for a worker.
 
         Raises:
             DeadlineExceeded: no actor has begun or judged a rollout for `silence_s`.
             RuntimeError: an environment failed, or an actor keeps dying.
         """
         asked_at = warned_at = time.monotonic()
-        self._heard_at = max(self._heard_at, asked_at)
-        self._awaited = set(request_ids) - self._verdicts.keys()
-        while self._awaited:
-            now = time.monotonic()
-            if now > self._heard_at + self.silence_s:
-                told = f"; {reason}" if (reason := hangs.explained(self.asked())) else ""
-                raise DeadlineExceeded(
-                    f"rewards: {self.book.missing()} have no verdict, and no worker has begun or ended one within {self.silence_s:g} s "
-                    f"(deadlines.reward_s, and the longest env.NAME.timeout_s){told}"
-                )
-            if now > warned_at + self.deadline_s:
-                warned_at = now
+
+        def warn() -> None:
+            nonlocal warned_at
+            if self.book.num_unfinished and time.monotonic() > warned_at + self.deadline_s:
+                warned_at = time.monotonic()
                 logger.warning(
                     "A step has waited %.0f s for rewards, and %s have none; raise env.NAME.num_workers if cores are left, use more "
                     "nodes, or make the reward faster",
-                    now - asked_at, self.book.missing(),
+                    warned_at - asked_at, self.book.missing(),
                 )  # fmt: skip
-            others = [] if self.beside is None else self.beside.references()
-            calls = [*self._poll(), *others]
-            assert calls, f"nobody was asked for a verdict on {min(self._awaited)}"
-            with hangs.waiting("rewards", self.asked, self._heard_at):
-                ray.wait(calls, num_returns=1, timeout=max(0.0, self._heard_at + self.silence_s - time.monotonic()))
-            self._advance()
-            if self.beside is not None:
-                self.beside.advance()
-        seconds, self._seconds = max(self._seconds), [0.0] * len(self._seconds)
-        return {request_id: self._verdicts.pop(request_id) for request_id in request_ids}, seconds
+
+        try:
+            self.news.wait(is_enough, what=VERDICTS, who=self.asked, limit_s=self.silence_s, on_tick=warn)
+        except Silence:
+            told = f"; {reason}" if (reason := hangs.explained(self.asked())) else ""
+            raise DeadlineExceeded(
+                f"rewards: {self.book.missing()} have no verdict, and no worker has begun or ended one within {self.silence_s:g} s "
+                f"(deadlines.reward_s, and the longest env.NAME.timeout_s){told}"
+            ) from None
+
+    def take_seconds(self) -> float:
+        """Seconds of scoring since the last call, waited for or not: those of the busiest actor."""
+
+        def take() -> float:
+            seconds, self._seconds = max(self._seconds), [0.0] * len(self._seconds)
+            return seconds
+
+        return in_loop(take)
 
     def take_metrics(self) -> dict[str, float]:
         """How the workers have kept up since the last call."""
-        load, self._load = self._load, Load()
+
+        def take() -> Load:
+            load, self._load = self._load, Load()
+            return load
+
+        load = in_loop(take)
         return {
             "rollout/reward_queue_max": float(load.longest_queue),
             "rollout/reward_wait_s": load.wait_s / max(1, load.num_judged),
@@ -286,51 +272,25 @@ class Rewards(Actors[RewardActor]):
             "rollout/reward_restarts": float(self.book.num_restarts),
         }
 
-    def _poll(self) -> list[ray.ObjectRef]:
-        for index in self.book.to_poll({index for index, _ in self._calls.values()}):
-            self._ask(index, [])
-        return list(self._calls)
-
-    def _ask(self, index: int, rollouts: Sequence[Unjudged]) -> None:
+    async def _judge(self, index: int, rollouts: list[Unjudged]) -> dict[str, Judgement]:
+        if index in self._starting:
+            await answered(self._starting.pop(index), actor=self.name(index), what="start")
         answer = self.handles[index].judge.options(num_returns=2).remote(rollouts)
-        judged, transcripts = cast("tuple[ray.ObjectRef[Judged], ray.ObjectRef]", answer)
-        self._calls[judged] = (index, transcripts)
-
-    def _advance(self) -> None:
-        ready = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0.0)[0] if self._calls else []
-        for reference in ready:
-            if reference not in self._calls:
-                continue  # of an actor that has been started again meanwhile
-            index, transcripts = self._calls.pop(reference)
-            try:
-                if index in self._starting:
-                    fetch(self._starting.pop(index), actor=self.name(index), what="start")
-                self._take(index, fetch(reference, actor=self.name(index), what="rewards"), transcripts)
-            except ActorLost as lost:
-                self._restart(index, lost)
-
-    def _take(self, index: int, judged: Judged, transcripts: ray.ObjectRef) -> None:
-        places = itertools.count()
-        if self.decides:
-            self._decided.extend((request_id, ending) for request_id, (_, ending) in judged.ended.items())
-        self._decided += [(request_id, PayloadRef(transcripts, next(places))) for request_id in judged.continued]
-        self._verdicts |= {request_id: verdict for request_id, (verdict, _) in judged.ended.items()}
-        self._awaited.difference_update(judged.ended)
-        self.book.finish(index, [*judged.ended, *judged.continued])
-        self._seconds[index] += judged.seconds
+        reference, transcripts = cast("tuple[ray.ObjectRef[Judged], ray.ObjectRef]", answer)
+        judged = await answered(reference, actor=self.name(index), what="rewards")
+        self._seconds[index] += judged.load.seconds
         self._load += judged.load
-        if judged.ended or judged.continued or judged.num_begun:
-            self._heard_at = max(self._heard_at, time.monotonic())
+        if judged.ended or judged.continued or judged.load.num_begun:
+            self.news.tell(VERDICTS)
+        return {**judged.ended, **{name: PayloadRef(transcripts, place) for place, name in enumerate(judged.continued)}}
 
     def _restart(self, index: int, lost: ActorLost) -> None:
-        num_unjudged = self.book.count_restart(index, log_file=self._log_file(index))
+        num_unjudged = self.book.end(index, self._log_file(index))
         logger.warning("%s; starting it again (%d rollouts will be judged again)", lost, num_unjudged)
-        self._calls = {reference: call for reference, call in self._calls.items() if call[0] != index}
         ray.kill(self.handles[index])
         self.handles[index] = self._start(index)
-        self._heard_at = time.monotonic() + self.start_s
-        self.book.resubmit(index)
-        self._ask(index, self.book.take_unsent(index))
+        self.news.tell(VERDICTS, time.monotonic() + self.start_s)
+        self.book.begin(index)
 
     def _start(self, index: int) -> ActorHandle[RewardActor]:
         options = {**self.placement.options(self.placement.first_slots[index], {}), "max_concurrency": NUM_CALLS}

@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from mrl.envs import code, instruction_following, mcqa, own, structured_outputs, workplace_assistant
 from mrl.envs import math as mathematics
@@ -59,17 +59,6 @@ async def start_environment(name: str, config: EnvConfig, *, num_workers: int = 
     return await RewardPool(dataclasses.replace(declared, name=name, num_workers=num_workers)).start()
 
 
-class Judge(Protocol):
-    """Judges rollouts; see `RewardPool`."""
-
-    num_begun: int
-    """How often children have begun a rollout."""
-
-    @property
-    def num_waiting(self) -> int: ...
-    def submit(self, tasks: Sequence[Task]) -> Sequence[Job]: ...
-
-
 @dataclass(frozen=True)
 class Answer:
     """A rollout to judge."""
@@ -85,6 +74,10 @@ class Load:
 
     longest_queue: int = 0
     """Most rollouts that waited for a child."""
+    num_begun: int = 0
+    """How often children have begun a rollout."""
+    seconds: float = 0.0
+    """In which a rollout waited for its verdict."""
     num_judged: int = 0
     """Rollouts with a verdict that a child began for them."""
     wait_s: float = 0.0
@@ -95,38 +88,27 @@ class Load:
         """The load of one actor at two times, or of two actors at once."""
         return Load(
             max(self.longest_queue, other.longest_queue),
+            self.num_begun + other.num_begun,
+            self.seconds + other.seconds,
             self.num_judged + other.num_judged,
             self.wait_s + other.wait_s,
             max(self.longest_wait_s, other.longest_wait_s),
         )
 
 
-@dataclass(frozen=True)
-class Scored:
-    """What a scorer has done since the last look."""
-
-    verdicts: Mapping[str, Verdict]
-    """By request id."""
-    num_begun: int
-    """How often children have begun a rollout."""
-    seconds: float
-    """In which a rollout waited for its verdict."""
-    load: Load
-
-
 class Scorer:
     """Judges answers in the order in which they arrive. Other threads hand them in and take verdicts; all else is in an event loop."""
 
-    def __init__(self, build: Callable[[str], Awaitable[Judge]], *, masks_flagged: bool = True) -> None:
+    def __init__(self, build: Callable[[str], Awaitable[RewardPool]], *, masks_flagged: bool = True) -> None:
         """`build` starts an environment. With `masks_flagged`, rollouts that theirs flags with `mask_sample` are not valid."""
-        self.environments: dict[str, Judge] = {}
+        self.environments: dict[str, RewardPool] = {}
         self._build = build
         self._masks_flagged = masks_flagged
-        self._starting: dict[str, asyncio.Future[Judge]] = {}
+        self._starting: dict[str, asyncio.Future[RewardPool]] = {}
         self._verdicts: dict[str, Verdict] = {}
         self._error: Exception | None = None
         self._load = Load()
-        self._num_unjudged, self._seconds, self._noted_at = 0, 0.0, 0.0
+        self._num_unjudged, self._noted_at = 0, 0.0
         self._num_calls, self._num_begun = 0, 0
         self._loop = asyncio.new_event_loop()
         self._news = self._loop.create_future()
@@ -145,8 +127,8 @@ class Scorer:
         """Hands in answers; does not wait."""
         asyncio.run_coroutine_threadsafe(self._score(answers), self._loop)
 
-    def take(self, timeout_s: float, *, gather_s: float = 0.0) -> Scored:
-        """Waits up to `timeout_s` for the first verdict, then `gather_s` for others; what was done since the last call.
+    def take(self, timeout_s: float, *, gather_s: float = 0.0) -> tuple[Mapping[str, Verdict], Load]:
+        """Waits up to `timeout_s` for the first verdict, then `gather_s` for others; all verdicts by request id, and the load.
 
         It returns at once when nothing is left to judge, and when another call comes. A RuntimeError says that an environment failed.
         """
@@ -157,7 +139,7 @@ class Scorer:
         """Ends the thread, and with it the children of all environments."""
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    async def _environment(self, name: str) -> Judge:
+    async def _environment(self, name: str) -> RewardPool:
         if name not in self.environments:
             if name not in self._starting:
                 self._starting[name] = asyncio.ensure_future(self._build(name))
@@ -195,7 +177,7 @@ class Scorer:
         self._verdicts[answer.request_id] = verdict
         self._tell()
 
-    async def _take(self, timeout_s: float, gather_s: float) -> Scored:
+    async def _take(self, timeout_s: float, gather_s: float) -> tuple[Mapping[str, Verdict], Load]:
         self._num_calls += 1
         self._tell()
         await self._wait_until(lambda: bool(self._verdicts), timeout_s)
@@ -204,8 +186,8 @@ class Scorer:
             raise self._error
         self._note_unjudged(0)
         before, self._num_begun = self._num_begun, sum(one.num_begun for one in self.environments.values())
-        scored = Scored(self._verdicts, self._num_begun - before, self._seconds, self._load)
-        self._verdicts, self._seconds, self._load = {}, 0.0, Load()
+        scored = self._verdicts, self._load + Load(num_begun=self._num_begun - before)
+        self._verdicts, self._load = {}, Load()
         return scored
 
     async def _wait_until(self, is_enough: Callable[[], bool], timeout_s: float) -> None:
@@ -221,5 +203,6 @@ class Scorer:
 
     def _note_unjudged(self, num_more: int) -> None:
         now = time.monotonic()
-        self._seconds += now - self._noted_at if self._num_unjudged else 0.0
+        if self._num_unjudged:
+            self._load += Load(seconds=now - self._noted_at)
         self._num_unjudged, self._noted_at = self._num_unjudged + num_more, now

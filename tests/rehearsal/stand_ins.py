@@ -179,7 +179,7 @@ class RewardStandIn:
         ended: dict[str, tuple[Verdict, Ending]] = {
             item.request_id: (self.verdict(index, item.info), "over") for index, item in enumerate(rollouts)
         }
-        return Judged(ended, [], len(ended), 0.0, Load(num_judged=len(ended))), []
+        return Judged(ended, [], Load(num_begun=len(ended))), []
 
     def verdict(self, index: int, info: RolloutInfo) -> Verdict:
         start = 37 * index % 50_000

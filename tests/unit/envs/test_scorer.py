@@ -5,11 +5,12 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
 from mrl.envs.pool import Job, RewardPool
-from mrl.envs.scorer import Answer, Judge, Load, Scorer
+from mrl.envs.scorer import Answer, Load, Scorer
 from mrl.envs.task import Environment, Task
 from mrl.types import Verdict
 from tests.unit.envs.pools import Childless
@@ -36,9 +37,9 @@ class Gate(Childless):
 
 
 @contextmanager
-def scoring(environments: Mapping[str, Judge], *, masks: bool = True, started: Sequence[str] = ()) -> Iterator[Scorer]:
-    async def build(name: str) -> Judge:
-        return environments[name]
+def scoring(environments: Mapping[str, Childless], *, masks: bool = True, started: Sequence[str] = ()) -> Iterator[Scorer]:
+    async def build(name: str) -> RewardPool:
+        return cast(RewardPool, environments[name])
 
     scorer = Scorer(build, masks_flagged=masks)
     scorer.start(started, timeout_s=HANG_S)
@@ -53,7 +54,7 @@ def answers(*texts: str, env_name: str = "gate") -> list[Answer]:
 def take_all(scorer: Scorer, num_answers: int) -> dict[str, Verdict]:
     verdicts: dict[str, Verdict] = {}
     while len(verdicts) < num_answers:
-        verdicts |= scorer.take(HANG_S, gather_s=HANG_S).verdicts
+        verdicts |= scorer.take(HANG_S, gather_s=HANG_S)[0]
     return verdicts
 
 
@@ -66,27 +67,24 @@ def test_answers_are_handed_in_while_another_is_judged():
         scorer.submit(answers("c", "d"))
         wait_until(lambda: gate.rounds == [["a"], ["b"], ["c", "d"]], "answers")
         gate.is_open = True
-        scored = scorer.take(HANG_S, gather_s=HANG_S)
-        assert {name: verdict.reward for name, verdict in scored.verdicts.items()} == {
-            f"id of {text}": float(text == "b") for text in "abcd"
-        }
-        assert scored.seconds > 0
-        after = scorer.take(0.0)
-        assert (after.verdicts, after.load, after.seconds) == ({}, Load(), 0.0)
+        verdicts, load = scorer.take(HANG_S, gather_s=HANG_S)
+        assert {name: verdict.reward for name, verdict in verdicts.items()} == {f"id of {text}": float(text == "b") for text in "abcd"}
+        assert load.seconds > 0
+        assert scorer.take(0.0) == ({}, Load())
 
 
 def test_a_verdict_is_given_before_others_and_a_call_ends_the_wait_of_an_earlier_one():
     gate = Gate()
     with scoring({"gate": gate}) as scorer:
         scorer.submit(answers("a", "quick"))
-        assert set(scorer.take(HANG_S).verdicts) == {"id of quick"}
-        assert scorer.take(0.0).verdicts == {}
+        assert set(scorer.take(HANG_S)[0]) == {"id of quick"}
+        assert scorer.take(0.0)[0] == {}
         earlier = asyncio.run_coroutine_threadsafe(scorer._take(HANG_S, 0.0), scorer._loop)
         wait_until(lambda: scorer._num_calls == 3, "call that waits")
-        assert scorer.take(0.0).seconds > 0
-        assert earlier.result(HANG_S).verdicts == {}
+        assert scorer.take(0.0)[1].seconds > 0
+        assert earlier.result(HANG_S)[0] == {}
         gate.is_open = True
-        assert set(scorer.take(HANG_S).verdicts) == {"id of a"}
+        assert set(scorer.take(HANG_S)[0]) == {"id of a"}
 
 
 def test_more_slow_rollouts_than_workers_are_all_judged():
@@ -98,22 +96,22 @@ def test_more_slow_rollouts_than_workers_are_all_judged():
     scorer = Scorer(build)
     scorer.start(["slow"], timeout_s=HANG_S)
     scorer.submit([Answer(str(index), "slow", Task(("nap",), str(index))) for index in range(20)])
-    scored = scorer.take(HANG_S, gather_s=HANG_S)
-    assert [verdict.status for verdict in scored.verdicts.values()] == ["ok"] * 20
-    assert scored.load.num_judged == scored.num_begun == 20 == scored.load.longest_queue
+    verdicts, load = scorer.take(HANG_S, gather_s=HANG_S)
+    assert [verdict.status for verdict in verdicts.values()] == ["ok"] * 20
+    assert load.num_judged == load.num_begun == 20 == load.longest_queue
     # A nap takes at least 0.05 s: nine pairs of them before the last, and on average as many before a rollout as the half of that.
-    assert scored.load.longest_wait_s > 9 * 0.05 and scored.load.wait_s > 20 * 4.5 * 0.05
+    assert load.longest_wait_s > 9 * 0.05 and load.wait_s > 20 * 4.5 * 0.05
     # Those that are remembered have waited for nobody.
     scorer.submit([Answer("again", "slow", Task(("nap",), "7"))])
-    scored = scorer.take(HANG_S)
-    assert (set(scored.verdicts), scored.load.num_judged, scored.num_begun) == ({"again"}, 0, 0)
+    verdicts, load = scorer.take(HANG_S)
+    assert (set(verdicts), load.num_judged, load.num_begun) == ({"again"}, 0, 0)
     scorer.close()
 
 
 def test_what_hangs_is_not_waited_for_longer_than_asked():
     with scoring({"gate": Gate()}) as scorer:
         scorer.submit(answers("a"))
-        assert scorer.take(0.01).verdicts == {}
+        assert scorer.take(0.01)[0] == {}
 
 
 def test_each_environment_judges_its_own_and_its_error_reaches_the_caller():
@@ -131,8 +129,8 @@ def test_environments_do_not_wait_for_each_other_and_start_when_needed():
     with scoring({"slow": slow, "quick": quick}, started=["slow"]) as scorer:
         assert list(scorer.environments) == ["slow"]
         scorer.submit(answers("a", env_name="slow") + answers("b", env_name="quick"))
-        assert set(scorer.take(HANG_S).verdicts) == {"id of b"}
-        assert list(scorer.environments) == ["slow", "quick"] and scorer.take(0.0).verdicts == {}
+        assert set(scorer.take(HANG_S)[0]) == {"id of b"}
+        assert list(scorer.environments) == ["slow", "quick"] and scorer.take(0.0)[0] == {}
         slow.is_open = True
         assert {name: verdict.text for name, verdict in take_all(scorer, 1).items()} == {"id of a": "a"}
 
