@@ -240,11 +240,15 @@ class EngineGroup(Actors[EngineVerbs]):
 
     def enter(self, phase: Phase, *, deadline_s: float) -> None:
         """Brings all engines into `phase` at once. Leaves one that has died meanwhile to the next refit, which starts it again."""
+        if phase != "generate":  # what a signal has left under way is not sampled without a KV cache
+            in_loop(self.book.hold, True)
         lost: list[ActorLost] = []
         pending = self.start(EngineVerbs.enter, dict.fromkeys(range(self.num_engines), (phase,)))
         wait_all(pending, deadline_s=deadline_s, what="enter", lost=lost)
         for loss in lost:
             logger.warning("%s; it is started again at the next refit", loss)
+        if phase == "generate":
+            in_loop(self.book.hold, False)
 
     def _log_file(self, index: int) -> Path:
         return self.log_folder / f"engine-{index}.log"

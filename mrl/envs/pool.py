@@ -225,10 +225,6 @@ class RewardPool:
             worker.kill()
         self._workers, self._spares, self._tasks = [], [], []
 
-    async def score(self, tasks: Sequence[Task]) -> list[Verdict]:
-        """One verdict per task, in order."""
-        return list(await asyncio.gather(*(job.verdict for job in self.submit(tasks))))
-
     @property
     def num_waiting(self) -> int:
         """Rollouts that no child has begun."""

@@ -52,7 +52,10 @@ class Pool:
         return self._runner.run(work)
 
     def score(self, tasks: Sequence[Task]) -> list[Verdict]:
-        return self.run(self.pool.score(tasks))
+        return self.run(self.judge(tasks))
+
+    async def judge(self, tasks: Sequence[Task]) -> list[Verdict]:
+        return list(await asyncio.gather(*(job.verdict for job in self.pool.submit(tasks))))
 
     def close(self) -> None:
         self.pool.close()

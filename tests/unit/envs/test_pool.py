@@ -155,10 +155,10 @@ def test_an_idle_child_begins_what_comes_while_another_is_slow():
     with Pool(replace(HOSTILE, num_workers=2, timeout_s=HANG_S)) as pool:
 
         async def score() -> list[Verdict]:
-            slow = asyncio.ensure_future(pool.pool.score(tasks([("hang", "a")])))
+            slow = asyncio.ensure_future(pool.judge(tasks([("hang", "a")])))
             while not pool.told:
                 await asyncio.sleep(0.01)
-            return [*await pool.pool.score(tasks([("late", "late"), ("hang", "a")])), *await slow]
+            return [*await pool.judge(tasks([("late", "late"), ("hang", "a")])), *await slow]
 
         with culprits_miss_theirs("hang", when=lambda: len(pool.told) == 3):
             verdicts = pool.run(score())
