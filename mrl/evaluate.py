@@ -54,18 +54,14 @@ def evaluate(config: RunConfig, data: PromptData, *, log_folder: Path) -> list[R
     num_answers, sampling = config.eval.num_tests_per_prompt, validation_sampling(data.sampling, config.policy.generation)
     with start_engines(config, weight_version=WEIGHT_VERSION, log_folder=log_folder) as collector:
         with rollout_progress(len(asked) * num_answers) as progress:
-            keys = collector.ask(asked, sampling, num_generations=num_answers, weight_version=WEIGHT_VERSION)
-            num_done = 0
+            groups = collector.ask(asked, sampling, num_generations=num_answers, weight_version=WEIGHT_VERSION)
 
             def show() -> None:
-                nonlocal num_done
-                done = len(asked) * num_answers - collector.num_missing(keys)
-                progress.update(done - num_done)
-                num_done = done
+                progress.update(sum(len(group.infos) for group in groups) - progress.n)
 
-            collector.wait(lambda: collector.num_missing(keys) == 0, on_progress=show)
-        groups, _ = collector.judge(keys)
-    return groups
+            collector.wait(lambda: all(group.num_missing == 0 for group in groups), on_tick=show)
+        judged, _ = collector.judge(groups)
+    return judged
 
 
 @contextmanager

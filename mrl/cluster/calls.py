@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, TypeVarTuple, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, TypeVarTuple, cast
 
 import ray
 from ray.exceptions import (
@@ -45,18 +48,6 @@ FETCH_TIMEOUT_S = 60.0
 GATHER_S = 0.005
 # Peers of a dead rank may report a broken connection seconds before Ray reports the death.
 BLAME_WINDOW_S = 10.0
-
-
-class Background(Protocol):
-    """Work that goes on while the driver waits for something else."""
-
-    def references(self) -> Sequence[ray.ObjectRef]:
-        """The calls that it waits for itself."""
-        ...
-
-    def advance(self) -> object:
-        """Takes what has arrived and starts what comes next. Never waits, and keeps the loss of an actor for later."""
-        ...
 
 
 def dead_daemons() -> str:
@@ -105,8 +96,6 @@ class Actors(Generic[V]):
         self.target = target
         self.deadline_s = deadline_s
         """Of calls that name no deadline of their own."""
-        self.beside: Background | None = None
-        """Goes on while the driver waits for these actors."""
         self.handles: list = []
 
     def name(self, index: int) -> ActorName:
@@ -130,7 +119,7 @@ class Actors(Generic[V]):
 
     def wait(self, pending: Mapping[ActorName, ray.ObjectRef[T]], *, deadline_s: float | None, what: str) -> dict[int, T]:
         """Waits for calls to some of these actors; answers by index."""
-        answers = wait_all(pending, deadline_s=self.deadline_s if deadline_s is None else deadline_s, what=what, beside=self.beside)
+        answers = wait_all(pending, deadline_s=self.deadline_s if deadline_s is None else deadline_s, what=what)
         return {name.index: answer for name, answer in answers.items()}
 
     def apply(
@@ -147,11 +136,10 @@ def wait_all(
     *,
     deadline_s: float,
     what: str,
-    beside: Background | None = None,
     lost: list[ActorLost] | None = None,
     on_failure: Callable[[], None] | None = None,
 ) -> dict[Key, T]:
-    """Waits for all calls; answers by key. `beside` goes on meanwhile.
+    """Waits for all calls; answers by key.
 
     With `lost`, an actor that died gives no answer: its `ActorLost` goes there, and the wait goes on. `on_failure` is called before an
     error's cause is looked for.
@@ -166,12 +154,8 @@ def wait_all(
     end = start + deadline_s
     with hangs.waiting(what, lambda: [str(key) for key in list(keys.values())], start):
         while keys:
-            others = [] if beside is None else beside.references()
-            ready, _ = ray.wait([*keys, *others], num_returns=1, timeout=max(0.0, end - time.monotonic()))
-            if beside is not None and ready and ready[0] not in keys and time.monotonic() < end:
-                beside.advance()
-                continue
-            if not ready or ready[0] not in keys:
+            ready, _ = ray.wait(list(keys), num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            if not ready:
                 missing = [str(key) for key in keys.values()]
                 limit = f"{deadline_s:g} s (the limits are set in section `deadlines`)"
                 told = f"; {reason}" if (reason := hangs.explained(missing)) else ""
@@ -224,8 +208,33 @@ def fetch(reference: ray.ObjectRef[T], *, actor: object, what: str) -> T:
 
     NoCluster: a daemon of Ray has died, and actors with it.
     """
-    try:
+    with translated(actor, what):
         return ray.get(reference, timeout=FETCH_TIMEOUT_S)
+
+
+async def answered(reference: ray.ObjectRef[T], *, actor: object, what: str) -> T:
+    """The answer to a call of an actor, as `fetch` gives it, in an event loop. Waits as long as it takes."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def take(found: Future[T]) -> None:
+        if answer.done():  # nobody waits any more
+            return
+        try:
+            answer.set_result(found.result(timeout=0))
+        except Exception as error:
+            answer.set_exception(error)
+
+    reference.future().add_done_callback(lambda found: loop.call_soon_threadsafe(take, found))
+    with translated(actor, what):
+        return await answer
+
+
+@contextmanager
+def translated(actor: object, what: str) -> Iterator[None]:
+    """Raises Ray's errors inside the `with` block as the driver's own; see `fetch`."""
+    try:
+        yield
     except LOSSES as error:
         if dead := dead_daemons():
             raise NoCluster(f"{dead}, and all actors with it; {actor} gave no answer to {what}") from error

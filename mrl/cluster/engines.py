@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import ray
 
 from mrl import spans
-from mrl.cluster.calls import Actors, ask, fetch, start_actor, wait_all
+from mrl.cluster.book import RequestBook
+from mrl.cluster.calls import Actors, answered, ask, start_actor, wait_all
 from mrl.cluster.environment import engine_variables, importing, own_temporary_folder, start_actor_process
 from mrl.cluster.errors import ActorLost, ActorName
+from mrl.cluster.event_loop import News, in_loop
 from mrl.cluster.payload import Packed, PayloadRef, describe, pack, with_transcripts
 from mrl.cluster.runtime import Placement
-from mrl.cluster.scheduling import ENGINE, EngineSlots, RequestBook, lost_engine
+from mrl.cluster.scheduling import ENGINE, EngineSlots
 from mrl.cluster.verbs import EngineVerbs
 from mrl.config.rules.tokens import num_choices
 from mrl.config.schema.run import RunConfig
@@ -40,8 +42,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# A poll hands back what has finished after this long: short enough that rewards overlap generation, long enough that calls cost nothing.
-POLL_BUDGET_S = 0.25
+# A poll ends after this long, for new requests, or as soon as a rollout has finished, if it is not too short: calls cost the driver time.
+POLL_BUDGET_S, MIN_POLL_S = 0.25, 0.1
+GENERATION = "generation"
+"""What the driver waits for while engines sample."""
 # An engine that dies this often without finishing a single rollout in between will not get better.
 MAX_FRUITLESS_RESTARTS = 3
 
@@ -94,13 +98,13 @@ class EngineActor:
         return start_server(self.engine, config.policy, host=ray.util.get_node_ip_address(), api_key=api_key, wake=self._serve_soon)
 
     def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, Packed]:
-        """Queues requests and steps the engine for `budget_s`; what has finished, metadata first, packed payload second (same order)."""
+        """Queues requests and steps the engine, up to `budget_s`; what has finished, metadata, then packed payload (same order)."""
         self.engine.add(with_transcripts(requests, timeout_s=self.fetch_timeout_s))
         start = time.monotonic()
         finished, self._finished_between = self._finished_between, []
         if self.engine.num_unfinished:
             spans.begin("generate", "generate")
-            while self.engine.num_unfinished and time.monotonic() < start + budget_s:
+            while self.engine.num_unfinished and time.monotonic() < start + (min(budget_s, MIN_POLL_S) if finished else budget_s):
                 finished += self.engine.step()
             if self.engine.num_unfinished:
                 spans.stretch("generate", start)
@@ -161,9 +165,9 @@ class EngineActor:
 
 
 class EngineGroup(Actors[EngineVerbs]):
-    """All engines. `book` assigns requests to them; `take_ready` gives back finished rollouts."""
+    """All engines. `book` carries requests to them and rollouts back; one that died is sent nothing until `serve_again`."""
 
-    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path) -> None:
+    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, news: News | None = None) -> None:
         super().__init__(ENGINE, deadline_s=config.deadlines.refit_s)
         self.config = config
         self.placement = placement
@@ -173,13 +177,16 @@ class EngineGroup(Actors[EngineVerbs]):
         """Seconds in which engines had a rollout to work on, added up over the engines."""
         ahead = config.rollouts.async_grpo
         max_restarts = ahead.max_generation_failures + 1 if ahead.max_lag_steps > 0 else MAX_FRUITLESS_RESTARTS
-        self.book = RequestBook[RolloutRequest](ENGINE, len(placement.engines), max_fruitless_restarts=max_restarts)
-        self._is_held = False
+        self.news = news or News()
+        self.book = RequestBook[RolloutRequest, RolloutInfo](
+            ENGINE, len(placement.engines), self._poll, self._lose, news=self.news, max_fruitless_restarts=max_restarts
+        )
         self._api_key = secrets.token_urlsafe(32)
         self._base_urls = [""] * len(placement.engines)
-        self._polls: dict[ray.ObjectRef[Polled], tuple[int, ray.ObjectRef]] = {}
         self._building: dict[ActorName, ray.ObjectRef[str | None]] = {}
         self.handles = [self._start(slots) for slots in placement.engines]
+        for index in range(self.num_engines):
+            in_loop(self.book.begin, index)
 
     @property
     def num_engines(self) -> int:
@@ -196,65 +203,54 @@ class EngineGroup(Actors[EngineVerbs]):
         write_endpoints(self.log_folder, Endpoints(self._base_urls, self._api_key, self.config.policy.model_name))
         logger.info("HTTP servers of the engines: %s; the key stands in %s", ", ".join(self._base_urls), self.log_folder / FILE_NAME)
 
-    def references(self) -> list[ray.ObjectRef[Polled]]:
-        """Polls that have not been taken; engines with work are polled first, unless they are held or lost."""
-        if self._is_held:
-            return []
-        for index in self.book.to_poll({index for index, _ in self._polls.values()}):
-            poll = self.handles[index].poll.options(num_returns=2).remote(self.book.take_unsent(index), POLL_BUDGET_S)
-            polled, payload = cast("tuple[ray.ObjectRef[Polled], ray.ObjectRef]", poll)
-            self._polls[polled] = (index, payload)
-        return list(self._polls)
-
     def asked(self) -> list[str]:
         """Names of the engines that are being polled."""
-        return [str(self.name(index)) for index, _ in list(self._polls.values())]
+        return [str(self.name(index)) for index in self.book.called()]
 
-    def take_ready(self) -> list[RolloutInfo]:
-        """Rollouts that have finished since the last call. Does not wait, and puts engines that died into `book.lost`."""
-        references = self.references()
-        if not references:
-            return []
-        ready, _ = ray.wait(references, num_returns=len(references), timeout=0.0)
-        infos: list[RolloutInfo] = []
-        for reference in ready:
-            try:
-                index, payload = self._polls.pop(reference)
-                finished, busy_s = fetch(reference, actor=self.name(index), what="generation")
-                self.busy_s += busy_s
-                self.book.finish(index, (info.request_id for info in finished))
-                infos += [dataclasses.replace(info, payload=PayloadRef(payload, place)) for place, info in enumerate(finished)]
-            except ActorLost as lost:
-                logger.warning("%s; it is started again at the next refit, or when its rollouts are waited for", lost)
-                self.book.lost.add(lost_engine(lost))
-        self.references()
-        return infos
+    async def _poll(self, index: int, requests: list[RolloutRequest]) -> dict[str, RolloutInfo]:
+        poll = self.handles[index].poll.options(num_returns=2).remote(requests, POLL_BUDGET_S)
+        polled, payload = cast("tuple[ray.ObjectRef[Polled], ray.ObjectRef]", poll)
+        finished, busy_s = await answered(polled, actor=self.name(index), what="generation")
+        self.busy_s += busy_s
+        return {info.request_id: dataclasses.replace(info, payload=PayloadRef(payload, place)) for place, info in enumerate(finished)}
+
+    def _lose(self, index: int, lost: ActorLost) -> None:
+        logger.warning("%s; it is started again at the next refit, or when its rollouts are waited for", lost)
+        self.book.lost.add(index)
+        self.news.tell(GENERATION)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Begins and takes no poll inside the `with` block: engines that are being refitted step only before and after it."""
-        self._is_held = True
+        """Begins no poll inside the `with` block: engines that are being refitted step only before and after it."""
+        in_loop(self.book.hold, True)
         try:
             yield
         finally:
-            self._is_held = False
+            in_loop(self.book.hold, False)
 
     def restart(self, index: int) -> None:
         """Starts a dead engine again; it refuses to generate until it is refitted. RuntimeError: it dies too often without a rollout."""
-        num_requests = self.book.count_restart(index, log_file=self._log_file(index))
+        num_requests = in_loop(self.book.end, index, self._log_file(index))
         logger.warning("%s died; starting it again (%d requests will be asked again)", self.name(index), num_requests)
-        self._polls = {reference: poll for reference, poll in self._polls.items() if poll[0] != index}
         ray.kill(self.handles[index])
         self.handles[index] = self._start(self.placement.engines[index])
         self.wait_until_built()
 
+    def serve_again(self, index: int) -> None:
+        """Asks an engine that was started again, and holds the current weights, for its unfinished rollouts."""
+        in_loop(self.book.begin, index)
+
     def enter(self, phase: Phase, *, deadline_s: float) -> None:
         """Brings all engines into `phase` at once. Leaves one that has died meanwhile to the next refit, which starts it again."""
+        if phase != "generate":  # what a signal has left under way is not sampled without a KV cache
+            in_loop(self.book.hold, True)
         lost: list[ActorLost] = []
         pending = self.start(EngineVerbs.enter, dict.fromkeys(range(self.num_engines), (phase,)))
         wait_all(pending, deadline_s=deadline_s, what="enter", lost=lost)
         for loss in lost:
             logger.warning("%s; it is started again at the next refit", loss)
+        if phase == "generate":
+            in_loop(self.book.hold, False)
 
     def _log_file(self, index: int) -> Path:
         return self.log_folder / f"engine-{index}.log"

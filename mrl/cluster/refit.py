@@ -144,7 +144,7 @@ class Refitter:
 
         report, restarted = until_no_engine_dies(attempt, restart, died=died)
         for index in restarted:
-            self.engines.book.resubmit(index)
+            self.engines.serve_again(index)
         return report
 
     def _attempt(self, engines: Sequence[int], witness: Digests | None) -> RefitReport:

@@ -7,11 +7,11 @@ knows of the others, and a verdict follows from the rollout alone: the driver gi
 
 from __future__ import annotations
 
-import itertools
 import logging
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -20,18 +20,20 @@ import ray
 
 from mrl import spans
 from mrl.cluster import hangs
-from mrl.cluster.calls import Actors, ask, fetch, start_actor
+from mrl.cluster.book import RequestBook
+from mrl.cluster.calls import Actors, answered, ask, start_actor
 from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import ActorLost, DeadlineExceeded
+from mrl.cluster.event_loop import News, Silence, in_loop
 from mrl.cluster.payload import Packed, PayloadRef, pack, pull
 from mrl.cluster.runtime import Placement
-from mrl.cluster.scheduling import RequestBook
 from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.run import RunConfig
 from mrl.data.turns import Ending, TurnFormat
 from mrl.envs.endpoints import FILE_NAME
 from mrl.envs.inspection import Remarks, amend, inspect, rules_of
-from mrl.envs.scorer import Answer, Load, Scorer, build_environment
+from mrl.envs.pool import RewardPool
+from mrl.envs.scorer import Answer, Load, Scorer, start_environment
 from mrl.envs.task import Task
 from mrl.envs.workers import describe_workers, longest_verdict_s, num_workers, usable_cores
 from mrl.plan.deadlines import start_deadline
@@ -44,8 +46,16 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REWARDS = "reward actor"
-# How long an actor waits for a verdict before it answers that there is none; it does nothing else meanwhile.
-POLL_BUDGET_S = 0.1
+VERDICTS = "rewards"
+"""What the driver waits for while rollouts are judged."""
+# An actor that has no verdict answers so often, as a sign of life.
+ANSWER_S = 1.0
+# Verdicts that come within so long of the first are answered together: a step needs all of them, a rollout of several turns its own.
+GATHER_S, TURN_GATHER_S = 0.1, 0.02
+# Texts are made of so many rollouts at once; children begin the first ones meanwhile.
+NUM_TOGETHER = 32
+# Calls of an actor at once: one hands rollouts in, another waits for verdicts, and tests look inside.
+NUM_CALLS = 4
 # A reward actor that dies this often without a single verdict in between will not get better.
 MAX_FRUITLESS_RESTARTS = 3
 
@@ -66,24 +76,26 @@ class Unjudged:
 class Judged:
     """What a reward actor has done since its last answer."""
 
-    verdicts: Mapping[str, Verdict]
-    """On rollouts that have ended, by request id."""
-    decisions: list[tuple[str, Ending | None]]
-    """If rollouts may have several turns: why each judged one ends, None if it goes on; packed transcripts of the latter come beside."""
-    seconds: float
-    """Of scoring, waited for or not."""
+    ended: Mapping[str, tuple[Verdict, Ending]]
+    """Verdicts on rollouts that have ended, and why they have, by request id."""
+    continued: Sequence[str]
+    """Rollouts that go on; their packed transcripts come beside, in the same order."""
     load: Load
 
 
+Judgement = tuple[Verdict, Ending] | PayloadRef
+"""The verdict on a rollout that has ended, and why it has; or the transcript that its next turn continues."""
+
+
 class RewardActor:
-    """Decodes rollouts and asks their environment for a verdict."""
+    """Decodes rollouts and asks their environment for a verdict. Its calls come in threads of Ray's; environments live in the scorer's."""
 
     def __init__(self, config: RunConfig, log_file: Path) -> None:
         start_actor_process(log_file)
         from mrl.data.chat import load_tokenizer, use_chat_template
         from mrl.data.prompts import end_token_ids
 
-        self.deadlines = config.deadlines
+        self.config = config
         self.max_turns = config.max_rollout_turns
         self.max_model_len = config.policy.generation.vllm_cfg.max_model_len
         self.tokenizer = load_tokenizer(config.policy.tokenizer.name)
@@ -93,78 +105,85 @@ class RewardActor:
         self.rules = rules_of(config, self.decode, self.tokenizer.all_special_tokens)
         self._remarks: dict[str, Remarks] = {}
         self.undecided: dict[str, Rollout] = {}
-        self.config = config
+        # One thread at a time uses the tokenizer, and the two tables.
+        self._lock = threading.Lock()
+        self.scorer = Scorer(self._build, masks_flagged=config.env.should_mask_flagged_samples)
         has_servers = config.policy.generation.vllm_cfg.expose_http_server
         self.endpoints = log_file.parent / FILE_NAME if has_servers else None
 
     def ready(self) -> int:
         """Starts the environments; the cores of this node, once they are up. A user's function that cannot be imported ends it."""
-        config, num_cores = self.config, usable_cores()
+        config = self.config
         # Environments that users name start now; those that come with mrl start when the first row needs them.
         names = dict.fromkeys((*config.env.own.functions, *({config.data.default.env_name} - {NEMO_GYM})))
-        self.scorer = Scorer(
-            lambda name: build_environment(
-                name, config.env, num_workers=num_workers(name, config, num_cores=num_cores), endpoints=self.endpoints
-            ),
-            list(names),
-            timeout_s=start_deadline(config).seconds,
-            masks_flagged=config.env.should_mask_flagged_samples,
-        )
-        return num_cores
+        self.scorer.start(list(names), timeout_s=start_deadline(config).seconds)
+        return usable_cores()
+
+    def _build(self, name: str) -> Awaitable[RewardPool]:
+        # No coroutine itself: Ray would run all methods of this class in an event loop of its own, beside which no signal is handled.
+        count = num_workers(name, self.config, num_cores=usable_cores())
+        return start_environment(name, self.config.env, num_workers=count, endpoints=self.endpoints)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return cast(str, self.tokenizer.decode(list(token_ids)))
 
-    def judge(self, rollouts: Sequence[Unjudged], budget_s: float) -> tuple[Judged, Packed]:
-        """Hands rollouts to their environments; then what was judged since the last call, and the transcripts of rollouts that go on.
+    def judge(self, rollouts: Sequence[Unjudged]) -> tuple[Judged, Packed]:
+        """Hands rollouts to their environments; then what was judged since the last answer, and the transcripts of rollouts that go on.
 
-        Waits up to `budget_s` for all verdicts that are missing, or for the first if rollouts may have several turns.
+        Waits up to `ANSWER_S` for the first verdict. A later call ends the wait of an earlier one.
         """
         spans.begin("judge")
-        self._submit(rollouts)
-        scored = self.scorer.take(budget_s, waits_for_all=self.max_turns == 1)
-        verdicts, decisions, transcripts = dict[str, Verdict](), list[tuple[str, Ending | None]](), list[Transcript]()
-        for request_id, verdict in scored.verdicts.items():
+        for first in range(0, len(rollouts), NUM_TOGETHER):
+            self._submit(rollouts[first : first + NUM_TOGETHER])
+        verdicts, load = self.scorer.take(ANSWER_S, gather_s=GATHER_S if self.max_turns == 1 else TURN_GATHER_S)
+        with self._lock:
+            answer = self._decide(verdicts, load)
+        spans.end("judge")
+        return answer
+
+    def _decide(self, verdicts: Mapping[str, Verdict], load: Load) -> tuple[Judged, Packed]:
+        ended, continued, transcripts = dict[str, tuple[Verdict, Ending]](), list[str](), list[Transcript]()
+        for request_id, verdict in verdicts.items():
             remarks = self._remarks.pop(request_id, None)
+            following: Transcript | Ending = "over"
             if self.max_turns > 1:
                 rollout = self.undecided.pop(request_id)
                 try:
                     following = self.format.next_turn(rollout, verdict, max_turns=self.max_turns, max_model_len=self.max_model_len)
                 except ValueError as error:  # the observation is the environment's
                     logger.warning("Rollout %s is not scored: %s", request_id, error)
-                    verdict, following = replace(verdict, is_valid=False, status="error", reason=str(error)), "over"
-                if isinstance(following, Transcript):
-                    transcripts.append(following)
-                    decisions.append((request_id, None))
-                    continue
-                decisions.append((request_id, following))
-            verdicts[request_id] = amend(verdict, remarks) if remarks is not None else verdict
-        spans.end("judge")
-        return Judged(verdicts, decisions, scored.seconds, scored.load), pack(transcripts)
+                    verdict = replace(verdict, is_valid=False, status="error", reason=str(error))
+            if isinstance(following, Transcript):
+                continued.append(request_id)
+                transcripts.append(following)
+            else:
+                ended[request_id] = (amend(verdict, remarks) if remarks is not None else verdict, following)
+        return Judged(ended, continued, load), pack(transcripts)
 
     def _submit(self, unjudged: Sequence[Unjudged]) -> None:
         start = time.monotonic()
-        rollouts = pull([item.info for item in unjudged], timeout_s=self.deadlines.reward_s)
+        rollouts = pull([item.info for item in unjudged], timeout_s=self.config.deadlines.reward_s)
         answers = []
-        for item, rollout in zip(unjudged, rollouts, strict=True):
-            if self.rules is not None:
-                self._remarks[item.request_id] = inspect(rollout, self.decode, self.rules)
-            if self.max_turns > 1:
-                self.undecided[item.request_id] = rollout
-            prompt = item.prompt
-            task = Task(self.format.texts(rollout), prompt.expected_answer, prompt.text, prompt.row)
-            answers.append(Answer(item.request_id, prompt.env_name, task))
+        with self._lock:
+            for item, rollout in zip(unjudged, rollouts, strict=True):
+                if self.rules is not None:
+                    self._remarks[item.request_id] = inspect(rollout, self.decode, self.rules)
+                if self.max_turns > 1:
+                    self.undecided[item.request_id] = rollout
+                prompt = item.prompt
+                task = Task(self.format.texts(rollout), prompt.expected_answer, prompt.text, prompt.row)
+                answers.append(Answer(item.request_id, prompt.env_name, task))
+            spans.add("make texts", start, rollouts=len(unjudged))
         self.scorer.submit(answers)
-        spans.add("make texts", start, rollouts=len(unjudged))
 
     def apply(self, function: Callable[..., T], *arguments: object) -> T:
         return function(self, *arguments)
 
 
 class Rewards(Actors[RewardActor]):
-    """The driver's handle on the reward actors, which score while engines generate. A dead one is started again, and asked again."""
+    """The driver's handle on the reward actors. `book` carries rollouts to them; one that dies is started again, and asked again."""
 
-    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path) -> None:
+    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, news: News | None = None) -> None:
         super().__init__(REWARDS, deadline_s=config.deadlines.reward_s)
         self.config = config
         self.placement = placement
@@ -174,16 +193,17 @@ class Rewards(Actors[RewardActor]):
         self.silence_s = config.deadlines.reward_s + longest_verdict_s(config)
         self.decides = config.max_rollout_turns > 1
         """Whether rollouts may have several turns: then an actor decides after each one."""
-        self.book = RequestBook[Unjudged](REWARDS, len(placement.first_slots), max_fruitless_restarts=MAX_FRUITLESS_RESTARTS)
+        num_actors = len(placement.first_slots)
+        self.news = news or News()
+        # A second call hands rollouts in while the first waits for verdicts.
+        limits = {"max_fruitless_restarts": MAX_FRUITLESS_RESTARTS, "num_calls": 2}
+        self.book = RequestBook[Unjudged, Judgement](REWARDS, num_actors, self._judge, self._restart, news=self.news, **limits)
         self._starting: dict[int, ray.ObjectRef[int]] = {}
-        self._calls: dict[ray.ObjectRef[Judged], tuple[int, ray.ObjectRef]] = {}
-        self._verdicts: dict[str, Verdict] = {}
-        self._awaited: set[str] = set()
-        self._decided: list[tuple[str, PayloadRef | Ending]] = []
-        self._seconds = [0.0] * len(placement.first_slots)
+        self._seconds = [0.0] * num_actors
         self._load = Load()
-        self._heard_at = 0.0
-        self.handles = [self._start(index) for index in range(len(placement.first_slots))]
+        self.handles = [self._start(index) for index in range(num_actors)]
+        for index in range(num_actors):
+            in_loop(self.book.begin, index)
 
     @property
     def num_undecided(self) -> int:
@@ -196,126 +216,84 @@ class Rewards(Actors[RewardActor]):
         for number, num_nodes in Counter(num_cores.values()).items():
             logger.info("Rewards, on %d nodes: %s", num_nodes, describe_workers(self.config, num_cores=number))
 
-    def submit(self, infos: Sequence[RolloutInfo], prompts: Sequence[Prompt]) -> None:
-        """Starts scoring; does not wait. `prompts[i]` is the prompt of `infos[i]`."""
-        if not self.decides:
-            self._advance()
-        self.book.submit(Unjudged(info, prompt) for info, prompt in zip(infos, prompts, strict=True))
-        for index in range(len(self.handles)):
-            if unsent := self.book.take_unsent(index):
-                self._ask(index, unsent, 0.0)
-
-    def references(self) -> list[ray.ObjectRef]:
-        """Calls that become ready when `take_ready` may have something to give; none if nothing is undecided."""
-        return self._poll() if self.decides else []
-
     def asked(self) -> list[str]:
         """Names of the actors that have not answered."""
-        return [str(self.name(index)) for index, _ in list(self._calls.values())]
+        return [str(self.name(index)) for index in self.book.called()]
 
-    def take_ready(self) -> list[tuple[str, PayloadRef | Ending]]:
-        """Decisions since the last call, by request id: a reference to the next turn's `Transcript`, or why the rollout ends."""
-        if self.decides:
-            self._poll()
-            self._advance()
-        decided, self._decided = self._decided, []
-        return decided
-
-    def collect(self, request_ids: Sequence[str]) -> tuple[Mapping[str, Verdict], float]:
-        """Waits for the verdicts on these rollouts, which have been submitted, however many wait before them for a worker.
-
-        Returns them by request id, and the seconds of scoring since the last call, waited for or not: those of the busiest actor.
+    def wait_for(self, is_enough: Callable[[], bool]) -> None:
+        """Waits for verdicts until there are enough, however many rollouts wait before them for a worker.
 
         Raises:
             DeadlineExceeded: no actor has begun or judged a rollout for `silence_s`.
             RuntimeError: an environment failed, or an actor keeps dying.
         """
         asked_at = warned_at = time.monotonic()
-        self._heard_at = max(self._heard_at, asked_at)
-        self._awaited = set(request_ids) - self._verdicts.keys()
-        while self._awaited:
-            now = time.monotonic()
-            if now > self._heard_at + self.silence_s:
-                told = f"; {reason}" if (reason := hangs.explained(self.asked())) else ""
-                raise DeadlineExceeded(
-                    f"rewards: {self.book.missing()} have no verdict, and no worker has begun or ended one within {self.silence_s:g} s "
-                    f"(deadlines.reward_s, and the longest env.NAME.timeout_s){told}"
-                )
-            if now > warned_at + self.deadline_s:
-                warned_at = now
+
+        def warn() -> None:
+            nonlocal warned_at
+            if self.book.num_unfinished and time.monotonic() > warned_at + self.deadline_s:
+                warned_at = time.monotonic()
                 logger.warning(
                     "A step has waited %.0f s for rewards, and %s have none; raise env.NAME.num_workers if cores are left, use more "
                     "nodes, or make the reward faster",
-                    now - asked_at, self.book.missing(),
+                    warned_at - asked_at, self.book.missing(),
                 )  # fmt: skip
-            others = [] if self.beside is None else self.beside.references()
-            calls = [*self._poll(), *others]
-            assert calls, f"nobody was asked for a verdict on {min(self._awaited)}"
-            with hangs.waiting("rewards", self.asked, self._heard_at):
-                ray.wait(calls, num_returns=1, timeout=max(0.0, self._heard_at + self.silence_s - time.monotonic()))
-            self._advance()
-            if self.beside is not None:
-                self.beside.advance()
-        seconds, self._seconds = max(self._seconds), [0.0] * len(self._seconds)
-        return {request_id: self._verdicts.pop(request_id) for request_id in request_ids}, seconds
+
+        try:
+            self.news.wait(is_enough, what=VERDICTS, who=self.asked, limit_s=self.silence_s, on_tick=warn)
+        except Silence:
+            told = f"; {reason}" if (reason := hangs.explained(self.asked())) else ""
+            raise DeadlineExceeded(
+                f"rewards: {self.book.missing()} have no verdict, and no worker has begun or ended one within {self.silence_s:g} s "
+                f"(deadlines.reward_s, and the longest env.NAME.timeout_s){told}"
+            ) from None
+
+    def take_seconds(self) -> float:
+        """Seconds of scoring since the last call, waited for or not: those of the busiest actor."""
+
+        def take() -> float:
+            seconds, self._seconds = max(self._seconds), [0.0] * len(self._seconds)
+            return seconds
+
+        return in_loop(take)
 
     def take_metrics(self) -> dict[str, float]:
         """How the workers have kept up since the last call."""
-        load, self._load = self._load, Load()
+
+        def take() -> Load:
+            load, self._load = self._load, Load()
+            return load
+
+        load = in_loop(take)
         return {
             "rollout/reward_queue_max": float(load.longest_queue),
-            "rollout/reward_wait_s": load.wait_s / max(1, load.num_begun),
+            "rollout/reward_wait_s": load.wait_s / max(1, load.num_judged),
             "rollout/reward_wait_max_s": load.longest_wait_s,
             "rollout/reward_restarts": float(self.book.num_restarts),
         }
 
-    def _poll(self) -> list[ray.ObjectRef]:
-        for index in self.book.to_poll({index for index, _ in self._calls.values()}):
-            self._ask(index, [], POLL_BUDGET_S)
-        return list(self._calls)
-
-    def _ask(self, index: int, rollouts: Sequence[Unjudged], budget_s: float) -> None:
-        answer = self.handles[index].judge.options(num_returns=2).remote(rollouts, budget_s)
-        judged, transcripts = cast("tuple[ray.ObjectRef[Judged], ray.ObjectRef]", answer)
-        self._calls[judged] = (index, transcripts)
-
-    def _advance(self) -> None:
-        ready = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0.0)[0] if self._calls else []
-        for reference in ready:
-            if reference not in self._calls:
-                continue  # of an actor that has been started again meanwhile
-            index, transcripts = self._calls.pop(reference)
-            try:
-                if index in self._starting:
-                    fetch(self._starting.pop(index), actor=self.name(index), what="start")
-                self._take(index, fetch(reference, actor=self.name(index), what="rewards"), transcripts)
-            except ActorLost as lost:
-                self._restart(index, lost)
-
-    def _take(self, index: int, judged: Judged, transcripts: ray.ObjectRef) -> None:
-        places = itertools.count()
-        for request_id, ending in judged.decisions:
-            self._decided.append((request_id, PayloadRef(transcripts, next(places)) if ending is None else ending))
-        self._verdicts |= judged.verdicts
-        self._awaited.difference_update(judged.verdicts)
-        self.book.finish(index, judged.verdicts.keys() | {request_id for request_id, _ in judged.decisions})
-        self._seconds[index] += judged.seconds
+    async def _judge(self, index: int, rollouts: list[Unjudged]) -> dict[str, Judgement]:
+        if index in self._starting:
+            await answered(self._starting.pop(index), actor=self.name(index), what="start")
+        answer = self.handles[index].judge.options(num_returns=2).remote(rollouts)
+        reference, transcripts = cast("tuple[ray.ObjectRef[Judged], ray.ObjectRef]", answer)
+        judged = await answered(reference, actor=self.name(index), what="rewards")
+        self._seconds[index] += judged.load.seconds
         self._load += judged.load
-        if judged.verdicts or judged.decisions or judged.load.num_begun:
-            self._heard_at = max(self._heard_at, time.monotonic())
+        if judged.ended or judged.continued or judged.load.num_begun:
+            self.news.tell(VERDICTS)
+        return {**judged.ended, **{name: PayloadRef(transcripts, place) for place, name in enumerate(judged.continued)}}
 
     def _restart(self, index: int, lost: ActorLost) -> None:
-        num_unjudged = self.book.count_restart(index, log_file=self._log_file(index))
+        num_unjudged = self.book.end(index, self._log_file(index))
         logger.warning("%s; starting it again (%d rollouts will be judged again)", lost, num_unjudged)
-        self._calls = {reference: call for reference, call in self._calls.items() if call[0] != index}
         ray.kill(self.handles[index])
         self.handles[index] = self._start(index)
-        self._heard_at = time.monotonic() + self.start_s
-        self.book.resubmit(index)
-        self._ask(index, self.book.take_unsent(index), 0.0)
+        self.news.tell(VERDICTS, time.monotonic() + self.start_s)
+        self.book.begin(index)
 
     def _start(self, index: int) -> ActorHandle[RewardActor]:
-        options = self.placement.options(self.placement.first_slots[index], {})
+        options = {**self.placement.options(self.placement.first_slots[index], {}), "max_concurrency": NUM_CALLS}
         actor = start_actor(RewardActor, options, self.config, self._log_file(index))
         self._starting[index] = ask(actor, RewardActor.ready)
         return actor

@@ -1,85 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collects rollouts: sends requests to the engines and finished rollouts straight to the rewards, and hands back judged groups."""
+"""Rollouts: each is a coroutine in the driver's event loop. The training loop asks for groups of them, and waits here."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-import logging
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-
-import ray
 
 from mrl.cluster import hangs
-from mrl.cluster.engines import EngineGroup
+from mrl.cluster.engines import GENERATION, EngineGroup
 from mrl.cluster.errors import DeadlineExceeded
+from mrl.cluster.event_loop import Silence, in_loop
 from mrl.cluster.payload import PayloadRef
-from mrl.cluster.rewards import Rewards
+from mrl.cluster.rewards import Rewards, Unjudged
+from mrl.cluster.scheduling import AskedGroup
 from mrl.config.schema.run import RunConfig
 from mrl.data.order import LengthHints
-from mrl.types import Prompt, PromptKey, RolloutGroup, RolloutInfo, RolloutRequest, SamplingParams, request_seed
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass
-class AskedGroup:
-    """A prompt with its requests; `infos` are the rollouts that have arrived, by request id."""
-
-    prompt: Prompt
-    requests: list[RolloutRequest]
-    weight_version: int
-    """Of the engines when the group was asked for."""
-    infos: dict[str, RolloutInfo] = field(default_factory=dict)
-
-    @property
-    def num_missing(self) -> int:
-        return len(self.requests) - len(self.infos)
+from mrl.types import Prompt, RolloutGroup, RolloutInfo, RolloutRequest, SamplingParams, request_seed
 
 
 class RolloutCollector:
-    """Samples groups of rollouts and has them scored while generation goes on, for several callers at once.
+    """Samples groups of rollouts and has them scored while the driver does something else, for several callers at once.
 
-    The key of a group is (epoch, prompt id). `ask` begins a group, `judge` hands it back with its verdicts.
+    `ask` begins groups, `wait` waits until they are sampled, `judge` hands them back with their verdicts.
     """
 
     def __init__(
         self, config: RunConfig, engines: EngineGroup, rewards: Rewards, *, seed: int, restart_engine: Callable[[int], None]
     ) -> None:
         """`restart_engine(index)` starts a dead engine again, on the current weights, and asks its unfinished requests again."""
+        assert engines.news is rewards.news, "whoever waits hears of both"
         self.engines = engines
         self.rewards = rewards
+        self.news = engines.news
         self.seed = seed
         self.deadline_s = config.deadlines.generate_s
         self.restart_engine = restart_engine
         self._hints = LengthHints() if config.policy.generation.longest_first else None
-        self._groups: dict[PromptKey, AskedGroup] = {}
-        self._turns: dict[str, RolloutInfo] = {}
-        """Rollouts without a decision yet on whether another turn follows."""
+        self._num_missing = 0
+        self._busy_s = 0.0
 
     def ask(
         self, asked: Sequence[tuple[int, Prompt]], sampling: SamplingParams, *, num_generations: int, weight_version: int
-    ) -> list[PromptKey]:
-        """Asks engines that hold `weight_version` for rollouts of every (epoch, prompt), without waiting; returns the groups' keys."""
-        for epoch, prompt in self._hints.longest_first(asked) if self._hints else asked:
-            key = (epoch, prompt.prompt_id)
-            assert key not in self._groups, f"{key} is under way"
-            seeds = [request_seed(self.seed, epoch, prompt.prompt_id, index) for index in range(num_generations)]
-            requests = [RolloutRequest(prompt.prompt_id, i, epoch, seed, prompt.token_ids, sampling) for i, seed in enumerate(seeds)]
-            self._groups[key] = AskedGroup(prompt, requests, weight_version)
-            self.engines.book.submit(requests)
-        return [(epoch, prompt.prompt_id) for epoch, prompt in asked]
+    ) -> list[AskedGroup]:
+        """Asks engines that hold `weight_version` for rollouts of every (epoch, prompt), without waiting; returns the groups."""
+        groups = {(epoch, prompt.prompt_id): AskedGroup(epoch, prompt, num_generations, weight_version) for epoch, prompt in asked}
+        ordered = self._hints.longest_first(asked) if self._hints else asked
+        in_loop(self._begin, [groups[epoch, prompt.prompt_id] for epoch, prompt in ordered], sampling)
+        return list(groups.values())
 
-    def num_missing(self, keys: Sequence[PromptKey]) -> int:
-        return sum(self._groups[key].num_missing for key in keys)
-
-    def oldest_version(self, key: PromptKey) -> int:
-        """Weight version of the oldest token of a sampled group."""
-        return min(info.weight_version for info in self._groups[key].infos.values())
-
-    def wait(self, is_enough: Callable[[], bool], *, on_progress: Callable[[], None]) -> None:
-        """Collects rollouts until `is_enough`. `on_progress` is called whenever some have arrived.
+    def wait(self, is_enough: Callable[[], bool], *, on_tick: Callable[[], None]) -> None:
+        """Waits until `is_enough`, and calls `on_tick` now and then.
 
         Call it while the policy holds the engines' weights: it starts engines that died again, and gives them these weights.
 
@@ -88,74 +59,77 @@ class RolloutCollector:
             RuntimeError: an engine keeps dying, or a rollout was drawn from weights older than it was asked of.
         """
         while not is_enough():
-            assert self.engines.book.num_unfinished or self.rewards.num_undecided, "nothing is under way, and it is not enough"
             for index in sorted(self.engines.book.lost):
                 self.restart_engine(index)
-            self._collect()
-            on_progress()
+            self._wait(lambda: is_enough() or bool(self.engines.book.lost), on_tick)
 
     def drain(self) -> None:
-        """Collects everything under way on engines that live. The policy may hold other weights than the engines."""
-        while self.engines.book.num_expected or self.rewards.num_undecided:
-            self._collect()
+        """Waits for everything under way on engines that live. The policy may hold other weights than the engines."""
+        self._wait(lambda: self._num_missing == self.engines.book.num_lost, lambda: None)
 
-    def judge(self, keys: Sequence[PromptKey]) -> tuple[list[RolloutGroup], float]:
+    def judge(self, groups: Sequence[AskedGroup]) -> tuple[list[RolloutGroup], float]:
         """Waits for the verdicts on these sampled groups and hands them out, with the seconds of scoring since the last call."""
-        asked_ids = [request.request_id for key in keys for request in self._groups[key].requests]
-        verdicts, seconds = self.rewards.collect(asked_ids)
-        groups = []
-        for key in keys:
-            asked = self._groups.pop(key)
-            infos = tuple(asked.infos[request.request_id] for request in asked.requests)
-            groups.append(RolloutGroup(asked.prompt, infos, tuple(verdicts[info.request_id] for info in infos)))
-            if self._hints:
-                self._hints.note(asked.prompt, [info.num_generated for info in infos])
-        return groups, seconds
+        self.rewards.wait_for(lambda: not any(group.num_unjudged for group in groups))
+        if self._hints:
+            for group in groups:
+                self._hints.note(group.prompt, [info.num_generated for info in group.infos.values()])
+        return [group.judged() for group in groups], self.rewards.take_seconds()
 
     def take_busy_s(self) -> float:
         """Seconds since the last call in which an engine had a rollout to work on, as a mean over the engines."""
-        busy_s, self.engines.busy_s = self.engines.busy_s, 0.0
-        return busy_s / self.engines.num_engines
+        before, self._busy_s = self._busy_s, self.engines.busy_s
+        return (self._busy_s - before) / self.engines.num_engines
 
-    def references(self) -> list[ray.ObjectRef]:
-        return [*self.engines.references(), *self.rewards.references()]
+    def _begin(self, groups: Sequence[AskedGroup], sampling: SamplingParams) -> None:
+        for group in groups:
+            self._num_missing += group.num_generations
+            for index in range(group.num_generations):
+                asyncio.ensure_future(self._run(group, index, sampling))
 
-    def advance(self) -> bool:
-        """Takes what has arrived, sends it on, and asks for next turns; whether anything has arrived."""
-        finished, decided = self.engines.take_ready(), self.rewards.take_ready()
-        prompts = []
-        for info in finished:
-            group = self._groups[info.key]
+    async def _run(self, group: AskedGroup, index: int, sampling: SamplingParams) -> None:
+        try:
+            await self._rollout(group, index, sampling)
+        except Exception as error:  # whoever waits raises it
+            self.news.fail(error)
+
+    async def _rollout(self, group: AskedGroup, index: int, sampling: SamplingParams) -> None:
+        """Samples a turn and has it judged; then the next one, or the rollout ends."""
+        epoch, prompt = group.epoch, group.prompt
+        seed = request_seed(self.seed, epoch, prompt.prompt_id, index)
+        request = RolloutRequest(prompt.prompt_id, index, epoch, seed, prompt.token_ids, sampling)
+        while True:
+            info = await self.engines.book.ask(request)
             if info.weight_version < group.weight_version:
                 raise RuntimeError(f"{info.request_id} was drawn from weight version {info.weight_version}, not {group.weight_version}")
-            (self._turns if self.rewards.decides else group.infos)[info.request_id] = info
-            prompts.append(group.prompt)
-        if finished:
-            self.rewards.submit(finished, prompts)
-        for request_id, following in decided:
-            info = self._turns.pop(request_id)
-            group = self._groups[info.key]
-            if isinstance(following, PayloadRef):
-                self.engines.book.submit([dataclasses.replace(group.requests[info.rollout_index], earlier=following)])
-            else:
-                # A rollout whose next turn would not fit is truncated.
-                is_truncated = following == "out of context"
-                group.infos[request_id] = dataclasses.replace(info, finish_reason="length") if is_truncated else info
-        return bool(finished or decided)
+            if not self.rewards.decides:
+                self._note_sampled(group, index, info)
+            self.news.tell(GENERATION)
+            judged = await self.rewards.book.ask(Unjudged(info, prompt))
+            if not isinstance(judged, PayloadRef):
+                break
+            request = dataclasses.replace(request, earlier=judged)
+        verdict, ending = judged
+        if self.rewards.decides:
+            # A rollout whose next turn would not fit is truncated.
+            self._note_sampled(group, index, dataclasses.replace(info, finish_reason="length") if ending == "out of context" else info)
+        group.verdicts[index] = verdict
+        self.news.tell(GENERATION)
 
-    def _collect(self) -> None:
-        end, num_lost = time.monotonic() + self.deadline_s, len(self.engines.book.lost)
-        while references := self.references():
-            with hangs.waiting("generation", lambda: [*self.engines.asked(), *self.rewards.asked()], end - self.deadline_s):
-                ray.wait(references, num_returns=1, timeout=max(0.0, end - time.monotonic()))
-            if self.advance() or len(self.engines.book.lost) > num_lost:
-                return
-            if time.monotonic() > end:
-                limit = f"{self.deadline_s:g} s (deadlines.generate_s)"
-                if undecided := self.rewards.num_undecided:
-                    raise DeadlineExceeded(
-                        f"turns: no rollout arrived and no environment answered within {limit}; "
-                        f"{undecided} turns wait for their environment"
-                    )
-                told = f"; {reason}" if (reason := hangs.explained(self.engines.asked())) else ""
-                raise DeadlineExceeded(f"generation: {self.engines.book.missing()} unfinished and none arrived within {limit}{told}")
+    def _note_sampled(self, group: AskedGroup, index: int, info: RolloutInfo) -> None:
+        group.infos[index] = info
+        self._num_missing -= 1
+
+    def _wait(self, is_enough: Callable[[], bool], on_tick: Callable[[], None]) -> None:
+        def who() -> list[str]:
+            return [*self.engines.asked(), *self.rewards.asked()]
+
+        try:
+            self.news.wait(is_enough, what=GENERATION, who=who, limit_s=self.deadline_s, on_tick=on_tick)
+        except Silence:
+            limit = f"{self.deadline_s:g} s (deadlines.generate_s)"
+            if undecided := self.rewards.num_undecided:
+                raise DeadlineExceeded(
+                    f"turns: no rollout arrived and no environment answered within {limit}; {undecided} turns wait for their environment"
+                ) from None
+            told = f"; {reason}" if (reason := hangs.explained(self.engines.asked())) else ""
+            raise DeadlineExceeded(f"generation: {self.engines.book.missing()} unfinished and none arrived within {limit}{told}") from None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decisions of scheduling, without Ray: what each slot carries, which engine gets which request, what a death leads to.
+"""The decisions of scheduling, without Ray: what each slot carries, what is known of a group under way, what a death leads to.
 
 A slot is a GPU, or a process on hosts without GPUs. Slots 0 to num_policy_ranks - 1 carry the policy rank of the same number. Colocated
 engines share those slots; dedicated engines have the slots that follow.
@@ -7,25 +7,16 @@ engines share those slots; dedicated engines have the slots that follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from heapq import heapify, heapreplace
-from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.config.schema.run import RunConfig
+from mrl.types import Prompt, PromptKey, RolloutGroup, RolloutInfo, Verdict
 
 ENGINE = "engine"
 R = TypeVar("R")
-
-
-class HasRequestId(Protocol):
-    @property
-    def request_id(self) -> str: ...
-
-
-Q = TypeVar("Q", bound=HasRequestId)
 
 
 @dataclass(frozen=True)
@@ -75,76 +66,41 @@ def find_engine_across_nodes(node_of: Mapping[int, int], engines: Sequence[Engin
     return next((engine for engine in engines if len({node_of[slot] for slot in engine.slots}) > 1), None)
 
 
-class RequestBook(Generic[Q]):
-    """Requests by actor: of rollouts by engine, of verdicts by reward actor. Each goes to the actor with the fewest unfinished ones.
+@dataclass(eq=False)
+class AskedGroup:
+    """A prompt whose rollouts are under way."""
 
-    A request stays on record until it is finished. An actor with requests is polled. Actors in `lost` died beside other work; they are not
-    polled until they are restarted.
-    """
-
-    def __init__(self, kind: str, num_actors: int, *, max_fruitless_restarts: int) -> None:
-        """An actor may die `max_fruitless_restarts` times in a row without finishing a rollout."""
-        self.kind = kind
-        self.num_restarts = 0
-        self.lost: set[int] = set()
-        self._max_fruitless = max_fruitless_restarts
-        self._fruitless = [0] * num_actors
-        self._unfinished: list[dict[str, Q]] = [{} for _ in range(num_actors)]
-        # The next poll takes them along, so that whoever waits for the rollouts sees a refusal.
-        self._unsent: list[list[Q]] = [[] for _ in range(num_actors)]
+    epoch: int
+    prompt: Prompt
+    num_generations: int
+    weight_version: int
+    """Of the engines when the group was asked for."""
+    infos: dict[int, RolloutInfo] = field(default_factory=dict)
+    """Rollouts that are sampled, by index."""
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
 
     @property
-    def num_unfinished(self) -> int:
-        return sum(map(len, self._unfinished))
+    def key(self) -> PromptKey:
+        return self.epoch, self.prompt.prompt_id
 
     @property
-    def num_expected(self) -> int:
-        """Unfinished requests of the actors that are not lost."""
-        return sum(len(requests) for index, requests in enumerate(self._unfinished) if index not in self.lost)
+    def num_missing(self) -> int:
+        """Rollouts that are not sampled."""
+        return self.num_generations - len(self.infos)
 
-    def submit(self, requests: Iterable[Q]) -> None:
-        """Assigns requests to actors."""
-        loads = [(len(unfinished), index) for index, unfinished in enumerate(self._unfinished)]
-        heapify(loads)
-        for request in requests:
-            load, index = loads[0]
-            heapreplace(loads, (load + 1, index))
-            self._unfinished[index][request.request_id] = request
-            self._unsent[index].append(request)
+    @property
+    def num_unjudged(self) -> int:
+        return self.num_generations - len(self.verdicts)
 
-    def to_poll(self, polled: set[int]) -> list[int]:
-        """Actors with work that live and are not among those `polled` already."""
-        return [index for index, requests in enumerate(self._unfinished) if requests and index not in self.lost | polled]
+    @property
+    def oldest_version(self) -> int:
+        """Weight version of the oldest token of a sampled group."""
+        return min(info.weight_version for info in self.infos.values())
 
-    def take_unsent(self, index: int) -> list[Q]:
-        """The requests that the actor has not been given yet, each once."""
-        requests, self._unsent[index] = self._unsent[index], []
-        return requests
-
-    def finish(self, index: int, request_ids: Iterable[str]) -> None:
-        """Strikes off requests that an actor has answered."""
-        for request_id in request_ids:
-            del self._unfinished[index][request_id]
-            self._fruitless[index] = 0
-
-    def count_restart(self, index: int, *, log_file: Path) -> int:
-        """Records that a dead actor is started again; returns how many requests it is asked again. RuntimeError: it dies too often."""
-        self._fruitless[index] += 1
-        if self._fruitless[index] > self._max_fruitless:
-            times = f"{self._fruitless[index]} times in a row without finishing a rollout"
-            raise RuntimeError(f"{self.kind} {index} died {times}; see {log_file}")
-        self.num_restarts += 1
-        self.lost.discard(index)
-        return len(self._unfinished[index])
-
-    def resubmit(self, index: int) -> None:
-        """Has all unfinished requests of an actor sent again."""
-        self._unsent[index] = list(self._unfinished[index].values())
-
-    def missing(self) -> str:
-        """The unfinished requests, for messages: `12 rollouts (0/train:7/3 of engine 0 and others)`."""
-        first = next(f"{next(iter(requests))} of {self.kind} {index}" for index, requests in enumerate(self._unfinished) if requests)
-        return f"{self.num_unfinished} rollouts ({first} and others)"
+    def judged(self) -> RolloutGroup:
+        """The group as the training loop gets it."""
+        indices = range(self.num_generations)
+        return RolloutGroup(self.prompt, tuple(map(self.infos.__getitem__, indices)), tuple(map(self.verdicts.__getitem__, indices)))
 
 
 def lost_engine(lost: ActorLost) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from conversion.files.durable import remove_file
 from mrl import startup
 from mrl.cluster.engines import EngineGroup
+from mrl.cluster.event_loop import News, tasks_ended
 from mrl.cluster.policies import PolicyGroup, Ranks, convert_if_new
 from mrl.cluster.refit import Refitter
 from mrl.cluster.rewards import Rewards
@@ -157,17 +158,13 @@ Session = PolicySession | RolloutSession
 @contextmanager
 def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> Iterator[RolloutSession]:
     """All actors of a run, inside the `with` block; policy and engines have each loaded the model folder by their own loader."""
-    with placed_slots(config, log_folder) as placement, endpoints_removed(log_folder):
+    with placed_slots(config, log_folder) as placement, endpoints_removed(log_folder), tasks_ended():
         rewards = Rewards(config, placement, log_folder=log_folder)
-        models, engines, refit = start_models(config, placement, pad_token_id=pad_token_id, log_folder=log_folder)
+        models, engines, refit = start_models(config, placement, pad_token_id=pad_token_id, log_folder=log_folder, news=rewards.news)
         policies = models.pop("policy")
         rewards.wait_until_built()
         startup.lap("rewards")
         collector = RolloutCollector(config, engines, rewards, seed=config.rollouts.seed, restart_engine=refit.restart_engine)
-        if config.rollouts.async_grpo.max_lag_steps > 0:
-            policies.beside = rewards.beside = collector
-            for model in models.values():
-                model.beside = collector
         yield RolloutSession(config, policies, models, engines, rewards, refit, collector)
 
 
@@ -183,9 +180,9 @@ def start_policies(config: RunConfig, *, pad_token_id: int, log_folder: Path) ->
 @contextmanager
 def start_engines(config: RunConfig, *, weight_version: int, log_folder: Path) -> Iterator[RolloutCollector]:
     """Engines and rewards alone, inside the `with` block; the engines sample from the model folder's weights as `weight_version`."""
-    with placed_slots(config, log_folder) as placement, endpoints_removed(log_folder):
+    with placed_slots(config, log_folder) as placement, endpoints_removed(log_folder), tasks_ended():
         rewards = Rewards(config, placement, log_folder=log_folder)
-        engines = EngineGroup(config, placement, log_folder=log_folder)
+        engines = EngineGroup(config, placement, log_folder=log_folder, news=rewards.news)
         engines.wait_until_built()
         rewards.wait_until_built()
 
@@ -195,7 +192,7 @@ def start_engines(config: RunConfig, *, weight_version: int, log_folder: Path) -
 
         def restart(index: int) -> None:
             until_no_engine_dies(lambda restarted: serve(sorted(restarted)), engines.restart, died=index)
-            engines.book.resubmit(index)
+            engines.serve_again(index)
 
         serve(range(engines.num_engines))
         yield RolloutCollector(config, engines, rewards, seed=config.eval.seed, restart_engine=restart)
@@ -210,10 +207,10 @@ def endpoints_removed(log_folder: Path) -> Iterator[None]:
 
 
 def start_models(
-    config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path
+    config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path, news: News | None = None
 ) -> tuple[dict[ModelName, PolicyGroup], EngineGroup, Refitter]:
-    """The models of the policy ranks and engines with their folders' weights, and the refit, its schedule built and proven."""
-    engines = EngineGroup(config, placement, log_folder=log_folder)
+    """The models of the policy ranks and engines with their folders' weights, and the refit, its schedule proven; see `Refitter`."""
+    engines = EngineGroup(config, placement, log_folder=log_folder, news=news)
     # Before a model is converted into a cache that they do not share. They take no memory of a GPU yet.
     ranks, models = Ranks(config, placement, log_folder=log_folder), dict[ModelName, PolicyGroup]()
     if config.policy.generation.colocated.enabled and config.cluster.gpus_per_node:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Literal, TypeGuard, TypeVar
@@ -40,8 +40,6 @@ MAX_FAILED_STARTS = 3
 KILL_TIMEOUT_S = 10.0
 # What has arrived by the deadline is read within this time; a loop may look at its clock before its sockets.
 LATE_READ_S = 0.05
-# So often a child without work looks for tasks that have come while others are busy.
-LOOK_AGAIN_S = 0.05
 MAX_CACHED_VERDICTS = 20_000
 # Longer rollouts hardly repeat, and would fill the memory.
 MAX_CACHED_CHARACTERS = 1_000
@@ -55,16 +53,6 @@ TEXT_FAULT = "text_fault"
 """Flag of a rollout whose text made its grader fail: its reward is 0."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Feed:
-    """Whom a pool tells of its tasks while it scores them, and where it gets more."""
-
-    tell: Callable[[Task, Verdict | None], None] = lambda task, verdict: None
-    """Hears of a task that a child begins (None), and of its verdict."""
-    more: Callable[[], Sequence[Task]] = lambda: ()
-    """Tasks that have come meanwhile. Children that are idle begin them, and only `tell` hears of their verdicts."""
 
 
 class WorkerDied(Exception):
@@ -184,14 +172,26 @@ class Worker:
             self._scratch.remove()
 
 
-class RewardPool:
-    """The children of one environment. One thread builds and uses a pool: the kernel kills the children when that thread ends.
+@dataclass(eq=False)
+class Job:
+    """A task, and the verdict to come for all rollouts that are equal."""
 
-    `counts` holds how many verdicts had each status, and `cached`: those that another equal task had already got.
+    task: Task
+    verdict: asyncio.Future[Verdict]
+    num_rollouts: int = 0
+    begun_at: float = 0.0
+    """When a child began it first, a time of `time.monotonic`; 0 if none has."""
+
+
+class RewardPool:
+    """The children of one environment, in an event loop: each judges one task after another, and is replaced when it fails.
+
+    The kernel kills the children when the thread of the loop ends. `counts` holds how many verdicts had each status, and `cached`: those
+    that another equal task had already got.
     """
 
     def __init__(self, environment: Environment, *, memory_bytes: int = MEMORY_BYTES) -> None:
-        """Starts the children and waits until they are ready; a RuntimeError says that they do not start."""
+        """Starts the processes; `start` comes next."""
         self.environment = environment
         self.memory_bytes = memory_bytes
         self.counts: Counter[str] = Counter()
@@ -199,22 +199,39 @@ class RewardPool:
         self._num_failed_starts = 0
         self._spares: list[Worker] = []
         self._workers = [Worker(environment, memory_bytes, index, self._spares) for index in range(environment.num_workers)]
-        asyncio.run(self._with_each_worker(self._make_ready))
+        self._jobs: dict[Task, Job] = {}
+        self._queue = deque[Job]()
+        self._suspects, self._later = deque[Job](), deque[Job]()
+        self.num_begun = 0
+        self._num_busy, self._is_last_try = 0, False
+        self._idle: list[asyncio.Future[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
-    def __enter__(self) -> RewardPool:
+    async def start(self) -> RewardPool:
+        """Waits until all children are ready; a RuntimeError says that they do not start."""
+        results = await asyncio.gather(*map(self._make_ready, self._workers), return_exceptions=True)
+        for error in results:
+            if error is not None:
+                self.close()
+                raise error
+        self._tasks = [asyncio.ensure_future(self._work(worker)) for worker in self._workers]
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Kills the children."""
+        for task in self._tasks:
+            task.cancel()
         for worker in (*self._workers, *self._spares):
             worker.kill()
-        self._workers, self._spares = [], []
+        self._workers, self._spares, self._tasks = [], [], []
 
-    def score(self, tasks: Sequence[Task], feed: Feed = Feed()) -> list[Verdict]:  # noqa: B008  frozen
-        """One verdict per task, in order. Equal tasks are scored once; the pool remembers good verdicts of short texts.
+    @property
+    def num_waiting(self) -> int:
+        """Rollouts that no child has begun."""
+        return sum(job.num_rollouts for job in (*self._queue, *self._later))
+
+    def submit(self, tasks: Sequence[Task]) -> list[Job]:
+        """Queues tasks; returns the job of each. Equal tasks are one job; good verdicts of short texts are remembered.
 
         A task whose scoring takes longer than the environment's `timeout_s` gets status `timeout`, however long it waited for a child
         before; one that kills its child `crash`; one whose reward function raises, or gives a reward that is no finite number, `error`.
@@ -226,69 +243,77 @@ class RewardPool:
         """
         if not self._workers:
             raise RuntimeError(f"the reward pool of {self.environment} is closed")
-        verdicts = asyncio.run(self._score(tasks, feed))
-        for task, verdict in verdicts.items():
-            # Only good verdicts: a mask may not have been the text's fault.
-            if verdict.status == "ok" and len(verdict.text) <= MAX_CACHED_CHARACTERS:
-                self._cache[task] = verdict
+        jobs, fresh = list[Job](), list[Job]()
+        for task in tasks:
+            job = self._jobs.get(task)
+            if job is None:
+                job = self._jobs[task] = Job(task, asyncio.get_running_loop().create_future())
+                if task not in self._cache:
+                    fresh.append(job)
+            job.num_rollouts += 1
+            jobs.append(job)
+            if task in self._cache:
                 self._cache.move_to_end(task)
-                if len(self._cache) > MAX_CACHED_VERDICTS:
-                    self._cache.popitem(last=False)
-        self.counts.update(verdicts[task].status for task in tasks)
-        return [verdicts[task] for task in tasks]
+                self._give(job, self._cache[task])
+        self.counts["cached"] += len(tasks) - len(fresh)
+        # A suspect waits for all others, and so for no new ones.
+        queue = self._later if self._suspects or self._is_last_try else self._queue
+        queue.extend(sorted(fresh, key=lambda job: len(job.task.text) > LONG_CHARACTERS))
+        self._wake()
+        return jobs
 
-    async def _score(self, tasks: Sequence[Task], feed: Feed) -> dict[Task, Verdict]:
-        verdicts, queue, suspects, busy = dict[Task, Verdict](), deque[Task](), deque[Task](), set[Task]()
-
-        def take_in(tasks: Sequence[Task]) -> None:
-            fresh = []
-            for task in dict.fromkeys(tasks):
-                if task in self._cache:
-                    verdicts[task] = self._cache[task]
-                if task in verdicts:
-                    feed.tell(task, verdicts[task])
-                elif task not in busy and task not in queue:
-                    fresh.append(task)
-            self.counts["cached"] += len(tasks) - len(fresh)
-            queue.extend(sorted(fresh, key=lambda task: len(task.text) > LONG_CHARACTERS))
-
-        async def judge_next(worker: Worker, queue: deque[Task], *, is_last_try: bool) -> None:
-            busy.add(task := queue.popleft())
-            feed.tell(task, None)
-            start = time.monotonic()
-            try:
-                verdict = await self._judge(worker, task, is_last_try=is_last_try)
-            finally:
-                busy.remove(task)
+    async def _work(self, worker: Worker) -> None:
+        """Judges one task after another with one child. When children do not start any more, nobody gets a verdict."""
+        try:
+            while True:
+                job = await self._next_job(worker)
+                start = time.monotonic()
+                job.begun_at = job.begun_at or start
+                self.num_begun += 1
+                verdict = await self._judge(worker, job.task, is_last_try=self._is_last_try)
                 spans.stretch("score", start, worker.lane)
-            if verdict is None:
-                suspects.append(task)
-            else:
-                verdicts[task] = verdict
-                feed.tell(task, verdict)
-
-        async def look_for_more() -> None:
-            if not suspects:
-                # A suspect waits for all others, and so for no new ones.
-                take_in(feed.more())
-            if not queue:
-                await asyncio.sleep(LOOK_AGAIN_S)
-
-        async def work_off_queue(worker: Worker) -> None:
-            # Ends: every busy task has a deadline.
-            while queue or busy:
-                if queue:
-                    await judge_next(worker, queue, is_last_try=False)
+                self._num_busy, self._is_last_try = self._num_busy - 1, False
+                if verdict is None:
+                    self._suspects.append(job)
                 else:
-                    await look_for_more()
+                    self._give(job, verdict)
+                if not self._suspects:
+                    self._queue.extend(self._later)
+                    self._later.clear()
+                self._wake()
+        except Exception as error:
+            self.close()
+            for job in self._jobs.values():
+                job.verdict.set_exception(error)
 
-        take_in(tasks)
-        await self._with_each_worker(work_off_queue)
-        while suspects:
-            await judge_next(self._workers[len(suspects) % len(self._workers)], suspects, is_last_try=True)
-        for worker in self._workers:
+    async def _next_job(self, worker: Worker) -> Job:
+        while self._is_last_try or not (self._queue or (self._suspects and not self._num_busy)):
             spans.end_stretch(worker.lane)
-        return verdicts
+            self._idle.append(woken := asyncio.get_running_loop().create_future())
+            await woken
+        self._num_busy += 1
+        if self._queue:
+            return self._queue.popleft()
+        self._is_last_try = True
+        return self._suspects.popleft()
+
+    def _wake(self) -> None:
+        """Has idle children look for work, as many as there is work for."""
+        num_woken = len(self._queue) or (1 if self._suspects and not self._num_busy else 0)
+        woken, self._idle = self._idle[:num_woken], self._idle[num_woken:]
+        for idle in woken:
+            if not idle.done():
+                idle.set_result(None)
+
+    def _give(self, job: Job, verdict: Verdict) -> None:
+        del self._jobs[job.task]
+        self.counts[verdict.status] += job.num_rollouts
+        # Only good verdicts: a mask may not have been the text's fault.
+        if verdict.status == "ok" and len(verdict.text) <= MAX_CACHED_CHARACTERS:
+            self._cache[job.task] = verdict
+            if len(self._cache) > MAX_CACHED_VERDICTS:
+                self._cache.popitem(last=False)
+        job.verdict.set_result(verdict)
 
     async def _judge(self, worker: Worker, task: Task, *, is_last_try: bool) -> Verdict | None:
         """The verdict that one child gives; None if the child died or missed its deadline, and the task may not be at fault."""
@@ -339,13 +364,6 @@ class RewardPool:
             flags=tuple(safe_text(str(flag)) for flag in flags),
             observation=tuple({key: safe_text(value) for key, value in message.items()} for message in observation),
         )
-
-    async def _with_each_worker(self, work: Callable[[Worker], Awaitable[object]]) -> None:
-        results = await asyncio.gather(*map(work, self._workers), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                self.close()
-                raise result
 
     async def _make_ready(self, worker: Worker) -> None:
         # A child that died, or sent something, while idle cannot be asked.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts environments by name, and scores rollouts while others are still generated, with a thread per environment.
+"""Starts environments by name, and judges rollouts in all of them at once, in an event loop, while others are still generated.
 
 A rollout has a deadline from when a child begins it. What waits for a child waits as long as it takes: to mask it would leave out the
 rollouts of a step that are slow to judge or late, and so bias the batch.
@@ -7,22 +7,21 @@ rollouts of a step that are slow to judge or late, and so bias the batch.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from mrl.config.schema.env import BUILT_IN
 from mrl.envs import own
 from mrl.envs.confine import landlock_abi
-from mrl.envs.pool import Feed, RewardPool
+from mrl.envs.pool import Job, RewardPool
 from mrl.envs.scratch import remove_abandoned
 from mrl.envs.task import MASK_SAMPLE, Environment, Task
 from mrl.envs.workers import MIN_WORKERS
@@ -33,11 +32,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The loop answers at once, unless the kernel keeps it from starting or from killing a child.
+ANSWER_S = 60.0
+
 ENVIRONMENTS: Mapping[str, Callable[[EnvConfig], Environment]] = {name: import_module(f"mrl.envs.{name}").environment for name in BUILT_IN}
 """The built-in environments; each module declares its own."""
 
 
-def build_environment(name: str, config: EnvConfig, *, num_workers: int = MIN_WORKERS, endpoints: Path | None = None) -> RewardPool:
+async def start_environment(name: str, config: EnvConfig, *, num_workers: int = MIN_WORKERS, endpoints: Path | None = None) -> RewardPool:
     """The environment of this name, with as many children: a built-in one, one of `env.own.functions`, or one of an installed package.
 
     `endpoints` is the file with the addresses of the engines, if they have any, for the user's own functions. A RuntimeError says that the
@@ -48,13 +50,7 @@ def build_environment(name: str, config: EnvConfig, *, num_workers: int = MIN_WO
         logger.warning("The reward children of %s may write files: this kernel has no Landlock; see python -m mrl.doctor", name)
     declare = ENVIRONMENTS.get(name)
     declared = declare(config) if declare else own.environment(name, config, endpoints)
-    return RewardPool(dataclasses.replace(declared, name=name, num_workers=num_workers))
-
-
-class Judge(Protocol):
-    """Judges rollouts; see `RewardPool.score`."""
-
-    def score(self, tasks: Sequence[Task], feed: Feed) -> list[Verdict]: ...
+    return await RewardPool(dataclasses.replace(declared, name=name, num_workers=num_workers)).start()
 
 
 @dataclass(frozen=True)
@@ -73,169 +69,134 @@ class Load:
     longest_queue: int = 0
     """Most rollouts that waited for a child."""
     num_begun: int = 0
-    """Rollouts that children began."""
+    """How often children have begun a rollout."""
+    seconds: float = 0.0
+    """In which a rollout waited for its verdict."""
+    num_judged: int = 0
+    """Rollouts with a verdict that a child began for them."""
     wait_s: float = 0.0
-    """Seconds that those had waited, added up."""
+    """Seconds that those had waited before, added up."""
     longest_wait_s: float = 0.0
 
     def __add__(self, other: Load) -> Load:
-        """Of one actor at two times, or of two actors at once."""
+        """The load of one actor at two times, or of two actors at once."""
         return Load(
             max(self.longest_queue, other.longest_queue),
             self.num_begun + other.num_begun,
+            self.seconds + other.seconds,
+            self.num_judged + other.num_judged,
             self.wait_s + other.wait_s,
             max(self.longest_wait_s, other.longest_wait_s),
         )
 
 
-@dataclass(frozen=True)
-class Scored:
-    """What a scorer has done since the last look."""
-
-    verdicts: Mapping[str, Verdict]
-    """By request id."""
-    seconds: float
-    """In which a rollout was being scored."""
-    load: Load
-
-
 class Scorer:
-    """Judges answers in the order in which they arrive: a round of an environment takes all that wait for it, and those that come."""
+    """Judges answers in the order in which they arrive. Other threads hand them in and take verdicts; all else is in an event loop."""
 
-    def __init__(self, build: Callable[[str], Judge], names: Sequence[str], *, timeout_s: float, masks_flagged: bool = True) -> None:
-        """`build` starts an environment: those of `names` now, within `timeout_s`, others when a rollout first needs them.
-
-        With `masks_flagged`, rollouts that their environment flags with `mask_sample` are not valid.
-        """
-        self.environments: dict[str, Judge] = {}
+    def __init__(self, build: Callable[[str], Awaitable[RewardPool]], *, masks_flagged: bool = True) -> None:
+        """`build` starts an environment. With `masks_flagged`, rollouts that theirs flags with `mask_sample` are not valid."""
+        self.environments: dict[str, RewardPool] = {}
         self._build = build
         self._masks_flagged = masks_flagged
-        # The children of an environment end with the thread that started them.
-        self._threads: dict[str, ThreadPoolExecutor] = {}
-        self._changed = threading.Condition()
-        self._waiting: defaultdict[str, deque[Answer]] = defaultdict(deque)
-        self._rounds: list[Future[None]] = []
-        self._queued_at: dict[str, float] = {}
-        """When a rollout without a child yet came, by request id."""
-        self._num_unjudged = 0
+        self._starting: dict[str, asyncio.Future[RewardPool]] = {}
         self._verdicts: dict[str, Verdict] = {}
+        self._error: Exception | None = None
         self._load = Load()
-        self._num_busy = 0
-        self._busy_since = 0.0
-        self._seconds = 0.0
-        started = time.monotonic()
-        for start in [self._thread(name).submit(self._environment, name) for name in names]:
-            start.result(timeout=max(0.0, started + timeout_s - time.monotonic()))
+        self._num_unjudged, self._noted_at = 0, 0.0
+        self._num_calls, self._num_begun = 0, 0
+        self._loop = asyncio.new_event_loop()
+        self._news = self._loop.create_future()
+        # The kernel kills the children when this thread ends.
+        threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
+
+    def start(self, names: Sequence[str], *, timeout_s: float) -> None:
+        """Starts environments now; others start when a rollout first needs them."""
+
+        async def start() -> None:
+            await asyncio.gather(*map(self._environment, names))
+
+        asyncio.run_coroutine_threadsafe(start(), self._loop).result(timeout_s)
 
     def submit(self, answers: Sequence[Answer]) -> None:
         """Hands in answers; does not wait."""
-        with self._changed:
-            for answer in answers:
-                self._waiting[answer.env_name].append(answer)
-                self._queued_at[answer.request_id] = time.monotonic()
-            self._num_unjudged += len(answers)
-            self._load += Load(longest_queue=len(self._queued_at))
-        for name in dict.fromkeys(answer.env_name for answer in answers):
-            self._rounds.append(self._thread(name).submit(self._score_waiting, name))
+        asyncio.run_coroutine_threadsafe(self._score(answers), self._loop)
 
-    def take(self, timeout_s: float, *, waits_for_all: bool) -> Scored:
-        """What has been done since the last call; waits up to `timeout_s` for the first new verdict, or for all that is missing.
+    def take(self, timeout_s: float, *, gather_s: float = 0.0) -> tuple[Mapping[str, Verdict], Load]:
+        """Waits up to `timeout_s` for the first verdict, then `gather_s` for others; all verdicts by request id, and the load.
 
-        A RuntimeError says that an environment failed; see `RewardPool.score`.
+        It returns at once when nothing is left to judge, and when another call comes. A RuntimeError says that an environment failed.
         """
-
-        def is_enough() -> bool:
-            return bool(self._num_unjudged == 0 if waits_for_all else self._verdicts) or any(map(_has_failed, self._rounds))
-
-        with self._changed:
-            self._changed.wait_for(is_enough, timeout_s)
-            verdicts, self._verdicts = self._verdicts, {}
-            load, self._load = self._load, Load(longest_queue=len(self._queued_at))
-            self._note_seconds()
-            seconds, self._seconds = self._seconds, 0.0
-        for scored in filter(_has_failed, self._rounds):
-            scored.result(timeout=0.0)
-        self._rounds = [scored for scored in self._rounds if not scored.done()]
-        return Scored(verdicts, seconds, load)
+        taking = asyncio.run_coroutine_threadsafe(self._take(timeout_s, gather_s), self._loop)
+        return taking.result(timeout_s + gather_s + ANSWER_S)
 
     def close(self) -> None:
-        """Drops what waits, and ends the threads, and with them the environments, once the rounds that have begun end."""
-        for thread in self._threads.values():
-            thread.shutdown(wait=False, cancel_futures=True)
+        """Ends the thread, and with it the children of all environments."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _thread(self, name: str) -> ThreadPoolExecutor:
-        if name not in self._threads:
-            self._threads[name] = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rewards-{name}")
-        return self._threads[name]
-
-    def _environment(self, name: str) -> Judge:
+    async def _environment(self, name: str) -> RewardPool:
         if name not in self.environments:
-            self.environments[name] = self._build(name)
+            if name not in self._starting:
+                self._starting[name] = asyncio.ensure_future(self._build(name))
+            self.environments[name] = await self._starting[name]
         return self.environments[name]
 
-    def _note_seconds(self) -> None:
-        now = time.monotonic()
-        if self._num_busy:
-            self._seconds += now - self._busy_since
-        self._busy_since = now
+    async def _score(self, answers: Sequence[Answer]) -> None:
+        self._note_unjudged(len(answers))
+        by_name: dict[str, list[Answer]] = {}
+        for answer in answers:
+            by_name.setdefault(answer.env_name, []).append(answer)
+        await asyncio.gather(*(self._score_in(name, mine, time.monotonic()) for name, mine in by_name.items()))
 
-    def _score_waiting(self, name: str) -> None:
-        with self._changed:
-            answers = self._take_waiting(name)
-            if not answers:
-                return  # an earlier round took them along
-            self._note_seconds()
-            self._num_busy += 1
-        unjudged: defaultdict[Task, list[Answer]] = defaultdict(list)
-
-        def note(answers: Sequence[Answer]) -> list[Task]:
-            for answer in answers:
-                unjudged[answer.task].append(answer)
-            return [answer.task for answer in answers]
-
-        def more() -> list[Task]:
-            with self._changed:
-                return note(self._take_waiting(name))
-
-        def tell(task: Task, verdict: Verdict | None) -> None:
-            with self._changed:
-                if verdict is None:
-                    self._begin(unjudged[task])
-                else:
-                    self._give(unjudged.pop(task, []), verdict)
-
+    async def _score_in(self, name: str, answers: Sequence[Answer], queued_at: float) -> None:
         try:
-            tasks = note(answers)
-            for task, verdict in zip(tasks, self._environment(name).score(tasks, Feed(tell, more)), strict=True):
-                tell(task, verdict)
-        finally:
-            with self._changed:
-                self._note_seconds()
-                self._num_busy -= 1
-                self._changed.notify_all()
+            environment = await self._environment(name)
+            jobs = environment.submit([answer.task for answer in answers])
+            self._load += Load(longest_queue=sum(one.num_waiting for one in self.environments.values()))
+            await asyncio.gather(*(self._give(answer, job, queued_at) for answer, job in zip(answers, jobs, strict=True)))
+        except Exception as error:  # whoever takes verdicts raises it
+            self._error = error
+            self._tell()
 
-    def _take_waiting(self, name: str) -> list[Answer]:
-        answers = list(self._waiting[name])
-        self._waiting[name].clear()
-        return answers
-
-    def _begin(self, answers: Sequence[Answer]) -> None:
-        # A second try of a task has waited for nobody.
-        waits_s = [time.monotonic() - self._queued_at.pop(answer.request_id) for answer in answers if answer.request_id in self._queued_at]
-        self._load += Load(num_begun=len(answers), wait_s=sum(waits_s), longest_wait_s=max(waits_s, default=0.0))
-
-    def _give(self, answers: Sequence[Answer], verdict: Verdict) -> None:
+    async def _give(self, answer: Answer, job: Job, queued_at: float) -> None:
+        verdict = await job.verdict
+        if job.begun_at >= queued_at:  # an equal rollout may have been begun before, or judged
+            wait_s = job.begun_at - queued_at
+            self._load += Load(num_judged=1, wait_s=wait_s, longest_wait_s=wait_s)
         if self._masks_flagged and verdict.is_valid and MASK_SAMPLE in verdict.flags:
             reason = "its environment flags it with mask_sample"
             verdict = dataclasses.replace(verdict, is_valid=False, status="flagged", reason=reason)
-        for answer in answers:
-            self._queued_at.pop(answer.request_id, None)
-            self._verdicts[answer.request_id] = verdict
-            self._num_unjudged -= 1
-            if not verdict.is_valid:
-                logger.warning("Rollout %s (%s) is not scored: %s", answer.request_id, answer.env_name, verdict.reason)
-        self._changed.notify_all()
+        if not verdict.is_valid:
+            logger.warning("Rollout %s (%s) is not scored: %s", answer.request_id, answer.env_name, verdict.reason)
+        self._note_unjudged(-1)
+        self._verdicts[answer.request_id] = verdict
+        self._tell()
 
+    async def _take(self, timeout_s: float, gather_s: float) -> tuple[Mapping[str, Verdict], Load]:
+        self._num_calls += 1
+        self._tell()
+        await self._wait_until(lambda: bool(self._verdicts), timeout_s)
+        await self._wait_until(lambda: self._num_unjudged == 0, gather_s)
+        if self._error is not None:
+            raise self._error
+        self._note_unjudged(0)
+        before, self._num_begun = self._num_begun, sum(one.num_begun for one in self.environments.values())
+        scored = self._verdicts, self._load + Load(num_begun=self._num_begun - before)
+        self._verdicts, self._load = {}, Load()
+        return scored
 
-def _has_failed(scored: Future[None]) -> bool:
-    return scored.done() and scored.exception(timeout=0.0) is not None
+    async def _wait_until(self, is_enough: Callable[[], bool], timeout_s: float) -> None:
+        end, call = time.monotonic() + timeout_s, self._num_calls
+        while not (is_enough() or self._error is not None or call < self._num_calls or time.monotonic() >= end):
+            if self._news.done():
+                self._news = self._loop.create_future()
+            await asyncio.wait([self._news], timeout=end - time.monotonic())
+
+    def _tell(self) -> None:
+        if not self._news.done():
+            self._news.set_result(None)
+
+    def _note_unjudged(self, num_more: int) -> None:
+        now = time.monotonic()
+        if self._num_unjudged:
+            self._load += Load(seconds=now - self._noted_at)
+        self._num_unjudged, self._noted_at = self._num_unjudged + num_more, now

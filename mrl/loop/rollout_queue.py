@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mrl.algo.rewards import has_signal
 from mrl.config.schema.run import RunConfig
@@ -22,21 +22,11 @@ from mrl.store.ledger import Ledger
 from mrl.store.summary import Clock
 from mrl.types import Prompt, PromptKey, RolloutGroup, RunState, SamplingParams
 
+if TYPE_CHECKING:
+    from mrl.cluster.rollouts import RolloutCollector
+    from mrl.cluster.scheduling import AskedGroup
+
 logger = logging.getLogger(__name__)
-
-
-class GroupSource(Protocol):
-    """Samples and scores groups; see `mrl.cluster.rollouts.RolloutCollector`."""
-
-    def ask(
-        self, asked: Sequence[tuple[int, Prompt]], sampling: SamplingParams, *, num_generations: int, weight_version: int
-    ) -> list[PromptKey]: ...
-    def num_missing(self, keys: Sequence[PromptKey]) -> int: ...
-    def oldest_version(self, key: PromptKey) -> int: ...
-    def wait(self, is_enough: Callable[[], bool], *, on_progress: Callable[[], None]) -> None: ...
-    def drain(self) -> None: ...
-    def judge(self, keys: Sequence[PromptKey]) -> tuple[list[RolloutGroup], float]: ...
-    def take_busy_s(self) -> float: ...
 
 
 class NoSignal(ValueError):
@@ -101,16 +91,16 @@ class RolloutQueue:
     def __init__(
         self,
         plan: QueuePlan,
-        source: GroupSource,
+        source: RolloutCollector,
         ledger: Ledger,
         prompts: Iterable[tuple[int, Prompt]],
         sampling: SamplingParams,
         *,
         last_step: int,
         has_signal: Callable[[RolloutGroup], bool] = lambda group: True,
-        on_wait: Callable[[], None] = lambda: None,
+        on_tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """`prompts` are all (epoch, prompt) that the run has not consumed. `on_wait` is called now and then while a step waits."""
+        """`prompts` are all (epoch, prompt) that the run has not consumed. `on_tick` is called now and then while a step waits."""
         self.plan = plan
         self._source = source
         self._ledger = ledger
@@ -118,8 +108,8 @@ class RolloutQueue:
         self._sampling = sampling
         self._last_step = last_step
         self._has_signal = has_signal
-        self._on_wait = on_wait
-        self._asked: dict[PromptKey, Prompt] = {}
+        self._on_tick = on_tick
+        self._asked: dict[PromptKey, AskedGroup] = {}
         """Under way or waiting to be looked at, in the order of asking."""
         self._surplus: list[tuple[PromptKey, RolloutGroup]] = []
         """Looked at, and left over for the next step."""
@@ -147,12 +137,12 @@ class RolloutQueue:
                 )
             self._fill(step, state.weight_version)
             with clock.phase("generation"):
-                keys = self._wait_for_batch(state.weight_version)
-            batch = self._judge(keys, clock)
-            if not keys:
+                looked_at = self._wait_for_batch(state.weight_version)
+            batch = self._judge(looked_at, clock)
+            if not looked_at:
                 return None
             num_batches += 1
-            for key, group in zip(keys, batch, strict=True):
+            for key, group in zip([asked.key for asked in looked_at], batch, strict=True):
                 del self._asked[key]
                 sampled.append(group)
                 if self._has_signal(group):
@@ -180,7 +170,7 @@ class RolloutQueue:
         busy_s = self._source.take_busy_s()
         if plan.lag > 0 and num_batches > 0:
             clock.overlap("generation", busy_s)
-        num_ready = sum(self._source.num_missing([key]) == 0 for key in self._asked) + len(self._surplus)
+        num_ready = sum(asked.num_missing == 0 for asked in self._asked.values()) + len(self._surplus)
         num_regenerated, self._num_regenerated = self._num_regenerated, 0
         metrics |= {
             "rollout/engine_idle_fraction": max(0.0, 1.0 - busy_s / seconds),
@@ -193,10 +183,10 @@ class RolloutQueue:
         self, asked: Sequence[tuple[int, Prompt]], sampling: SamplingParams, *, num_generations: int, weight_version: int, clock: Clock
     ) -> list[RolloutGroup]:
         """Groups of prompts outside the order, drawn from the engines' current weights."""
-        keys = self._source.ask(asked, sampling, num_generations=num_generations, weight_version=weight_version)
+        groups = self._source.ask(asked, sampling, num_generations=num_generations, weight_version=weight_version)
         with clock.phase("generation"):
-            self._wait_for(keys, len(keys))
-        return self._judge(keys, clock)
+            self._wait_for(groups, len(groups))
+        return self._judge(groups, clock)
 
     def pause(self) -> dict[str, float]:
         """Call it before the engines get new weights: waits for the rollouts under way, if the plan wants that."""
@@ -223,42 +213,44 @@ class RolloutQueue:
         self._ask(new, weight_version)
 
     def _ask(self, prompts: Sequence[tuple[int, Prompt]], weight_version: int) -> None:
-        self._source.ask(prompts, self._sampling, num_generations=self.plan.num_generations, weight_version=weight_version)
-        self._asked |= {(epoch, prompt.prompt_id): prompt for epoch, prompt in prompts}
+        groups = self._source.ask(prompts, self._sampling, num_generations=self.plan.num_generations, weight_version=weight_version)
+        self._asked |= {group.key: group for group in groups}
 
-    def _wait_for_batch(self, weight_version: int) -> list[PromptKey]:
+    def _wait_for_batch(self, weight_version: int) -> list[AskedGroup]:
         size = min(self.plan.batch, len(self._asked))
         while True:
-            wanted = list(self._asked) if self.plan.freshest_first else list(self._asked)[:size]
+            wanted = list(self._asked.values())
+            if not self.plan.freshest_first:
+                wanted = wanted[:size]
             self._wait_for(wanted, size)
-            age = {key: weight_version - self._source.oldest_version(key) for key in wanted if self._source.num_missing([key]) == 0}
-            stale = [key for key in age if age[key] > self.plan.lag]
+            ready = [group for group in wanted if group.num_missing == 0]
+            stale = [group for group in ready if weight_version - group.oldest_version > self.plan.lag]
             if not stale:
-                return sorted(age, key=lambda key: age[key])[:size] if self.plan.freshest_first else wanted
+                return sorted(ready, key=lambda group: -group.oldest_version)[:size] if self.plan.freshest_first else ready
             # Their verdicts must not meet those of the rollouts that take their place.
             self._source.judge(stale)
             self._num_regenerated += len(stale)
-            self._ask([(key[0], self._asked.pop(key)) for key in stale], weight_version)
+            self._ask([(group.epoch, self._asked.pop(group.key).prompt) for group in stale], weight_version)
 
-    def _wait_for(self, keys: Sequence[PromptKey], num_groups: int) -> None:
-        num_missing = self._source.num_missing(keys)
+    def _wait_for(self, groups: Sequence[AskedGroup], num_groups: int) -> None:
+        num_missing = sum(group.num_missing for group in groups)
         if num_missing == 0:
             return
         with rollout_progress(num_missing) as progress:
 
-            def on_progress() -> None:
+            def on_tick() -> None:
                 nonlocal num_missing
-                before, num_missing = num_missing, self._source.num_missing(keys)
+                before, num_missing = num_missing, sum(group.num_missing for group in groups)
                 progress.update(before - num_missing)
-                self._on_wait()
+                self._on_tick()
 
-            self._source.wait(lambda: sum(self._source.num_missing([key]) == 0 for key in keys) >= num_groups, on_progress=on_progress)
+            self._source.wait(lambda: sum(group.num_missing == 0 for group in groups) >= num_groups, on_tick=on_tick)
 
-    def _judge(self, keys: Sequence[PromptKey], clock: Clock) -> list[RolloutGroup]:
+    def _judge(self, groups: Sequence[AskedGroup], clock: Clock) -> list[RolloutGroup]:
         with clock.phase("reward"):
-            groups, scoring_s = self._source.judge(keys)
+            judged, scoring_s = self._source.judge(groups)
         clock.overlap("reward", scoring_s)
-        return groups
+        return judged
 
     def _keep(self, surplus: Sequence[tuple[PromptKey, RolloutGroup]], *, next_version: int) -> int:
         num_discarded = 0
@@ -276,7 +268,7 @@ def oldest_version(group: RolloutGroup) -> int:
 
 
 def open_queue(
-    config: RunConfig, data: PromptData, source: GroupSource, ledger: Ledger, *, last_step: int, on_wait: Callable[[], None]
+    config: RunConfig, data: PromptData, source: RolloutCollector, ledger: Ledger, *, last_step: int, on_tick: Callable[[], None]
 ) -> RolloutQueue:
     """The queue of a run, without the prompts that its ledger has consumed."""
     train, grpo, shuffle = data.train, config.rollouts, config.data.shuffle
@@ -291,4 +283,4 @@ def open_queue(
         return not grpo.use_dynamic_sampling or has_signal(group, grpo)
 
     plan = queue_plan(config)
-    return RolloutQueue(plan, source, ledger, prompts(), data.sampling, last_step=last_step, has_signal=counts, on_wait=on_wait)
+    return RolloutQueue(plan, source, ledger, prompts(), data.sampling, last_step=last_step, has_signal=counts, on_tick=on_tick)

@@ -122,11 +122,11 @@ def prepare(config: RunConfig) -> Training[RolloutSupplier]:
             open_saver(config, folder, session) as saver,
         ):
 
-            def on_wait() -> None:
+            def on_tick() -> None:
                 saver.poll()
                 budget.check()
 
-            queue = open_queue(config, data, session.collector, folder.ledger, last_step=num_steps, on_wait=on_wait)
+            queue = open_queue(config, data, session.collector, folder.ledger, last_step=num_steps, on_tick=on_tick)
             supplier = RolloutSupplier(config, data, folder, session, queue, SignalWatch(grpo.max_steps_without_signal))
             yield Run(config, folder, supplier, saver, budget, num_steps, Critic(config, session) if config.has_critic else None)
 

@@ -10,6 +10,7 @@ numbers of ranks, by least squares, gives those of larger runs; that of 256 rank
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import itertools
 import json
@@ -29,10 +30,11 @@ from unittest.mock import patch
 import numpy as np
 
 from mrl import train
+from mrl.cluster.book import RequestBook
+from mrl.cluster.event_loop import News, in_loop
 from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.refit import Refitter
 from mrl.cluster.rollouts import RolloutCollector
-from mrl.cluster.scheduling import RequestBook
 from mrl.loop import rollouts
 from mrl.loop.run import Run
 from mrl.store.ledger import Ledger
@@ -178,6 +180,11 @@ def memory_mb() -> float:
     return int(found[1]) * 1024e-6
 
 
+async def never(index: int, requests: list[RolloutRequest]) -> dict[str, RolloutInfo]:
+    """An engine that samples nothing."""
+    return await asyncio.get_running_loop().create_future()
+
+
 def memory_row(num_rollouts: int, num_tokens: int) -> Row:
     """What the driver keeps of a step, as its processes hand it over; in a process of its own. Payloads never come here."""
     shape = Shape(LARGE, num_rollouts, num_tokens=num_tokens, text_characters=CHARACTERS_PER_TOKEN * num_tokens)
@@ -187,11 +194,11 @@ def memory_row(num_rollouts: int, num_tokens: int) -> Row:
         config = rehearsal_config(shape, Path(name))
         held = [memory_mb()]
         asked = [Prompt(f"train:{row}", tuple(range(1000 + row, 1300 + row)), "?" * 300, "42", "math") for row in range(num_rollouts // 16)]
-        book = RequestBook("engine", LARGE // 4, max_fruitless_restarts=1)
+        book = RequestBook[RolloutRequest, RolloutInfo]("engine", LARGE // 4, never, lambda *_: None, news=News(), max_fruitless_restarts=1)
         infos = []
         for prompt in asked:
             requests = [RolloutRequest(prompt.prompt_id, index, 0, index, prompt.token_ids, sampling) for index in range(16)]
-            book.submit(requests)
+            in_loop(lambda requests: [asyncio.ensure_future(book.ask(one)) for one in requests], requests)
             infos.append([RolloutInfo(one.request_id, one.prompt_id, one.rollout_index, 1, 300, num_tokens, "stop", 0) for one in requests])
         held.append(memory_mb())
         verdicts = [pickle.loads(pickle.dumps([rewards.verdict(number, info) for number, info in enumerate(mine)])) for mine in infos]

@@ -22,10 +22,10 @@ from pathlib import Path
 
 from mrl.config.schema.env import CodeEnvConfig, EnvConfig
 from mrl.envs import confine
-from mrl.envs.scorer import build_environment
 from mrl.envs.task import Task
 from tests.hostile.attacks import GRADING, GROUPS, PRELUDE, READS, SHARE, programs
 from tests.hostile.benign import program as usual_programs
+from tests.unit.envs.pools import build_environment
 from tests.waiting import HANG_S, SOON_S
 
 NOBODY = 65534

@@ -12,11 +12,11 @@ import pytest
 
 from mrl.config.schema.env import BUILT_IN, EnvConfig
 from mrl.config.schema.run import RunConfig
-from mrl.envs.pool import LONG_CHARACTERS, TEXT_FAULT, RewardPool
-from mrl.envs.scorer import build_environment
+from mrl.envs.pool import LONG_CHARACTERS, TEXT_FAULT
 from mrl.envs.task import MAX_MESSAGE_BYTES, Environment, Task
 from mrl.envs.workers import num_workers
 from tests.unit.envs.deadlines import culprits_miss_theirs
+from tests.unit.envs.pools import Pool, build_environment
 from tests.waiting import HANG_S, SOON_S
 
 # One of its faults leaves a file, to be another the second time.
@@ -26,13 +26,13 @@ NUM_HONEST = 48
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RewardPool]:
-    with RewardPool(replace(FAULTS, num_workers=2, timeout_s=HANG_S)) as pool, culprits_miss_theirs("spin", "hang", "stop"):
+def pool() -> Iterator[Pool]:
+    with Pool(replace(FAULTS, num_workers=2, timeout_s=HANG_S)) as pool, culprits_miss_theirs("spin", "hang", "stop"):
         yield pool
 
 
 @pytest.fixture(scope="module")
-def graders() -> Iterator[dict[str, RewardPool]]:
+def graders() -> Iterator[dict[str, Pool]]:
     names = ("math", "structured_outputs", "instruction_following", "mcqa", "workplace_assistant")
     pools = {name: build_environment(name, EnvConfig()) for name in names}
     yield pools
@@ -65,7 +65,7 @@ OWN = ("timeout", False, 0.0, ())
         ("host", MACHINE),
     ],
 )
-def test_each_row_of_the_table_of_faults(pool: RewardPool, tmp_path: Path, text: str, culprit: tuple[object, ...]):
+def test_each_row_of_the_table_of_faults(pool: Pool, tmp_path: Path, text: str, culprit: tuple[object, ...]):
     text += f" {tmp_path / 'seen'}" if text == "exit-once" else ""
     verdict, neighbour = pool.score([Task((text,)), Task((f"good, beside {text}",))])
     assert (verdict.status, verdict.is_valid, verdict.reward, verdict.flags) == culprit
@@ -74,13 +74,13 @@ def test_each_row_of_the_table_of_faults(pool: RewardPool, tmp_path: Path, text:
     assert verdict.extracted == "" or culprit == NOBODY
 
 
-def test_a_row_that_is_too_long_is_the_rows_fault(pool: RewardPool):
+def test_a_row_that_is_too_long_is_the_rows_fault(pool: Pool):
     (verdict,) = pool.score([Task(("good",), row=json.dumps({"tests": "x" * MAX_MESSAGE_BYTES}))])
     assert (verdict.status, verdict.is_valid) == ("error", False)
     assert "row is too long" in verdict.reason
 
 
-def test_a_fault_of_the_row_names_the_fields_that_are_read(graders: dict[str, RewardPool]):
+def test_a_fault_of_the_row_names_the_fields_that_are_read(graders: dict[str, Pool]):
     (verdict,) = graders["instruction_following"].score([Task(("good",), row='{"instruction_ids": []}')])
     assert (verdict.status, verdict.is_valid) == ("error", False)
     assert "instruction_id_list, kwargs" in verdict.reason
@@ -89,7 +89,7 @@ def test_a_fault_of_the_row_names_the_fields_that_are_read(graders: dict[str, Re
 @pytest.mark.parametrize("text", ["hang", "spin"])
 def test_a_users_own_function_is_not_believed_that_the_text_did_it(text: str):
     own = Environment("mrl.envs.own:make", {"function": "tests.unit.envs.hostile:score"})
-    with RewardPool(replace(own, num_workers=1, timeout_s=SOON_S)) as pool:
+    with Pool(replace(own, num_workers=1, timeout_s=SOON_S)) as pool:
         (verdict,) = pool.score([Task((text,))])
     assert (verdict.status, verdict.is_valid, verdict.reward, verdict.flags) == OWN
 
@@ -137,7 +137,7 @@ def test_a_users_own_function_is_not_believed_that_the_text_did_it(text: str):
         ("math", "\\boxed{" + "9" * 100_000 + "}", {}),
     ],
 )
-def test_what_a_grader_cannot_read_is_reward_0(graders: dict[str, RewardPool], name: str, text: str, fields: dict[str, object]):
+def test_what_a_grader_cannot_read_is_reward_0(graders: dict[str, Pool], name: str, text: str, fields: dict[str, object]):
     (verdict,) = graders[name].score([Task((text,), "42", row=json.dumps(fields))])
     assert (verdict.status, verdict.is_valid, verdict.reward) == ("ok", True, 0.0), verdict.reason
 
@@ -154,7 +154,7 @@ def test_what_a_grader_cannot_read_is_reward_0(graders: dict[str, RewardPool], n
         {"pattern": "("},
     ],
 )
-def test_a_schema_that_judges_nothing_is_the_rows_fault(graders: dict[str, RewardPool], schema: dict[str, object]):
+def test_a_schema_that_judges_nothing_is_the_rows_fault(graders: dict[str, Pool], schema: dict[str, object]):
     task = Task(('"a"',), row=json.dumps({"schema_str": json.dumps(schema)}))
     (verdict,) = graders["structured_outputs"].score([task])
     assert (verdict.status, verdict.is_valid) == ("error", False)
@@ -184,7 +184,7 @@ def test_a_schema_that_judges_nothing_is_the_rows_fault(graders: dict[str, Rewar
         "\\boxed{" + "+".join(f"\\sin({k}x)\\cos({k + 1}x)" for k in range(1, 14)) + "}",
     ],
 )
-def test_costly_mathematics_masks_no_honest_neighbour(graders: dict[str, RewardPool], bad: str):
+def test_costly_mathematics_masks_no_honest_neighbour(graders: dict[str, Pool], bad: str):
     tasks = [
         Task((f"{'a' * index} {bad}" if index % 4 == 0 else f"so \\boxed{{{index}}}",), str(index)) for index in range(4 * NUM_HONEST // 3)
     ]
@@ -196,7 +196,7 @@ def test_costly_mathematics_masks_no_honest_neighbour(graders: dict[str, RewardP
 
 @pytest.mark.attack("an answer starves the others")
 def test_long_texts_and_suspects_go_last():
-    with RewardPool(replace(FAULTS, num_workers=1, timeout_s=HANG_S)) as pool:
+    with Pool(replace(FAULTS, num_workers=1, timeout_s=HANG_S)) as pool:
         verdicts = pool.score([Task(("exit",)), Task(("x" * (LONG_CHARACTERS + 1),)), Task(("a",)), Task(("b",))])
     # The crash ends the first child, so that the second one counts from 1.
     assert [verdict.extracted for verdict in verdicts] == ["", "3", "1", "2"]
@@ -204,7 +204,7 @@ def test_long_texts_and_suspects_go_last():
 
 
 @pytest.mark.attack("an answer starves the others")
-def test_culprits_do_not_pass_their_deadline_on(pool: RewardPool):
+def test_culprits_do_not_pass_their_deadline_on(pool: Pool):
     tasks = [Task((f"spin {index}" if index % 16 == 0 else f"honest {index}",)) for index in range(32)]
     verdicts = pool.score(tasks)
     assert [verdict.reward for verdict in verdicts] == [float(index % 16 != 0) for index in range(32)]

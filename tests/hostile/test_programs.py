@@ -84,9 +84,9 @@ def test_nothing_stays_behind(identity: str):
 BESIDE_A_BOMB = """
 import json, os, sys, threading, time
 from mrl.config.schema.env import CodeEnvConfig, EnvConfig
-from mrl.envs.scorer import build_environment
 from mrl.envs.task import Task
 from tests.hostile.run_attacks import become
+from tests.unit.envs.pools import build_environment
 become("container")
 is_full, is_over = threading.Event(), threading.Event()
 

@@ -17,7 +17,7 @@ from mrl.config.secrets import SecretsFormatter
 from mrl.config.texts import MAX_TEXT_CHARACTERS, safe_text
 from mrl.data.prompts import load_prompts
 from mrl.data.turns import TurnFormat
-from mrl.envs.pool import MAX_EXTRACTED_CHARACTERS, RewardPool
+from mrl.envs.pool import MAX_EXTRACTED_CHARACTERS
 from mrl.envs.task import Environment, Task
 from mrl.recipes.tokenizer import byte_tokenizer
 from mrl.store.run_folder import RunFolder
@@ -25,6 +25,7 @@ from mrl.types import Prompt, Rollout, RolloutGroup, RolloutInfo, Verdict
 from mrl.view.page import read_page
 from tests.rollouts import request
 from tests.unit.data.test_prompts import configured, write
+from tests.unit.envs.pools import Pool
 from tests.unit.store.test_run_folder import config
 from tests.waiting import HANG_S
 
@@ -106,7 +107,7 @@ def test_an_id_that_cannot_be_printed_is_a_bad_row(tmp_path: Path, row_id: str):
 def test_what_a_grader_says_again_is_safe():
     function = Environment("mrl.envs.own:make", {"function": "tests.unit.envs.hostile:echo"})
     texts = [safe_text(text, 100_000) if len(text) > 100_000 else text for text in HOSTILE.values()]
-    with RewardPool(replace(function, num_workers=2, timeout_s=HANG_S)) as pool:
+    with Pool(replace(function, num_workers=2, timeout_s=HANG_S)) as pool:
         verdicts = pool.score([Task((text,)) for text in texts])
     for verdict in verdicts:
         assert verdict.status == "ok" and len(verdict.extracted) <= MAX_EXTRACTED_CHARACTERS

@@ -15,13 +15,12 @@ from pathlib import Path
 import pytest
 
 from mrl.config.schema.env import BUILT_IN, EnvConfig, OwnEnvConfig
-from mrl.envs.pool import RewardPool
-from mrl.envs.scorer import build_environment
 from mrl.envs.task import Environment, Task
 from mrl.types import Verdict
 from tests.hostile.attacks import SHARE
 from tests.sources import ROOT
 from tests.unit.envs.deadlines import culprits_miss_theirs
+from tests.unit.envs.pools import Pool, build_environment
 from tests.waiting import HANG_S
 
 WORKERS = "a reward worker is taken over"
@@ -41,7 +40,7 @@ DEEDS = {
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[dict[str, RewardPool]]:
+def pools() -> Iterator[dict[str, Pool]]:
     """The same function, without allowances and with each."""
     made = {}
     for allow in ("", "network", "processes", "files"):
@@ -60,7 +59,7 @@ def target(deed: str, folder: Path, listener: socket.socket) -> str:
     return "1" if deed == "kill" else str(folder / ("victim" if deed in ("write", "delete") else "new"))
 
 
-def do(pool: RewardPool, deed: str, folder: Path) -> tuple[Verdict, list[str], bool]:
+def do(pool: Pool, deed: str, folder: Path) -> tuple[Verdict, list[str], bool]:
     """The verdict, the files that a deed leaves, and whether anybody connected."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
         if deed == "datagram":
@@ -77,7 +76,7 @@ def do(pool: RewardPool, deed: str, folder: Path) -> tuple[Verdict, list[str], b
 
 @pytest.mark.attack(WORKERS)
 @pytest.mark.parametrize("deed", DEEDS)
-def test_a_worker_that_is_taken_over_does_no_harm(deed: str, pools: dict[str, RewardPool], tmp_path: Path):
+def test_a_worker_that_is_taken_over_does_no_harm(deed: str, pools: dict[str, Pool], tmp_path: Path):
     verdict, files, heard = do(pools[""], deed, tmp_path)
     assert (verdict.status, verdict.is_valid) == ("error", False)
     assert "env.own.allow=[network,processes,files]" in verdict.reason
@@ -86,7 +85,7 @@ def test_a_worker_that_is_taken_over_does_no_harm(deed: str, pools: dict[str, Re
 
 
 @pytest.mark.parametrize("deed", [deed for deed, allow in DEEDS.items() if allow and deed != "kill"])
-def test_what_the_config_allows_works(deed: str, pools: dict[str, RewardPool], tmp_path: Path):
+def test_what_the_config_allows_works(deed: str, pools: dict[str, Pool], tmp_path: Path):
     pool = pools[DEEDS[deed]]
     if deed == "run":
         target_file = tmp_path / "new"
@@ -99,7 +98,7 @@ def test_what_the_config_allows_works(deed: str, pools: dict[str, RewardPool], t
     assert heard == (deed in ("connect", "datagram"))
 
 
-def test_a_worker_computes_reads_and_writes_its_own_folder(pools: dict[str, RewardPool]):
+def test_a_worker_computes_reads_and_writes_its_own_folder(pools: dict[str, Pool]):
     assert [pool.score([Task(("work",))])[0].reward for pool in pools.values()] == [1.0] * 4
 
 
@@ -114,7 +113,7 @@ def test_a_program_that_outlives_its_grader_leaves_no_folder():
         return [*Path(tempfile.gettempdir()).glob(f"mrl-*/{name}"), *Path(tempfile.gettempdir()).glob(f"mrl-*/*/{name}")]
 
     environment = Environment("mrl.envs.code:make", options, timeout_s=HANG_S, allowances=("processes",))
-    with RewardPool(environment) as pool, culprits_miss_theirs("```", when=lambda: written() != []):
+    with Pool(environment) as pool, culprits_miss_theirs("```", when=lambda: written() != []):
         assert pool.score([task])[0].status == "timeout"
     assert written() == []
 
@@ -133,7 +132,7 @@ ON_SUCH_A_HOST = """
 import json, sys
 from mrl.config.schema.env import CodeEnvConfig, EnvConfig
 from mrl.envs import code, confine
-from mrl.envs.scorer import build_environment
+from tests.unit.envs.pools import build_environment
 from mrl.envs.task import Task
 call, allow = sys.argv[1], sys.argv[2] == "True"
 confine.install(confine.filter_program({call: confine.ENOSYS}, confine.ALLOW))

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mrl.config.load import load_config
-from mrl.envs.pool import Feed
 from mrl.envs.task import Task
 from mrl.loop.rollouts import prepare
 from mrl.loop.run import Budget, is_due
@@ -21,6 +20,7 @@ from mrl.train import resume, train_step
 from mrl.types import Verdict
 from tests.learn.quickstart import accuracy_before, accuracy_of_export, run_quickstart, sampling_noise
 from tests.long.record import Row, record
+from tests.unit.envs.pools import Childless
 
 pytestmark = [pytest.mark.long("learning"), pytest.mark.timeout(2400)]
 
@@ -103,14 +103,14 @@ def row(rewards: str, seed: int, before: float, after: float, *, steps: int, sec
     }
 
 
-class CoinToss:
+class CoinToss(Childless):
     """An environment that looks at nothing."""
 
     def __init__(self, seed: int) -> None:
         self.coin = random.Random(seed)
 
-    def score(self, tasks: Sequence[Task], feed: Feed) -> list[Verdict]:
-        return [Verdict(float(self.coin.randint(0, 1)), True, "ok", "", task.text) for task in tasks]
+    async def judge(self, task: Task) -> Verdict:
+        return Verdict(float(self.coin.randint(0, 1)), True, "ok", "", task.text)
 
 
 def toss_coins(actor, seed: int) -> None:

@@ -30,6 +30,7 @@ from mrl.cluster.runtime import ray_runtime
 from mrl.cluster.scheduling import engine_slots
 from mrl.config.load import load_run
 from mrl.config.schema.run import ClusterConfig, RunConfig
+from mrl.data.turns import Ending
 from mrl.envs.scorer import Load
 from mrl.loop import rollouts
 from mrl.loop.run import Budget, Run
@@ -174,9 +175,11 @@ class RewardStandIn:
     def ready(self) -> int:
         return 8
 
-    def judge(self, rollouts: Sequence[Unjudged], budget_s: float) -> tuple[Judged, list[bytes]]:
-        verdicts = {item.request_id: self.verdict(index, item.info) for index, item in enumerate(rollouts)}
-        return Judged(verdicts, [], 0.0, Load(num_begun=len(rollouts))), []
+    def judge(self, rollouts: Sequence[Unjudged]) -> tuple[Judged, list[bytes]]:
+        ended: dict[str, tuple[Verdict, Ending]] = {
+            item.request_id: (self.verdict(index, item.info), "over") for index, item in enumerate(rollouts)
+        }
+        return Judged(ended, [], Load(num_begun=len(ended))), []
 
     def verdict(self, index: int, info: RolloutInfo) -> Verdict:
         start = 37 * index % 50_000

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
 import signal
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,6 @@ from mrl.cluster.errors import DeadlineExceeded
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.data.order import prompts_at
 from mrl.data.packing import PackedRow
-from mrl.envs.pool import Feed
 from mrl.envs.task import Task
 from mrl.loop.rollouts import RolloutSupplier
 from mrl.loop.run import Run
@@ -83,13 +82,13 @@ def loss_by_hand(update: Update) -> float:
 
 def test_lag_one(tmp_path: Path):
     with running(tmp_path, "grpo.max_num_steps=3") as (run, state):
-        source, updates = run.supplier.session.collector, kept_updates(run)
+        updates = kept_updates(run)
         train_step(run, state)
         assert state.metrics["train/avg_trajectory_age"] == 0
         assert drift_from_start(updates[0]) < 1e-4
         # What was under way had to end before the new weights; the third step's is drawn from them.
-        second = list(run.supplier.queue._asked)[:4]
-        assert len(run.supplier.queue._asked) == 8 and source.num_missing(second) == 0
+        asked = list(run.supplier.queue._asked.values())
+        assert len(asked) == 8 and [group.num_missing for group in asked[:4]] == [0] * 4
         assert 0 <= run.supplier.validate(state)["val/accuracy"] <= 1
         train_step(run, state)
         assert state.metrics["train/avg_trajectory_age"] == state.metrics["train/max_trajectory_age"] == 1
@@ -130,9 +129,9 @@ def test_an_engine_that_dies_while_the_policy_trains_is_replaced_by_the_refit(tm
 class Silent(CoinToss):
     """An environment that answers no more."""
 
-    def score(self, tasks: Sequence[Task], feed: Feed) -> list[Verdict]:
-        threading.Event().wait()
-        return super().score(tasks, feed)
+    async def judge(self, task: Task) -> Verdict:
+        await asyncio.Event().wait()
+        return await super().judge(task)
 
 
 def fall_silent(actor) -> None:
@@ -151,7 +150,7 @@ def test_a_silent_environment_is_not_waited_for_forever_when_an_engine_is_lost(t
             wanted = dataclasses.replace(sampling, max_new_tokens=max_new_tokens, stop_token_ids=())
             source.ask(asked, wanted, num_generations=4, weight_version=state.weight_version)
         (pid,) = engines.apply(lambda _: os.getpid(), deadline_s=HANG_S)
-        source.wait(lambda: run.supplier.session.rewards.num_undecided >= 4, on_progress=lambda: None)
+        source.wait(lambda: run.supplier.session.rewards.num_undecided >= 4, on_tick=lambda: None)
         os.kill(int(str(pid)), signal.SIGKILL)
         with pytest.raises(DeadlineExceeded, match="turns wait for their environment"):
             source.drain()

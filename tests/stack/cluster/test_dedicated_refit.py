@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -14,6 +15,7 @@ from ray.actor import ActorHandle
 
 from conversion.boxes import Slot
 from mrl.cluster.engines import EngineGroup
+from mrl.cluster.event_loop import in_loop, tasks_ended
 from mrl.cluster.runtime import placed_slots
 from mrl.cluster.scheduling import EngineSlots
 from mrl.cluster.session import start_models
@@ -66,7 +68,7 @@ def test_a_dedicated_engine_is_refitted_and_comes_back(tmp_path: Path, monkeypat
         "policy.refit_buffer_size_gb=0.0005",  # several rounds
     ]
     config = load_config("grpo_tiny.yaml", overrides)
-    with placed_slots(config) as placement:
+    with placed_slots(config) as placement, tasks_ended():
         models, engines, refit = start_models(config, placement, pad_token_id=256, log_folder=tmp_path / "logs")
         policies = models["policy"]
         assert [engine.slots for engine in placement.engines] == [(2,)]
@@ -94,7 +96,6 @@ def test_a_dedicated_engine_is_refitted_and_comes_back(tmp_path: Path, monkeypat
 
         sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=None, max_new_tokens=2, stop_token_ids=())
         request = RolloutRequest("prompt", 0, 0, 0, (1, 2, 3), sampling)
-        engines.book.submit([request, request])
+        in_loop(lambda: [asyncio.ensure_future(engines.book.ask(request)) for _ in range(2)])
         with pytest.raises(ValueError, match="engine 0 failed in generation: requests were added twice"):
-            ray.wait(engines.references(), timeout=DEADLINE_S)
-            engines.take_ready()
+            engines.news.wait(lambda: False, what="generation", who=engines.asked, limit_s=DEADLINE_S)

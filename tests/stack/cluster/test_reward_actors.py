@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
@@ -17,11 +18,12 @@ import ray
 from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]  compiled, without stubs
 from ray.cluster_utils import Cluster
 
+from mrl.cluster.event_loop import in_loop, tasks_ended
 from mrl.cluster.payload import PayloadRef, describe, pack
-from mrl.cluster.rewards import Rewards
+from mrl.cluster.rewards import VERDICTS, Rewards, Unjudged
 from mrl.cluster.runtime import placed_slots
 from mrl.config.load import load_config
-from mrl.types import Prompt, Rollout, RolloutInfo
+from mrl.types import Prompt, Rollout, RolloutInfo, Verdict
 from tests.rollouts import request
 from tests.sources import ROOT
 from tests.stack.loop.conftest import SMALL, write_inputs
@@ -73,6 +75,24 @@ def batch(first: int) -> tuple[list[RolloutInfo], list[Prompt], dict[str, float]
     return infos, prompts, {info.request_id: number + 0.5 for number, info in enumerate(infos, start=first)}
 
 
+def judge(rewards: Rewards, infos: list[RolloutInfo], prompts: list[Prompt]) -> dict[str, Verdict]:
+    """The verdicts, which come in later."""
+    verdicts: dict[str, Verdict] = {}
+
+    async def one(info: RolloutInfo, prompt: Prompt) -> None:
+        judged = await rewards.book.ask(Unjudged(info, prompt))
+        assert not isinstance(judged, PayloadRef) and judged[1] == "over"
+        verdicts[info.request_id] = judged[0]
+        rewards.news.tell(VERDICTS)
+
+    def begin() -> None:
+        for info, prompt in zip(infos, prompts, strict=True):
+            asyncio.ensure_future(one(info, prompt))
+
+    in_loop(begin)
+    return verdicts
+
+
 def node_and_pid(actor) -> tuple[str, int]:
     return ray.get_runtime_context().get_node_id(), os.getpid()
 
@@ -81,19 +101,20 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
     two_nodes: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *OVERRIDES])
-    with placed_slots(config, tmp_path / "logs") as placement, caplog.at_level(logging.INFO):
+    with placed_slots(config, tmp_path / "logs") as placement, caplog.at_level(logging.INFO), tasks_ended():
         rewards = Rewards(config, placement, log_folder=tmp_path / "logs")
         rewards.wait_until_built()
         assert "Rewards, on 2 nodes: an actor a node; workers on a node of" in caplog.text and "slow 1" in caplog.text
         before = rewards.apply(node_and_pid, deadline_s=HANG_S)
         assert len({node for node, _ in before}) == 2
         infos, prompts, expected = batch(10)
-        rewards.submit(infos, prompts)
+        verdicts = judge(rewards, infos, prompts)
         # Each has half of them, and has begun.
-        assert [sum(info.request_id in mine for info in infos) for mine in rewards.book._unfinished] == [12, 12]
+        wait_until(lambda: [len(actor.owed) for actor in rewards.book._actors] == [12, 12], "halves")
         rewards.apply(node_and_pid, deadline_s=HANG_S)
         os.kill(before[1][1], signal.SIGKILL)
-        verdicts, seconds = rewards.collect(list(expected))
+        rewards.wait_for(lambda: len(verdicts) == NUM_ROLLOUTS)
+        seconds = rewards.take_seconds()
         assert {name: verdict.reward for name, verdict in verdicts.items()} == expected
         assert all(verdict.is_valid for verdict in verdicts.values())
         assert rewards.book.num_restarts == 1 and "reward actor 1 died during" in caplog.text
@@ -107,8 +128,8 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
         # Warns whenever it looks, also beside the last verdict.
         rewards.deadline_s = 0.0
         infos, prompts, expected = batch(50)
-        rewards.submit(infos, prompts)
-        verdicts, _ = rewards.collect(list(expected))
+        verdicts = judge(rewards, infos, prompts)
+        rewards.wait_for(lambda: len(verdicts) == NUM_ROLLOUTS)
         assert {name: verdict.reward for name, verdict in verdicts.items()} == expected
         assert rewards.take_metrics()["rollout/reward_restarts"] == 1
 

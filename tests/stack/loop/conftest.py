@@ -7,7 +7,7 @@ import json
 import random
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,6 @@ import pytest
 
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
-from mrl.envs.pool import Feed
 from mrl.envs.task import Task
 from mrl.loop.rollouts import RolloutSupplier, prepare
 from mrl.loop.run import Budget, Run
@@ -24,6 +23,7 @@ from mrl.store.run_folder import RunFolder
 from mrl.train import resume
 from mrl.types import RunState, Verdict
 from tests import models
+from tests.unit.envs.pools import Childless
 from tests.waiting import HANG_S
 
 DEADLINE_S = HANG_S
@@ -87,11 +87,16 @@ class LiveRun:
         return self.run.supplier.session.engines.apply(function, *arguments, deadline_s=DEADLINE_S)
 
 
-class CoinToss:
+class CoinToss(Childless):
     """An environment whose reward follows from the text and has nothing to do with the answer: a random model gets a gradient from it."""
 
-    def score(self, tasks: Sequence[Task], feed: Feed) -> list[Verdict]:
-        return [Verdict(float(zlib.crc32(task.text.encode()) % 2), True, "ok", "", task.text) for task in tasks]
+    async def judge(self, task: Task) -> Verdict:
+        return toss(task.text)
+
+
+def toss(text: str) -> Verdict:
+    """What a coin says of a text."""
+    return Verdict(float(zlib.crc32(text.encode()) % 2), True, "ok", "", text)
 
 
 def toss_coins(actor) -> None:

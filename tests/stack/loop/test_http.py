@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,6 @@ import httpx
 import pytest
 
 from mrl.envs.endpoints import Endpoints, read_endpoints
-from mrl.envs.pool import Feed
 from mrl.envs.task import Task
 from mrl.loop.rollouts import VALIDATION_EPOCH
 from mrl.store.summary import Clock
@@ -41,11 +41,11 @@ class Judge(CoinToss):
     def __init__(self, file: Path) -> None:
         self.file = file
 
-    def score(self, tasks: Sequence[Task], feed: Feed) -> list[Verdict]:
+    async def judge(self, task: Task) -> Verdict:
         found = read_endpoints(self.file)
-        opinions = [ask(found, found.base_url(task.text), "is it right?", seed=1) for task in tasks]
-        assert all(len(opinion["choices"][0]["token_ids"]) >= 1 for opinion in opinions)
-        return super().score(tasks, feed)
+        opinion = await asyncio.to_thread(ask, found, found.base_url(task.text), "is it right?", 1)
+        assert len(opinion["choices"][0]["token_ids"]) >= 1
+        return await super().judge(task)
 
 
 def set_environment(actor, environment: object) -> None:

@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from mrl.envs.pool import Feed
+from mrl.cluster.scheduling import AskedGroup
 from mrl.envs.task import Task
 from mrl.store.checkpoints import find_damage
 from mrl.train import train_step
-from mrl.types import Verdict
-from tests.stack.loop.conftest import CoinToss, LiveRun
+from mrl.types import Prompt, Verdict
+from tests.stack.loop.conftest import CoinToss, LiveRun, toss
 from tests.waiting import wait_until
 
 TEST_EPOCH = -2
@@ -30,10 +31,11 @@ class HeldBack(CoinToss):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def score(self, tasks: Sequence[Task], feed: Feed) -> list[Verdict]:
+    async def judge(self, task: Task) -> Verdict:
         (self.folder / "has_begun").touch()
-        wait_for(self.folder / "may_score")
-        return super().score(tasks, feed)
+        while not (self.folder / "may_score").exists():
+            await asyncio.sleep(0.05)
+        return await super().judge(task)
 
 
 def set_environment(actor, environment: object) -> None:
@@ -41,26 +43,29 @@ def set_environment(actor, environment: object) -> None:
 
 
 def test_rewards_begin_during_the_generation_and_do_not_hold_it_up(live: LiveRun, tmp_path: Path):
-    run, unfinished = live.run, []
+    run = live.run
     run.supplier.session.rewards.apply(set_environment, HeldBack(tmp_path))
-
-    def on_progress() -> None:
-        # Other rollouts wait until the first ones are being judged, and end although no verdict is given.
-        wait_for(tmp_path / "has_begun")
-        unfinished.append(run.supplier.session.engines.book.num_unfinished)
-
     collector, prompts = run.supplier.session.collector, list(run.supplier.data.train[:64])
-    asked = [(TEST_EPOCH, prompt) for prompt in prompts]
-    keys = collector.ask(asked, run.supplier.data.sampling, num_generations=4, weight_version=live.state.weight_version)
-    collector.wait(lambda: collector.num_missing(keys) == 0, on_progress=on_progress)
-    assert unfinished[0] > 0 and unfinished[-1] == 0
+
+    def ask(prompts: Sequence[Prompt]) -> list[AskedGroup]:
+        asked, version = [(TEST_EPOCH, prompt) for prompt in prompts], live.state.weight_version
+        return collector.ask(asked, run.supplier.data.sampling, num_generations=4, weight_version=version)
+
+    first = ask(prompts[:1])
+    wait_until(lambda: first[0].num_missing == 0, "first group")
+    with run.supplier.session.engines.held():
+        others = ask(prompts[1:])
+        # These wait until the first ones are being judged, and end although no verdict is given.
+        wait_for(tmp_path / "has_begun")
+        assert all(group.num_missing == 4 for group in others)
+    collector.wait(lambda: all(group.num_missing == 0 for group in others), on_tick=lambda: None)
+    assert all(group.num_unjudged == 4 for group in (*first, *others))
     (tmp_path / "may_score").touch()
-    groups, seconds = collector.judge(keys)
+    groups, seconds = collector.judge([*first, *others])
     assert [group.prompt for group in groups] == prompts
     for group in groups:
         assert [rollout.rollout_index for rollout in group.rollouts] == [0, 1, 2, 3]
-        tasks = [Task((verdict.text,)) for verdict in group.verdicts]
-        assert list(group.verdicts) == CoinToss().score(tasks, Feed())
+        assert list(group.verdicts) == [toss(verdict.text) for verdict in group.verdicts]
     assert seconds > 0
     run.supplier.session.rewards.apply(set_environment, CoinToss())
 

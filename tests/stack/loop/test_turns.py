@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from mrl.envs.pool import Feed
 from mrl.envs.task import Task
 from mrl.train import train_step
 from mrl.types import Verdict
@@ -19,10 +18,9 @@ from tests.stack.loop.conftest import CoinToss, LiveRun
 class Again(CoinToss):
     """Answers every first turn; what is said then is judged by a coin."""
 
-    def score(self, tasks: Sequence[Task], feed: Feed) -> list[Verdict]:
-        verdicts = super().score(tasks, feed)
+    async def judge(self, task: Task) -> Verdict:
         again = ({"role": "tool", "content": "again"},)
-        return [replace(verdict, observation=again if len(task.turns) == 1 else ()) for verdict, task in zip(verdicts, tasks, strict=True)]
+        return replace(await super().judge(task), observation=again if len(task.turns) == 1 else ())
 
 
 def set_turns(actor, max_turns: int, environment: object) -> None:

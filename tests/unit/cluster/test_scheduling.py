@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-from pathlib import Path
-
 import pytest
 
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.scheduling import (
-    ENGINE,
-    RequestBook,
     engine_slots,
     find_engine_across_nodes,
     lost_engine,
@@ -17,9 +13,6 @@ from mrl.cluster.scheduling import (
 from mrl.config.schema.generation import ColocatedConfig, EngineResourcesConfig, GenerationConfig, VllmConfig
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import ClusterConfig, RunConfig
-from mrl.types import RolloutRequest, SamplingParams
-
-LOG = Path("logs/engine.log")
 
 
 def run_config(cluster: ClusterConfig, *, tp: int, colocated: ColocatedConfig, num_cpu_engines: int = 1) -> RunConfig:
@@ -78,59 +71,6 @@ def test_slots_share_the_cores_of_their_own_node():
     node_of = dict.fromkeys(range(8), 0) | {8: 1, 9: 1}
     assert [share_of_cores(slot, node_of, {0: 224, 1: 3}) for slot in (0, 7, 8, 9)] == [28, 28, 1, 1]
     assert share_of_cores(0, node_of, {0: 4, 1: 3}) == 1
-
-
-def requests(*prompt_ids: str) -> list[RolloutRequest]:
-    sampling = SamplingParams(1.0, 1.0, None, 8, ())
-    return [RolloutRequest(prompt_id, 0, 0, 0, (1,), sampling) for prompt_id in prompt_ids]
-
-
-def test_a_request_goes_to_the_engine_with_the_fewest_unfinished_ones():
-    book = RequestBook[RolloutRequest](ENGINE, 2, max_fruitless_restarts=0)
-    a, b, c, d = requests("a", "b", "c", "d")
-    book.submit([a, b, c])
-    assert book.take_unsent(0) == [a, c] and book.take_unsent(1) == [b]
-    book.finish(0, [a.request_id, c.request_id])
-    book.submit([d])
-    assert book.take_unsent(0) == [d] and book.take_unsent(0) == book.take_unsent(1) == []
-    assert book.num_unfinished == book.num_expected == 2
-    assert book.missing() == "2 rollouts (0/d/0 of engine 0 and others)"
-
-
-def test_only_living_engines_with_work_are_polled():
-    book = RequestBook[RolloutRequest](ENGINE, 3, max_fruitless_restarts=0)
-    assert book.to_poll(set()) == []
-    book.submit(requests("a", "b"))
-    assert book.to_poll(set()) == [0, 1] and book.to_poll({1}) == [0]
-    book.lost.add(0)
-    assert book.to_poll(set()) == [1]
-    assert (book.num_unfinished, book.num_expected) == (2, 1)
-
-
-def test_a_restarted_engine_is_asked_its_unfinished_requests_again():
-    book = RequestBook[RolloutRequest](ENGINE, 2, max_fruitless_restarts=3)
-    a, b, c = requests("a", "b", "c")
-    book.submit([a, b, c])
-    assert book.take_unsent(0) == [a, c]
-    book.finish(0, [a.request_id])
-    book.lost.add(0)
-    assert book.count_restart(0, log_file=LOG) == 1
-    assert not book.lost and book.num_restarts == 1 and book.take_unsent(0) == []
-    book.resubmit(0)
-    assert book.take_unsent(0) == [c]
-
-
-def test_an_engine_that_keeps_dying_without_a_rollout_ends_the_run():
-    book = RequestBook[RolloutRequest](ENGINE, 1, max_fruitless_restarts=2)
-    book.submit(requests("a", "b"))
-    for _ in range(2):
-        book.count_restart(0, log_file=LOG)
-    book.finish(0, ["0/a/0"])
-    for _ in range(2):
-        book.count_restart(0, log_file=LOG)
-    with pytest.raises(RuntimeError, match=r"engine 0 died 3 times in a row .* see logs/engine\.log"):
-        book.count_restart(0, log_file=LOG)
-    assert book.num_restarts == 4
 
 
 def lost(index: int) -> ActorLost:

@@ -8,8 +8,8 @@ import pytest
 
 from mrl.config.schema.env import EnvConfig, OwnEnvConfig
 from mrl.envs.endpoints import FILE_NAME, Endpoints, read_endpoints, write_endpoints
-from mrl.envs.scorer import build_environment
 from mrl.envs.task import Task
+from tests.unit.envs.pools import build_environment
 
 FOUND = Endpoints(["http://a:1/v1", "http://b:2/v1"], "key", "model")
 

@@ -5,9 +5,10 @@ import pytest
 
 from mrl.config.rules.data import environment_names
 from mrl.config.schema.env import BUILT_IN, SERVERS, EnvConfig, MathEnvConfig, OwnEnvConfig
-from mrl.envs.scorer import ENVIRONMENTS, build_environment
+from mrl.envs.scorer import ENVIRONMENTS
 from mrl.envs.task import Task
 from tests.sources import ROOT
+from tests.unit.envs.pools import build_environment
 from tests.waiting import HANG_S
 
 

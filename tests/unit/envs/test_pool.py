@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from mrl.envs import pool as pool_module
-from mrl.envs.pool import Feed, RewardPool
 from mrl.envs.task import Environment, Task
 from mrl.types import Verdict
 from tests.unit.envs.deadlines import culprits_miss_theirs
+from tests.unit.envs.pools import Pool
 from tests.waiting import HANG_S, SOON_S, wait_until
 
 HOSTILE = Environment("mrl.envs.own:make", {"function": "tests.unit.envs.hostile:score"}, allowances=("processes",))
@@ -30,8 +30,8 @@ def tasks(pairs: Sequence[tuple[str, str]]) -> list[Task]:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RewardPool]:
-    with RewardPool(replace(HOSTILE, num_workers=2, timeout_s=HANG_S), memory_bytes=1 << 28) as pool:
+def pool() -> Iterator[Pool]:
+    with Pool(replace(HOSTILE, num_workers=2, timeout_s=HANG_S), memory_bytes=1 << 28) as pool:
         with culprits_miss_theirs("hang", "spin", "fork"):
             yield pool
 
@@ -66,7 +66,7 @@ def pool() -> Iterator[RewardPool]:
         ("bad observation", "error"),
     ],
 )
-def test_a_fault_costs_one_verdict(pool: RewardPool, fault: str, status: str):
+def test_a_fault_costs_one_verdict(pool: Pool, fault: str, status: str):
     before = pool.counts[status]
     good = [(f"beside {fault} {i}", f"beside {fault} {i % 2}") for i in range(4)]
     verdicts = pool.score(tasks([good[0], (fault, "x"), *good[1:]]))
@@ -81,28 +81,28 @@ def test_a_fault_costs_one_verdict(pool: RewardPool, fault: str, status: str):
 
 @pytest.mark.parametrize("forged", ["forged reward", "forged observation"])
 def test_an_answer_that_no_reward_function_gives_is_refused(forged: str):
-    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S)) as pool:
+    with Pool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S)) as pool:
         (verdict,) = pool.score(tasks([(forged, "x")]))
     assert (verdict.status, verdict.is_valid) == ("error", False)
 
 
 def test_memory_taken_bit_by_bit_ends_at_the_limit():
-    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S), memory_bytes=1 << 28) as pool:
+    with Pool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S), memory_bytes=1 << 28) as pool:
         verdicts = pool.score(tasks([("grow", "x"), ("good", "good")]))
     assert [verdict.status for verdict in verdicts] == ["error", "ok"]
 
 
-def test_many_faults_at_once(pool: RewardPool):
+def test_many_faults_at_once(pool: Pool):
     items = [("exit", str(i)) for i in range(3)] + [(f"many {i}", f"many {i}") for i in range(20)] + [("hang", "y")]
     verdicts = pool.score(tasks(items))
     assert [verdict.status for verdict in verdicts] == ["crash"] * 3 + ["ok"] * 20 + ["timeout"]
 
 
-def test_prints_of_a_reward_function_do_no_harm(pool: RewardPool):
+def test_prints_of_a_reward_function_do_no_harm(pool: Pool):
     assert pool.score(tasks([("print", "print")]))[0].reward == 1.0
 
 
-def test_long_and_odd_texts_arrive(pool: RewardPool):
+def test_long_and_odd_texts_arrive(pool: Pool):
     texts = ["x" * 3_000_000, "", "\x00", "\ud800", "ä€🙂", "0.1\n"]
     verdicts = pool.score(tasks([(text, text) for text in texts]))
     assert [verdict.reward for verdict in verdicts] == [1.0] * len(texts)
@@ -110,7 +110,7 @@ def test_long_and_odd_texts_arrive(pool: RewardPool):
     assert len(verdicts[0].extracted) <= pool_module.MAX_EXTRACTED_CHARACTERS
 
 
-def test_equal_items_are_scored_once(pool: RewardPool):
+def test_equal_items_are_scored_once(pool: Pool):
     before = pool.counts["cached"]
     assert pool.score(tasks([("twin", "twin")] * 5 + [("twin", "other")]))[4].reward == 1.0
     assert pool.counts["cached"] == before + 4
@@ -118,14 +118,14 @@ def test_equal_items_are_scored_once(pool: RewardPool):
     assert pool.counts["cached"] == before + 5
 
 
-def test_faults_are_not_remembered(pool: RewardPool):
+def test_faults_are_not_remembered(pool: Pool):
     before = pool.counts["crash"]
     pool.score(tasks([("exit", "z")] * 2))
     pool.score(tasks([("exit", "z")]))
     assert pool.counts["crash"] == before + 3
 
 
-def test_long_texts_are_not_remembered(pool: RewardPool):
+def test_long_texts_are_not_remembered(pool: Pool):
     before = pool.counts["cached"]
     for _ in range(2):
         pool.score(tasks([("y" * 1001, "")]))
@@ -134,7 +134,7 @@ def test_long_texts_are_not_remembered(pool: RewardPool):
 
 def test_memory_of_verdicts_is_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pool_module, "MAX_CACHED_VERDICTS", 3)
-    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S)) as pool:
+    with Pool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S)) as pool:
         items = [(f"bounded {i}", "") for i in range(5)]
         pool.score(tasks(items))
         pool.score(tasks(items[2:]))
@@ -144,25 +144,27 @@ def test_memory_of_verdicts_is_bounded(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_deadline_starts_when_a_child_begins_and_not_when_the_text_comes():
     items = [("nap", str(index)) for index in range(5)]
-    told: list[tuple[str, bool]] = []
-    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S)) as pool, culprits_miss_theirs() as deadlines_s:
-        verdicts = pool.score(tasks(items), Feed(lambda task, verdict: told.append((task.expected, verdict is not None))))
+    with Pool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S)) as pool, culprits_miss_theirs() as deadlines_s:
+        verdicts = pool.score(tasks(items))
     assert [verdict.status for verdict in verdicts] == ["ok"] * 5
     # The last one has waited for all others, and has the whole time.
-    assert told == [(name, is_judged) for _, name in items for is_judged in (False, True)] and deadlines_s == [HANG_S] * 5
+    assert pool.told == [(name, is_judged) for _, name in items for is_judged in (False, True)] and deadlines_s == [HANG_S] * 5
 
 
 def test_an_idle_child_begins_what_comes_while_another_is_slow():
-    (slow,), late, told = tasks([("hang", "a")]), [tasks([("late", "late"), ("hang", "a")])], list[tuple[str, bool]]()
+    with Pool(replace(HOSTILE, num_workers=2, timeout_s=HANG_S)) as pool:
 
-    def tell(task: Task, verdict: Verdict | None) -> None:
-        told.append((task.text, verdict is not None))
+        async def score() -> list[Verdict]:
+            slow = asyncio.ensure_future(pool.judge(tasks([("hang", "a")])))
+            while not pool.told:
+                await asyncio.sleep(0.01)
+            return [*await pool.judge(tasks([("late", "late"), ("hang", "a")])), *await slow]
 
-    with RewardPool(replace(HOSTILE, num_workers=2, timeout_s=HANG_S)) as pool, culprits_miss_theirs("hang", when=lambda: len(told) == 3):
-        (verdict,) = pool.score([slow], Feed(tell, lambda: late.pop() if late else ()))
-    assert verdict.status == "timeout"
+        with culprits_miss_theirs("hang", when=lambda: len(pool.told) == 3):
+            verdicts = pool.run(score())
+    assert [verdict.status for verdict in verdicts] == ["ok", "timeout", "timeout"]
     # The second `hang` is the same task, and gets the verdict of the first.
-    assert told == [("hang", False), ("late", False), ("late", True), ("hang", True)]
+    assert pool.told == [("a", False), ("late", False), ("late", True), ("a", True)]
 
 
 @pytest.fixture(params=["asyncio", *(["uvloop"] if find_spec("uvloop") else [])])
@@ -189,7 +191,7 @@ def test_an_answer_in_time_counts_though_the_parent_is_held_up(loops: None):
         assert asyncio.run(answered_while_held_up(ours, theirs)) == b"x"
 
 
-def test_a_child_that_dies_idle_costs_nothing(pool: RewardPool):
+def test_a_child_that_dies_idle_costs_nothing(pool: Pool):
     pool.score(tasks([("before", "before")]))
     for child in children(os.getpid()):
         os.kill(child, signal.SIGKILL)
@@ -199,11 +201,11 @@ def test_a_child_that_dies_idle_costs_nothing(pool: RewardPool):
 
 def test_children_that_cannot_start_are_an_error():
     with pytest.raises(RuntimeError, match="no_such_module.*does not start.*3 times"):
-        RewardPool(Environment("no_such_module:make"))
+        Pool(Environment("no_such_module:make"))
 
 
 def test_a_closed_pool_refuses():
-    pool = RewardPool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S))
+    pool = Pool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S))
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):
         pool.score(tasks([("a", "a")]))
@@ -211,7 +213,7 @@ def test_a_closed_pool_refuses():
 
 def test_the_grandchild_of_a_killed_child_is_gone():
     others = set(children(os.getpid()))
-    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=SOON_S)) as pool:
+    with Pool(replace(HOSTILE, num_workers=1, timeout_s=SOON_S)) as pool:
         (child,) = set(children(os.getpid())) - others
         pool.score(tasks([("fork", "")]))
         wait_until(lambda: members(child) == [], "end of the grandchild")
@@ -219,7 +221,7 @@ def test_the_grandchild_of_a_killed_child_is_gone():
 
 def test_a_spare_child_waits_once_a_text_has_killed_one():
     others = set(children(os.getpid()))
-    with RewardPool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S, blames_text=True)) as pool:
+    with Pool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S, blames_text=True)) as pool:
         assert len(set(children(os.getpid())) - others) == 1
         pool.score(tasks([("exit", "")]))
         first = set(children(os.getpid())) - others
@@ -232,8 +234,8 @@ def test_a_spare_child_waits_once_a_text_has_killed_one():
 
 def test_children_die_with_their_parent():
     code = (
-        "from mrl.envs.pool import RewardPool; from mrl.envs.task import Environment, Task; "
-        f"RewardPool({replace(HOSTILE, num_workers=2, timeout_s=HANG_S)!r}).score([Task(('spin',))])"
+        "from tests.unit.envs.pools import Pool; from mrl.envs.task import Environment, Task; "
+        f"Pool({replace(HOSTILE, num_workers=2, timeout_s=HANG_S)!r}).score([Task(('spin',))])"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     wait_until(lambda: spinning(parent.pid), "child that computes")
@@ -253,7 +255,7 @@ def test_a_child_is_small():
 
 def test_mathematics_end_to_end():
     mathematics = Environment("mrl.envs.math:make", {"impl": "hf_math_verify", "is_strict": False}, timeout_s=HANG_S)
-    with RewardPool(mathematics) as pool:
+    with Pool(mathematics) as pool:
         verdicts = pool.score(tasks([("046", "46"), ("47", "46"), ("9^9^9^9^9", "3"), ("46", ""), ("\\boxed{\\frac12}", "0.5")]))
     assert [(verdict.status, verdict.reward) for verdict in verdicts] == [
         ("ok", 1.0),

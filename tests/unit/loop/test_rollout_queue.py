@@ -7,11 +7,13 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mrl.cluster.scheduling import AskedGroup
 from mrl.data.prompts import load_prompts
 from mrl.loop.rollout_queue import NoSignal, QueuePlan, RolloutQueue, Supplied, oldest_version, open_queue
 from mrl.recipes.tokenizer import byte_tokenizer
@@ -19,6 +21,9 @@ from mrl.store.ledger import Ledger, replay
 from mrl.store.summary import Clock
 from mrl.types import Prompt, PromptKey, RolloutGroup, RolloutInfo, RunState, SamplingParams, Verdict
 from tests.unit.data.test_prompts import configured, write
+
+if TYPE_CHECKING:
+    from mrl.cluster.rollouts import RolloutCollector
 
 SAMPLING = SamplingParams(1.0, 1.0, None, 8, ())
 NUM_GENERATIONS = 2
@@ -31,47 +36,53 @@ class Groups:
     ticks: Mapping[str, int] = field(default_factory=dict)
     rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
     now: int = 0
-    under_way: dict[PromptKey, tuple[Prompt, int, int]] = field(default_factory=dict)
-    """Prompt, when it is done, and weight version."""
+    under_way: dict[PromptKey, tuple[AskedGroup, int]] = field(default_factory=dict)
+    """With the moment when it is done."""
     asked: list[tuple[PromptKey, int]] = field(default_factory=list)
 
     def ask(
         self, asked: Sequence[tuple[int, Prompt]], sampling: SamplingParams, *, num_generations: int, weight_version: int
-    ) -> list[PromptKey]:
-        keys = [(epoch, prompt.prompt_id) for epoch, prompt in asked]
-        assert not set(keys) & self.under_way.keys()
-        for key, (_, prompt) in zip(keys, asked, strict=True):
-            self.under_way[key] = (prompt, self.now + self.ticks.get(prompt.prompt_id, 1), weight_version)
-            self.asked.append((key, weight_version))
-        return keys
+    ) -> list[AskedGroup]:
+        groups = [AskedGroup(epoch, prompt, NUM_GENERATIONS, weight_version) for epoch, prompt in asked]
+        assert not {group.key for group in groups} & self.under_way.keys()
+        for group in groups:
+            self.under_way[group.key] = (group, self.now + self.ticks.get(group.prompt.prompt_id, 1))
+            self.asked.append((group.key, weight_version))
+        return groups
 
-    def num_missing(self, keys: Sequence[PromptKey]) -> int:
-        return sum(NUM_GENERATIONS for key in keys if self.under_way[key][1] > self.now)
+    def pass_time(self, now: int) -> None:
+        self.now = now
+        for group, done in self.under_way.values():
+            if done <= now:
+                finish(group, self.rewards.get(group.prompt.prompt_id, (0.0, 1.0)))
 
-    def oldest_version(self, key: PromptKey) -> int:
-        return self.under_way[key][2]
-
-    def wait(self, is_enough: Callable[[], bool], *, on_progress: Callable[[], None]) -> None:
+    def wait(self, is_enough: Callable[[], bool], *, on_tick: Callable[[], None]) -> None:
         while not is_enough():
-            self.now += 1
-            on_progress()
+            self.pass_time(self.now + 1)
+            on_tick()
 
     def drain(self) -> None:
-        self.now = max([self.now, *(done for _, done, _ in self.under_way.values())])
+        self.pass_time(max([self.now, *(done for _, done in self.under_way.values())]))
 
-    def judge(self, keys: Sequence[PromptKey]) -> tuple[list[RolloutGroup], float]:
-        assert self.num_missing(keys) == 0
-        return [self.group(key, *self.under_way.pop(key)) for key in keys], 0.0
+    def judge(self, groups: Sequence[AskedGroup]) -> tuple[list[RolloutGroup], float]:
+        for group in groups:
+            del self.under_way[group.key]
+        return [group.judged() for group in groups], 0.0
 
     def take_busy_s(self) -> float:
         return 0.0
 
-    def group(self, key: PromptKey, prompt: Prompt, _: int, version: int) -> RolloutGroup:
-        infos = [
-            RolloutInfo(f"{key[0]}/{key[1]}/{i}", key[1], i, version, 1, 4, "stop", None, epoch=key[0]) for i in range(NUM_GENERATIONS)
-        ]
-        rewards = self.rewards.get(key[1], (0.0, 1.0))
-        return RolloutGroup(prompt, tuple(infos), tuple(Verdict(reward, True, "ok", "", "") for reward in rewards))
+
+def finish(group: AskedGroup, rewards: Sequence[float]) -> None:
+    epoch, prompt_id = group.key
+    for i, reward in enumerate(rewards):
+        version = group.weight_version
+        group.infos[i] = RolloutInfo(f"{epoch}/{prompt_id}/{i}", prompt_id, i, version, 1, 4, "stop", None, epoch=epoch)
+        group.verdicts[i] = Verdict(reward, True, "ok", "", "")
+
+
+def queue_of(plan: QueuePlan, source: Groups, *arguments: Any, **options: Any) -> RolloutQueue:
+    return RolloutQueue(plan, cast("RolloutCollector", source), *arguments, **options)
 
 
 def prompts(count: int, *, epochs: int = 1) -> list[tuple[int, Prompt]]:
@@ -128,7 +139,7 @@ def ledger(tmp_path: Path) -> Ledger:
 
 def test_a_synchronous_step_asks_for_its_own_prompts_alone(ledger: Ledger):
     source = Groups()
-    taken = run(RolloutQueue(plan(), source, ledger, prompts(6), SAMPLING, last_step=3), ledger, steps=3)
+    taken = run(queue_of(plan(), source, ledger, prompts(6), SAMPLING, last_step=3), ledger, steps=3)
     assert names(taken) == [["p0", "p1"], ["p2", "p3"], ["p4", "p5"]]
     assert source.asked == [((0, f"p{i}"), 1 + i // 2) for i in range(6)]
     assert ages(taken) == [[0, 0]] * 3
@@ -138,7 +149,7 @@ def test_a_synchronous_step_asks_for_its_own_prompts_alone(ledger: Ledger):
 @pytest.mark.parametrize("lag", [1, 2, 3])
 def test_lag_asks_ahead_and_nothing_is_older(ledger: Ledger, lag: int):
     source = Groups({"p2": 9})
-    taken = run(RolloutQueue(plan(lag), source, ledger, prompts(20), SAMPLING, last_step=6), ledger, steps=6)
+    taken = run(queue_of(plan(lag), source, ledger, prompts(20), SAMPLING, last_step=6), ledger, steps=6)
     # Whoever is slow: the prompts of a step are those of a synchronous run, drawn `lag` steps before.
     assert names(taken) == [[f"p{2 * i}", f"p{2 * i + 1}"] for i in range(6)]
     assert ages(taken) == [[min(step, lag)] * 2 for step in range(6)]
@@ -149,7 +160,7 @@ def test_lag_asks_ahead_and_nothing_is_older(ledger: Ledger, lag: int):
 
 def test_in_flight_updates_do_not_wait(ledger: Ledger):
     source = Groups({"p2": 9})
-    queue = RolloutQueue(plan(1, waits_for_refit=False), source, ledger, prompts(8), SAMPLING, last_step=4)
+    queue = queue_of(plan(1, waits_for_refit=False), source, ledger, prompts(8), SAMPLING, last_step=4)
     queue.go_on(RunState(weight_version=1))
     assert queue.pause() == {} and source.now == 0
     assert plan(1).waits_for_refit
@@ -157,7 +168,7 @@ def test_in_flight_updates_do_not_wait(ledger: Ledger):
 
 def test_freshest_first_goes_on_without_the_slow_and_draws_them_again_when_too_old(ledger: Ledger):
     source = Groups({"p0": 4, "p1": 4})
-    queue = RolloutQueue(plan(1, waits_for_refit=False, freshest_first=True), source, ledger, prompts(20), SAMPLING, last_step=5)
+    queue = queue_of(plan(1, waits_for_refit=False, freshest_first=True), source, ledger, prompts(20), SAMPLING, last_step=5)
     taken = run(queue, ledger, steps=5)
     assert names(taken)[0] == ["p2", "p3"]
     assert max(itertools.chain(*ages(taken))) <= 1
@@ -169,7 +180,7 @@ def test_freshest_first_goes_on_without_the_slow_and_draws_them_again_when_too_o
 
 def test_freshest_first_takes_the_youngest(ledger: Ledger):
     source = Groups({"p0": 1, "p1": 1, "p2": 1, "p3": 1})
-    queue = RolloutQueue(plan(2, waits_for_refit=False, freshest_first=True), source, ledger, prompts(20), SAMPLING, last_step=9)
+    queue = queue_of(plan(2, waits_for_refit=False, freshest_first=True), source, ledger, prompts(20), SAMPLING, last_step=9)
     state = RunState(step=0, weight_version=1)
     queue.go_on(state)
     first = queue.take(state, Clock())
@@ -177,7 +188,7 @@ def test_freshest_first_takes_the_youngest(ledger: Ledger):
     ledger.train(1, first.trained)
     state.step, state.weight_version = 1, 2
     queue.go_on(state)
-    source.now += 1
+    source.pass_time(source.now + 1)
     second = queue.take(state, Clock())
     assert second is not None and [oldest_version(group) for group in second.groups] == [2, 2]
 
@@ -185,7 +196,7 @@ def test_freshest_first_takes_the_youngest(ledger: Ledger):
 def test_dynamic_sampling_refills_until_enough_groups_differ(ledger: Ledger):
     same = {f"p{i}": (1.0, 1.0) for i in (0, 1, 2, 5)}
     source = Groups(rewards=same)
-    queue = RolloutQueue(plan(max_batches=4), source, ledger, prompts(12), SAMPLING, last_step=2, has_signal=differs)
+    queue = queue_of(plan(max_batches=4), source, ledger, prompts(12), SAMPLING, last_step=2, has_signal=differs)
     first, second = run(queue, ledger, steps=2)
     # Batches (p0 p1), (p2 p3), (p4 p5).
     assert names([first]) == [["p3", "p4"]] and first.dropped == [(0, "p0"), (0, "p1"), (0, "p2"), (0, "p5")]
@@ -197,7 +208,7 @@ def test_dynamic_sampling_refills_until_enough_groups_differ(ledger: Ledger):
 
 def test_surplus_of_a_synchronous_step_is_drawn_again_by_the_next_weights(ledger: Ledger):
     source = Groups()
-    queue = RolloutQueue(plan(batch=3, max_batches=4), source, ledger, prompts(12), SAMPLING, last_step=3, has_signal=differs)
+    queue = queue_of(plan(batch=3, max_batches=4), source, ledger, prompts(12), SAMPLING, last_step=3, has_signal=differs)
     taken = run(queue, ledger, steps=3)
     assert names(taken) == [["p0", "p1"], ["p2", "p3"], ["p4", "p5"]]
     assert ages(taken) == [[0, 0]] * 3
@@ -207,7 +218,7 @@ def test_surplus_of_a_synchronous_step_is_drawn_again_by_the_next_weights(ledger
 
 def test_surplus_of_a_step_with_lag_is_kept_as_it_is(ledger: Ledger):
     source = Groups()
-    queue = RolloutQueue(plan(2, batch=3, max_batches=4), source, ledger, prompts(20), SAMPLING, last_step=3, has_signal=differs)
+    queue = queue_of(plan(2, batch=3, max_batches=4), source, ledger, prompts(20), SAMPLING, last_step=3, has_signal=differs)
     first, second, _ = run(queue, ledger, steps=3)
     assert first.metrics["train/dynamic_sampling_num_discarded_valid_samples"] == 0
     assert names([first, second]) == [["p0", "p1"], ["p2", "p3"]]
@@ -216,7 +227,7 @@ def test_surplus_of_a_step_with_lag_is_kept_as_it_is(ledger: Ledger):
 
 def test_too_few_groups_that_differ_end_the_run_with_a_way_out(ledger: Ledger):
     source = Groups(rewards={f"p{i}": (0.0, 0.0) for i in range(1, 12)})
-    queue = RolloutQueue(plan(max_batches=3), source, ledger, prompts(12), SAMPLING, last_step=2, has_signal=differs)
+    queue = queue_of(plan(max_batches=3), source, ledger, prompts(12), SAMPLING, last_step=2, has_signal=differs)
     with pytest.raises(NoSignal, match=r"max_gen_batches=3: after so many batches of 2 prompts step 1 has 1 of 2 .* raise"):
         run(queue, ledger, steps=1)
     assert len(source.asked) == 6
@@ -224,13 +235,13 @@ def test_too_few_groups_that_differ_end_the_run_with_a_way_out(ledger: Ledger):
 
 def test_prompts_that_are_used_up_end_the_run(ledger: Ledger):
     source = Groups(rewards={"p1": (0.0, 0.0)})
-    queue = RolloutQueue(plan(max_batches=9), source, ledger, prompts(4), SAMPLING, last_step=2, has_signal=differs)
+    queue = queue_of(plan(max_batches=9), source, ledger, prompts(4), SAMPLING, last_step=2, has_signal=differs)
     assert names(run(queue, ledger, steps=2)) == [["p0", "p2"]]
 
 
 def test_other_prompts_are_sampled_beside_what_is_under_way(ledger: Ledger):
     source = Groups()
-    queue = RolloutQueue(plan(1), source, ledger, prompts(8), SAMPLING, last_step=4)
+    queue = queue_of(plan(1), source, ledger, prompts(8), SAMPLING, last_step=4)
     queue.go_on(RunState(weight_version=1))
     held_out = [(-1, prompt) for _, prompt in prompts(2)]
     groups = queue.sample(held_out, SAMPLING, num_generations=NUM_GENERATIONS, weight_version=1, clock=Clock())
@@ -249,7 +260,7 @@ def test_a_resumed_run_asks_for_the_prompts_that_its_ledger_has_not_consumed(tmp
     def steps(name: str, count: int, *, copy: Path | None = None) -> list[list[str]]:
         """The prompts of the next steps of the run with this ledger, as a process that has just started takes them."""
         ledger = Ledger(tmp_path / name)
-        queue = open_queue(config, data, Groups(), ledger, last_step=4, on_wait=lambda: None)
+        queue = open_queue(config, data, cast("RolloutCollector", Groups()), ledger, last_step=4, on_tick=lambda: None)
         if copy is not None:  # the queue is there when a checkpoint is loaded
             ledger.roll_back(1, copy)
         return names(run(queue, ledger, steps=count, state=RunState(step=len(ledger.state.trained), weight_version=1)))
@@ -292,7 +303,7 @@ def test_nothing_is_lost_or_trained_twice_over_a_kill(
         source = Groups({f"p{i}": count for i, count in enumerate(ticks)}, {f"p{i}": (1.0, 1.0) for i in same})
         numbers = plan(lag, batch=batch, max_batches=30, freshest_first=freshest and lag > 0, waits_for_refit=waits and lag > 0)
         left = [pair for pair in every if (pair[0], pair[1].prompt_id) not in ledger.state.consumed]
-        return RolloutQueue(numbers, source, ledger, left, SAMPLING, last_step=99, has_signal=differs)
+        return queue_of(numbers, source, ledger, left, SAMPLING, last_step=99, has_signal=differs)
 
     run(queue(), ledger, steps=killed_at)
     to_step = min(saved_at, len(ledger.state.trained))

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to the actors of a kind: of rollouts to engines, of verdicts to reward actors. Needs no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from mrl.cluster.errors import ActorLost
+from mrl.cluster.event_loop import News
+
+
+class HasRequestId(Protocol):
+    @property
+    def request_id(self) -> str: ...
+
+
+Q = TypeVar("Q", bound=HasRequestId)
+A = TypeVar("A")
+
+
+@dataclass
+class _Actor(Generic[Q, A]):
+    """What is under way with one actor."""
+
+    owed: dict[str, tuple[Q, asyncio.Future[A]]] = field(default_factory=dict)
+    """Its requests without an answer, by id."""
+    unsent: list[Q] = field(default_factory=list)
+    calls: set[asyncio.Future[Mapping[str, A]]] = field(default_factory=set)
+    woken: asyncio.Future[None] | None = None
+    task: asyncio.Task[None] | None = None
+    num_fruitless: int = 0
+    """Deaths in a row without an answer in between."""
+
+
+class RequestBook(Generic[Q, A]):
+    """Requests, each given to the actor with the fewest, until it is answered, however often that dies. Lives in the event loop.
+
+    A task for each actor carries its requests, many in one call. Actors in `lost` have died, and are to be started again.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        num_actors: int,
+        call: Callable[[int, list[Q]], Awaitable[Mapping[str, A]]],
+        on_death: Callable[[int, ActorLost], None],
+        *,
+        news: News,
+        max_fruitless_restarts: int,
+        num_calls: int = 1,
+    ) -> None:
+        """`call(index, requests)` hands an actor requests; what it has answered meanwhile, by id. An actor has up to `num_calls` at once.
+
+        An actor may die `max_fruitless_restarts` times in a row without an answer; each time `on_death` is called.
+        """
+        self.kind = kind
+        self.num_restarts = 0
+        self.lost: set[int] = set()
+        self._actors = [_Actor[Q, A]() for _ in range(num_actors)]
+        self._call, self._on_death, self._news = call, on_death, news
+        self._max_fruitless, self._max_calls = max_fruitless_restarts, num_calls
+        self._new: list[tuple[Q, asyncio.Future[A]]] = []
+        self._is_held = False
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(len(actor.owed) for actor in self._actors)
+
+    @property
+    def num_lost(self) -> int:
+        """Requests of the actors that are lost."""
+        return sum(len(self._actors[index].owed) for index in self.lost)
+
+    def called(self) -> list[int]:
+        """Actors that have not answered a call. Any thread may ask."""
+        return [index for index, actor in enumerate(self._actors) if actor.calls]
+
+    def missing(self) -> str:
+        """The unfinished requests, for messages: `12 rollouts (0/train:7/3 of engine 0 and others)`."""
+        first = next((f"{next(iter(actor.owed))} of {self.kind} {index}" for index, actor in enumerate(self._actors) if actor.owed), "none")
+        return f"{self.num_unfinished} rollouts ({first} and others)"
+
+    async def ask(self, request: Q) -> A:
+        """The answer to a request."""
+        loop = asyncio.get_running_loop()
+        if not self._new:  # all that is asked now is dealt out together
+            loop.call_soon(self._deal)
+        self._new.append((request, answer := loop.create_future()))
+        return await answer
+
+    def begin(self, index: int) -> None:
+        """Carries requests to an actor from now on; one that was started again gets all that it owes."""
+        actor = self._actors[index]
+        actor.unsent = [request for request, _ in actor.owed.values()]
+        actor.task = asyncio.ensure_future(self._serve(index, actor))
+
+    def end(self, index: int, log_file: Path) -> int:
+        """Stops carrying to a dead actor, which is to be started again; how many answers it owes. RuntimeError: it dies too often."""
+        actor = self._actors[index]
+        if actor.task is not None:
+            actor.task.cancel()
+        actor.num_fruitless += 1
+        if actor.num_fruitless > self._max_fruitless:
+            times = f"{actor.num_fruitless} times in a row without finishing a rollout"
+            raise RuntimeError(f"{self.kind} {index} died {times}; see {log_file}")
+        self.num_restarts += 1
+        self.lost.discard(index)
+        return len(actor.owed)
+
+    def hold(self, is_held: bool) -> None:
+        """While it `is_held`, no call begins."""
+        self._is_held = is_held
+        self._wake()
+
+    def _deal(self) -> None:
+        loads = [(len(actor.owed), index) for index, actor in enumerate(self._actors)]
+        heapify(loads)
+        new, self._new = self._new, []
+        for request, answer in new:
+            load, index = loads[0]
+            heapreplace(loads, (load + 1, index))
+            self._actors[index].owed[request.request_id] = request, answer
+            self._actors[index].unsent.append(request)
+        self._wake()
+
+    def _wake(self) -> None:
+        for actor in self._actors:
+            if actor.woken is not None and not actor.woken.done() and self._wants_call(actor):
+                actor.woken.set_result(None)
+
+    def _wants_call(self, actor: _Actor[Q, A]) -> bool:
+        is_due = actor.unsent or (actor.owed and not actor.calls)
+        return bool(is_due) and len(actor.calls) < self._max_calls and not self._is_held
+
+    async def _serve(self, index: int, actor: _Actor[Q, A]) -> None:
+        try:
+            try:
+                await self._carry(index, actor)
+            except ActorLost as lost:
+                self._on_death(index, lost)
+        except Exception as error:  # whoever waits raises it
+            self._news.fail(error)
+
+    async def _carry(self, index: int, actor: _Actor[Q, A]) -> None:
+        calls = actor.calls = set()
+        try:
+            while True:
+                if self._wants_call(actor):
+                    unsent, actor.unsent = actor.unsent, []
+                    calls.add(asyncio.ensure_future(self._call(index, unsent)))
+                actor.woken = asyncio.get_running_loop().create_future()
+                done, _ = await asyncio.wait({*calls, actor.woken}, return_when=asyncio.FIRST_COMPLETED)
+                for call in calls & done:
+                    calls.remove(call)
+                    for request_id, answer in (await call).items():
+                        actor.num_fruitless = 0
+                        actor.owed.pop(request_id)[1].set_result(answer)
+        finally:
+            for call in calls:
+                call.cancel()
+            calls.clear()

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver's event loop, in a thread of its own, where all rollouts live. The main thread calls into it and waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from functools import cache
+from typing import TypeVar, TypeVarTuple
+
+from mrl.cluster import hangs
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+# What the main thread calls in the loop waits for nobody; a loop that does not answer is stuck in a call of Ray's.
+CALL_TIMEOUT_S = 60.0
+# Halves the processor time of a rollout; garbage in circles of so many objects takes megabytes.
+GC_THRESHOLD = 50_000
+# So often a thread that waits looks at its limit, and shows progress.
+TICK_S = 0.25
+
+
+@cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The loop, which lives as long as the process."""
+    # Python's collector would look through thousands of coroutines, which live for minutes, after every 700 new objects.
+    gc.set_threshold(GC_THRESHOLD)
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rollouts", daemon=True).start()
+    return loop
+
+
+def in_loop(function: Callable[[*Ts], T], *arguments: *Ts) -> T:
+    """What a function returns that the loop's thread calls."""
+
+    async def call() -> T:
+        return function(*arguments)
+
+    return asyncio.run_coroutine_threadsafe(call(), event_loop()).result(CALL_TIMEOUT_S)
+
+
+@contextmanager
+def tasks_ended() -> Iterator[None]:
+    """At the end of the `with` block, ends all that is under way in the loop."""
+
+    def end() -> None:
+        for task in asyncio.all_tasks():
+            task.cancel()
+
+    try:
+        yield
+    finally:
+        event_loop().call_soon_threadsafe(end)
+
+
+class Silence(Exception):
+    """Nothing has been heard of what a thread waits for."""
+
+
+class News:
+    """Tells a thread that waits what happens in the loop. All but `wait` is called there."""
+
+    def __init__(self) -> None:
+        self.heard_at: dict[str, float] = {}
+        """When there was last a sign of life, by what is waited for."""
+        self._error: Exception | None = None
+        self._waiting: asyncio.Future[None] | None = None
+
+    def tell(self, what: str, heard_at: float | None = None) -> None:
+        """Something has come: now, or a moment from which on something is expected."""
+        moment = time.monotonic() if heard_at is None else heard_at
+        self.heard_at[what] = max(moment, self.heard_at.get(what, 0.0))
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Whoever waits, now or later, raises the first error."""
+        self._error = self._error or error
+        self._wake()
+
+    def wait(
+        self,
+        is_enough: Callable[[], bool],
+        *,
+        what: str,
+        who: Callable[[], Collection[str]],
+        limit_s: float,
+        on_tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Waits until `is_enough`, which the loop looks at after all news; calls `on_tick` now and then, and at the end.
+
+        `who` names those that have not answered. Silence: for `limit_s` there was no sign of life.
+        """
+        self.heard_at[what] = max(time.monotonic(), self.heard_at.get(what, 0.0))
+        waiting = asyncio.run_coroutine_threadsafe(self._until(is_enough), event_loop())
+        try:
+            while not waiting.done():
+                heard_at = self.heard_at[what]
+                with hangs.waiting(what, who, heard_at):
+                    while self.heard_at[what] == heard_at and not waiting.done():
+                        left_s = heard_at + limit_s - time.monotonic()
+                        if left_s < 0:
+                            raise Silence
+                        on_tick()
+                        futures.wait([waiting], timeout=min(left_s, TICK_S))
+            waiting.result(timeout=0)
+            on_tick()
+        finally:
+            waiting.cancel()
+
+    async def _until(self, is_enough: Callable[[], bool]) -> None:
+        while self._error is None and not is_enough():
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        if self._error is not None:
+            raise self._error
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests dealt out to actors that are plain functions, and carried by the event loop's tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from mrl.cluster.book import RequestBook
+from mrl.cluster.errors import ActorLost, ActorName
+from mrl.cluster.event_loop import News
+from mrl.types import RolloutRequest, SamplingParams
+
+LOG = Path("logs/engine.log")
+SAMPLING = SamplingParams(1.0, 1.0, None, 8, ())
+
+
+def request(prompt_id: str) -> RolloutRequest:
+    return RolloutRequest(prompt_id, 0, 0, 0, (1,), SAMPLING)
+
+
+@dataclass
+class Engines:
+    """Each call waits until the test answers it, with ids or an error."""
+
+    num_engines: int
+    max_fruitless: int = 3
+    num_calls: int = 1
+    sent: list[tuple[int, list[str]]] = field(default_factory=list)
+    calls: dict[int, list[asyncio.Future[list[str]]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        limits = {"max_fruitless_restarts": self.max_fruitless, "num_calls": self.num_calls}
+        self.news = News()
+        self.book = RequestBook[RolloutRequest, str]("engine", self.num_engines, self.call, self.lose, news=self.news, **limits)
+        self.answers: dict[str, str] = {}
+
+    async def call(self, index: int, requests: list[RolloutRequest]) -> dict[str, str]:
+        self.sent.append((index, [one.prompt_id for one in requests]))
+        self.calls.setdefault(index, []).append(call := asyncio.get_running_loop().create_future())
+        return {f"0/{name}/0": f"{name} by {index}" for name in await call}
+
+    def lose(self, index: int, lost: ActorLost) -> None:
+        self.book.lost.add(index)
+
+    async def ask(self, *names: str) -> None:
+        """Asks, and returns when the requests have been sent."""
+
+        async def one(name: str) -> None:
+            self.answers[name] = await self.book.ask(request(name))
+
+        for name in names:
+            asyncio.ensure_future(one(name))
+        await settled()
+
+    async def answer(self, index: int, *names: str) -> None:
+        self.calls[index].pop(0).set_result(list(names))
+        await settled()
+
+    async def die(self, index: int) -> None:
+        self.calls[index].pop(0).set_exception(ActorLost(ActorName("engine", index), "generation", "killed"))
+        await settled()
+
+
+async def settled() -> None:
+    """Lets the loop do what it can do at once."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def run(story: Coroutine[None, None, None]) -> None:
+    asyncio.run(story)
+
+
+def test_a_request_goes_to_the_engine_with_the_fewest_unfinished_ones():
+    async def story() -> None:
+        engines = Engines(2)
+        for index in range(2):
+            engines.book.begin(index)
+        await engines.ask("a", "b", "c")
+        assert engines.sent == [(0, ["a", "c"]), (1, ["b"])] and engines.book.called() == [0, 1]
+        await engines.answer(0, "c", "a")
+        assert engines.answers == {"a": "a by 0", "c": "c by 0"}
+        # An engine without work is not called; one that is called gets what is new with its next call.
+        assert engines.book.called() == [1] and len(engines.sent) == 2
+        await engines.ask("d", "e")
+        assert engines.sent[2:] == [(0, ["d", "e"])]
+        await engines.ask("f")
+        assert engines.book.missing() == "4 rollouts (0/d/0 of engine 0 and others)"
+        await engines.answer(1)
+        assert engines.sent[-1] == (1, ["f"])
+        assert (engines.book.num_unfinished, engines.book.num_lost) == (4, 0)
+
+    run(story())
+
+
+def test_a_second_call_brings_new_requests_while_the_first_waits():
+    async def story() -> None:
+        engines = Engines(1, num_calls=2)
+        engines.book.begin(0)
+        await engines.ask("a")
+        await engines.ask("b")
+        await engines.ask("c")
+        assert engines.sent == [(0, ["a"]), (0, ["b"])]
+        await engines.answer(0, "b")
+        assert engines.sent[2:] == [(0, ["c"])] and engines.answers == {"b": "b by 0"}
+        await engines.answer(0)
+        await engines.answer(0, "a", "c")
+        assert engines.answers.keys() == {"a", "b", "c"} and engines.book.called() == []
+
+    run(story())
+
+
+def test_nothing_is_sent_to_engines_that_are_held():
+    async def story() -> None:
+        engines = Engines(1)
+        engines.book.begin(0)
+        await engines.ask("a")
+        engines.book.hold(True)
+        await engines.answer(0)
+        await engines.ask("b")
+        assert len(engines.sent) == 1
+        engines.book.hold(False)
+        await settled()
+        assert engines.sent[1:] == [(0, ["b"])]
+
+    run(story())
+
+
+def test_a_restarted_engine_is_asked_its_unfinished_requests_again():
+    async def story() -> None:
+        engines = Engines(2)
+        for index in range(2):
+            engines.book.begin(index)
+        await engines.ask("a", "b", "c")
+        await engines.answer(0, "a")
+        await engines.die(0)
+        assert engines.book.lost == {0} and (engines.book.num_unfinished, engines.book.num_lost) == (2, 1)
+        assert engines.book.end(0, LOG) == 1
+        assert not engines.book.lost and engines.book.num_restarts == 1 and len(engines.sent) == 3
+        engines.book.begin(0)
+        await settled()
+        assert engines.sent[3:] == [(0, ["c"])]
+        await engines.answer(0, "c")
+        assert engines.answers == {"a": "a by 0", "c": "c by 0"}
+
+    run(story())
+
+
+def test_an_engine_that_keeps_dying_without_a_rollout_ends_the_run():
+    async def story() -> None:
+        engines = Engines(1, max_fruitless=2)
+        engines.book.begin(0)
+        await engines.ask("a", "b")
+        for _ in range(2):
+            engines.book.end(0, LOG)
+            engines.book.begin(0)
+            await settled()
+        engines.calls[0] = engines.calls[0][-1:]
+        await engines.answer(0, "a")
+        for _ in range(2):
+            engines.book.end(0, LOG)
+        with pytest.raises(RuntimeError, match=r"engine 0 died 3 times in a row .* see logs/engine\.log"):
+            engines.book.end(0, LOG)
+        assert engines.book.num_restarts == 4
+
+    run(story())
+
+
+def test_an_error_of_an_engine_reaches_who_waits():
+    async def story() -> None:
+        engines = Engines(1)
+        engines.book.begin(0)
+        await engines.ask("a")
+        engines.calls[0].pop(0).set_exception(ValueError("engine 0 failed"))
+        await settled()
+        with pytest.raises(ValueError, match="engine 0 failed"):
+            await engines.news._until(lambda: False)
+
+    run(story())
