@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ACCESSORS = ("mrl.config.schema", "mrl.config.rules.data")
 # They check and print keys, which changes nothing in a run.
 NOT_PRODUCT = ("mrl.config", "mrl.check", "mrl.plan")
+LIMITS = "mrl.plan.deadlines"
+"""What a run keeps to, though the plan shows it, too."""
 
 Types = frozenset[str]
 Place = tuple[str, str]
@@ -44,7 +46,7 @@ def key_readers(sources: Mapping[str, str] | None = None) -> dict[str, list[str]
                 inner[owner] |= places
     readers: dict[Place, set[str]] = defaultdict(set)
     for name, found in reads.items():
-        if not name.startswith(NOT_PRODUCT):
+        if not name.startswith(NOT_PRODUCT) or name.startswith(LIMITS):
             for place in _closure(set().union(*found.values()), inner):
                 readers[place].add(name)
     # What is read of a base class is read of all that inherit from it.

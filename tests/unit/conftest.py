@@ -74,7 +74,8 @@ def workplace(tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.Monkey
     (model / "config.json").write_text(json.dumps(TINY_CONFIG))
     write_weights(model, TINY_CONFIG)
     for name in ("train", "validation"):
-        (data / f"{name}.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' * 64)
+        row = {"question": "1+1=", "answer": "2", "agent_ref": {"name": "plain"}}
+        (data / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 64)
         (data / f"{name}_preferences.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n' * 64)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -72,8 +72,8 @@ def test_every_quoted_message_is_in_the_source():
 
 
 def _pieces_are_in(part: str, source: str) -> bool:
-    # Messages are put together from a rule and a way out, each with a text of its own.
-    pieces = [piece.strip() for piece in re.split(r"[;:] |=", part)]
+    # Messages are put together from a rule and a way out, lines of the console from names and values, each with a text of its own.
+    pieces = [piece.strip() for piece in re.split(r"[;:] |=|  +", part)]
     return len(pieces) > 1 and all(piece in source for piece in pieces)
 
 

@@ -56,6 +56,8 @@ def test_an_id_without_weights_ends_before_anything_starts(snapshot: Path):
 
 
 def test_a_folder_without_a_tokenizer_is_named_with_its_key(workplace: Path):
+    for path in (workplace / "prepared/tiny/model").glob("tokenizer*"):
+        path.unlink()
     with pytest.raises(ValueError, match="policy.tokenizer.name=prepared/tiny/model: transformers finds no tokenizer there"):
         load_prompts(check_start(load_config("grpo_tiny.yaml")))
 
