@@ -99,7 +99,7 @@ MISTAKES = {
         [f"data.train.data_path={TRAIN}"],
         "Refused",
         f"data.train.data_path={TRAIN} has 64 bad rows; correct or remove them, or set data.on_bad_row=skip:\n  {TRAIN}:1: no key chosen "
-        "(the row has 'answer', 'question'); it looks like a conversation with one reply, which algorithm=sft reads",
+        "(the row has 'agent_ref', 'answer', 'question'); it looks like a conversation with one reply, which algorithm=sft reads",
         config="dpo_tiny.yaml",
     ),
     "preferences for SFT": Mistake(

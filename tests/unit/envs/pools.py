@@ -59,7 +59,7 @@ class Pool:
 
     def close(self) -> None:
         self.pool.close()
-        self.run(asyncio.sleep(0))
+        self._runner.close()
 
 
 def build_environment(name: str, config: EnvConfig, *, endpoints: Path | None = None) -> Pool:
