@@ -103,7 +103,10 @@ class Ownership:
             os.link(aside, file)
         except FileExistsError:
             # A file server whose first answer got lost is asked again, and finds what it has made.
-            return file.exists() and file.samefile(aside)
+            try:
+                return file.samefile(aside)
+            except FileNotFoundError:  # given back meanwhile
+                return False
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise

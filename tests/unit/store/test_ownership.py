@@ -178,3 +178,20 @@ def test_a_damaged_file_of_an_owner_is_named(file: Path):
         file.write_text(damaged)
         with pytest.raises(ValueError, match=r"owner\.json names no process .*; remove it"):
             Ownership(file).take()
+
+
+def test_a_file_that_is_given_back_between_two_looks_is_tried_again(file: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another process removes it after the link has failed."""
+    link, answers = os.link, [FileExistsError]
+
+    def link_late(source: Path, target: Path) -> None:
+        if answers:
+            raise answers.pop()
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", link_late)
+    monkeypatch.setattr(Path, "exists", lambda _: True)  # a look of a moment ago
+    mine = Ownership(file)
+    mine.take()
+    mine.check()
+    assert not answers
