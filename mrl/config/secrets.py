@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 import traceback
@@ -97,6 +98,15 @@ class SecretsFormatter(logging.Formatter):
         return "\n".join(prefix + line for line in text.strip("\n").split("\n"))
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Goes on in silence once nobody reads any more, as `head` does after its lines."""
+        if isinstance(sys.exc_info()[1], BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        else:
+            super().handleError(record)
+
+
 def start_logging(style: LogStyle = "plain", stream: TextIO | None = None) -> set[str]:
     """Lets all loggers of this process write to `stream` (by default standard output) from INFO on, without secrets.
 
@@ -104,7 +114,7 @@ def start_logging(style: LogStyle = "plain", stream: TextIO | None = None) -> se
     """
     secrets: set[str] = set()
     output: TextIO = stream or sys.stdout
-    handler = logging.StreamHandler(output)
+    handler = _Handler(output)
     handler.setFormatter(SecretsFormatter("terminal" if style == "text" and output.isatty() else style, secrets))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(style != "plain")

@@ -267,3 +267,14 @@ def test_a_check_imports_nothing_heavy(entry: str, tmp_path: Path):
     command = [sys.executable, "-c", script]
     finished = subprocess.run(command, cwd=tmp_path, env=shell, capture_output=True, text=True, timeout=HANG_S, check=True)
     assert finished.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_reader_that_has_enough_is_no_error(workplace: Path):
+    command = [sys.executable, "-m", "mrl.train", "grpo_tiny.yaml", "--check"]
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, cwd=workplace, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().startswith(b"Config: ")
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (process.returncode, said) == (0, b"")
