@@ -17,7 +17,7 @@ from conversion.boxes import Box, Layout, Slot, lengths
 from conversion.tensors import box_view, dtype_name
 from mrl import spans
 from mrl.policy.host_block import block_offsets
-from mrl.refit.checksum import Checksums, Value
+from mrl.refit.checksum import Checksums, Summed
 from mrl.refit.memory import ArenaHandle, ArenaRow, SharedMemory
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class CopyCheck:
         start = time.monotonic()
         # Weights of a model beside the policy come back to the device at other addresses.
         if (addresses := [view.data_ptr() for view in self._views]) != self._addresses:
-            self._checksums, self._addresses = Checksums([Value(view) for view in self._views]), addresses
+            self._checksums, self._addresses = Checksums([Summed(view) for view in self._views]), addresses
         sums = torch.full((self._max_pieces,), -1, dtype=torch.int64)
         sums[: len(self._views)] = self._checksums.take()
         gathered = [torch.empty_like(sums) for _ in range(dist.get_world_size())]

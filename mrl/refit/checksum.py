@@ -30,7 +30,7 @@ _GATHER_BYTES = 1 << 18
 _MAX_NAMED = 12
 
 
-class Value(NamedTuple):
+class Summed(NamedTuple):
     """A tensor, and how an engine keeps it; by default as it is."""
 
     tensor: Tensor
@@ -50,7 +50,7 @@ class Value(NamedTuple):
 class Checksums:
     """Checksums of tensors that stay where they are, as an engine keeps them; prepared once and taken at every refit."""
 
-    def __init__(self, values: Sequence[Value]) -> None:
+    def __init__(self, values: Sequence[Summed]) -> None:
         values = [value._replace(tensor=value.tensor.detach()) for value in values]
         self._on_device = _DeviceSums(values) if values and values[0].tensor.device.type != "cpu" else None
         buffer = np.empty(_GATHER_BYTES, dtype=np.uint8)
@@ -66,7 +66,7 @@ class Checksums:
 
 def checksum(tensor: Tensor) -> int:
     """Checksum over the tensor's elements in C order, whatever its strides; waits for the device."""
-    return int(Checksums([Value(tensor)]).take()[0])
+    return int(Checksums([Summed(tensor)]).take()[0])
 
 
 def digest(tensors: Mapping[Slot, Tensor]) -> dict[Slot, int]:
@@ -94,7 +94,7 @@ def check_unchanged(before: Mapping[Slot, int], after: Mapping[Slot, int], round
 class _DeviceSums:
     """Sums of values on a GPU; those that are computed from the weights first are summed one by one."""
 
-    def __init__(self, values: Sequence[Value]) -> None:
+    def __init__(self, values: Sequence[Summed]) -> None:
         # Triton comes with torch for GPUs; hosts without one need not have it.
         from mrl.refit.triton_kernels import BoxSums, is_summable
 
@@ -120,10 +120,10 @@ _Part = tuple[np.ndarray, np.ndarray, memoryview]
 """Part of a strided box, where it is gathered, and the bytes there."""
 
 
-def _host_sum(prepared: memoryview | list[_Part] | Value) -> int:
+def _host_sum(prepared: memoryview | list[_Part] | Summed) -> int:
     if isinstance(prepared, memoryview):
         return crc32(prepared)
-    if isinstance(prepared, Value):
+    if isinstance(prepared, Summed):
         return checksum(prepared.now())
     value = 0
     for source, gathered, raw in prepared:

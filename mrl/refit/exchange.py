@@ -19,7 +19,7 @@ from torch import Tensor
 from conversion.boxes import Box, Slot, lengths
 from conversion.schedule import NUM_BUFFERS, Copy, Delivery, Schedule
 from conversion.tensors import box_view, torch_dtype
-from mrl.refit.checksum import Checksums, Value
+from mrl.refit.checksum import Checksums, Summed
 from mrl.refit.copies import Copies, TensorCopy
 from mrl.refit.group import ExchangeGroup, Incoming, Outgoing
 from mrl.refit.memory import ArenaHandle, MemoryHandle, SharedMemory, bytes_as, wait_for
@@ -79,7 +79,7 @@ class _Sums:
         self._rows |= {box: first + index for index, box in enumerate(new)}
         self._values += [0] * len(new)
         rows = [self._rows[box] for box in boxes]
-        sums = Checksums([Value(box_view(self._weights[slot], box), transform, torch_dtype(dtype)) for slot, box, transform, dtype in new])
+        sums = Checksums([Summed(box_view(self._weights[slot], box), transform, torch_dtype(dtype)) for slot, box, transform, dtype in new])
 
         def write() -> None:
             start = time.perf_counter()

@@ -17,7 +17,7 @@ from conversion.boxes import Box, Slot, lengths, tiling_fault
 from conversion.schedule import CHECKSUM_BYTES, Pull, Schedule
 from conversion.tensors import box_view, torch_dtype
 from mrl.refit import RefitError
-from mrl.refit.checksum import Checksums, Value
+from mrl.refit.checksum import Checksums, Summed
 from mrl.refit.copies import Copies, TensorCopy
 from mrl.refit.device_checksum import bytes_of
 from mrl.refit.exchange import Exchange, GpuHandles
@@ -193,7 +193,7 @@ class Puller:
         targets = [box_view(tensors[pull.copy.target], pull.copy.box) for pull in pulls]
         copies = [TensorCopy(target, self._source(pull), pull.copy.transform) for target, pull in zip(targets, pulls, strict=True)]
         words = torch.tensor([pull.checksum_offset // CHECKSUM_BYTES for pull in pulls], dtype=torch.int64).to(self._body.device)
-        checksums = Checksums([Value(target) for target in targets])
+        checksums = Checksums([Summed(target) for target in targets])
         return _Round(pulls, Copies(copies), checksums, words, sum(target.nbytes for target in targets))
 
     def _source(self, pull: Pull) -> Tensor:

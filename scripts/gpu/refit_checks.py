@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from conversion.families.registry import family
-from mrl.refit.checksum import Checksums, Value
+from mrl.refit.checksum import Checksums, Summed
 from mrl.refit.copies import Copies, TensorCopy
 from scripts.bench import refit as bench
 from scripts.bench.shapes import narrowed
@@ -62,7 +62,7 @@ def moving(setup: Setup) -> list[Row]:
         plain, copy = (torch.ones(num_bytes, dtype=torch.uint8, device=setup.device) for _ in range(2))
         yardstick = seconds(setup.device, lambda copy=copy, plain=plain: copy.copy_(plain))
         copies = Copies([TensorCopy(target, source) for target, source in zip(targets, sources, strict=True)])
-        checksums = Checksums([Value(source) for source in sources])
+        checksums = Checksums([Summed(source) for source in sources])
         copying, summing = seconds(setup.device, copies.run), seconds(setup.device, checksums.take)
         assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
         rows.append(

@@ -8,7 +8,7 @@ import zlib
 import pytest
 import torch
 
-from mrl.refit.checksum import Checksums, Value, checksum
+from mrl.refit.checksum import Checksums, Summed, checksum
 
 
 def test_equals_zlib_over_c_order_bytes():
@@ -43,7 +43,7 @@ def test_large_strided_boxes_are_gathered_in_order(shape):
 
 def test_prepared_checksums_follow_the_bytes():
     tensors = [torch.randn(8, 6), torch.randn(8, 6)[:, 1:4], torch.randn(())]
-    prepared = Checksums([Value(tensor, None, tensor.dtype) for tensor in tensors])
+    prepared = Checksums([Summed(tensor, None, tensor.dtype) for tensor in tensors])
     for _ in range(2):
         assert prepared.take().tolist() == [zlib.crc32(tensor.contiguous().numpy().tobytes()) for tensor in tensors]
         for tensor in tensors:
