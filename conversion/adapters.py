@@ -17,7 +17,7 @@ from conversion.cuts import Canonical, ColumnParallel, Cut, Experts, Gated, Qkv,
 from conversion.families.common import Family, HfConfig, Model, Rule
 
 Kind = Literal["column", "row", "whole"]
-"""Whether Megatron cuts the rows or the columns of a weight over ranks, or nothing."""
+"""Dimension of the weight that Megatron cuts over ranks, or `whole` for none."""
 
 LINEAR: Mapping[str, Kind] = {
     "linear_qkv": "column",

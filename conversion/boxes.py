@@ -25,7 +25,7 @@ class Piece:
     local: Box
     """The place in the holder's tensor. Same lengths as `box`; it may have more leading dimensions, of length 1 (stacked experts)."""
     transform: str | None = None
-    """How the holder's values follow from the canonical ones: None, or "neg_exp" for -exp(x) computed in float32."""
+    """Function from the canonical values to the holder's: None, or "neg_exp" for -exp(x) computed in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """What one tensor of a holder consists of. Pieces and padding together are meant to tile it; `reshard` proves that they do."""
+    """Content of one tensor of a holder. Pieces and padding together should tile it; `reshard` proves that they do."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -100,7 +100,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 
 
 def place(box: Box, inside: Box, local: Box) -> Box:
-    """Where `box`, a part of `inside`, lies in a tensor that keeps `inside` at `local`."""
+    """Returns the place of `box`, a part of `inside`, in a tensor that keeps `inside` at `local`."""
     extra = len(local) - len(inside)
     moved = tuple(
         (start - low + base, stop - low + base) for (start, stop), (low, _), (base, _) in zip(box, inside, local[extra:], strict=True)
@@ -143,7 +143,7 @@ def find_overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
 
 
 def uncovered(box: Box, parts: Iterable[Box]) -> list[Box]:
-    """What `parts` leave of `box`, as disjoint boxes."""
+    """Returns the rest of `box` outside `parts`, as disjoint boxes."""
     rest = [box]
     for part in parts:
         rest = [left for whole in rest for left in subtract(whole, part)]
@@ -153,7 +153,7 @@ def uncovered(box: Box, parts: Iterable[Box]) -> list[Box]:
 
 
 def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Why `boxes` do not cover each element of a tensor exactly once, or None where they do."""
+    """Returns why `boxes` do not cover each element of a tensor exactly once, or None where they do."""
     whole = full(shape)
     for box in boxes:
         if len(box) != len(whole) or any(not 0 <= start < stop <= size for (start, stop), size in zip(box, shape, strict=True)):

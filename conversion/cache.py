@@ -315,9 +315,9 @@ class Item:
     """None if it is not a complete entry."""
     num_bytes: int
     used: float
-    """When it was last used or touched, in seconds since the epoch."""
+    """Time of the last use or touch, in seconds since the epoch."""
     is_live: bool
-    """Whether a process uses or builds it now."""
+    """True while a process uses or builds the entry."""
 
 
 @dataclass(frozen=True)
@@ -382,7 +382,7 @@ def _item(path: Path, key: str) -> Item | None:
 
 
 def _is_unused(item: Item) -> bool:
-    """Whether no lease exists now. A user takes a lease first and looks for the entry afterwards; gc looks for leases last."""
+    """Tells whether no lease exists. A user takes a lease before it looks for the entry; gc looks for leases last."""
     # A network file system lists a folder anew for a process that has changed it.
     time_of_folder(item.path.parent.parent / LEASES)
     return not _is_leased(item.path, item.key)

@@ -170,9 +170,9 @@ class OpenCheckpoint:
     paths: CheckpointPaths
     folder: TorchDistFolder
     tensors: CanonicalTensors | MergedTensors
-    """Its weights, with adapters merged if it has some."""
+    """The checkpoint's weights, with adapters merged if it has any."""
     factors: CanonicalTensors
-    """Its weights, and the factors of adapters."""
+    """The checkpoint's weights and the factors of its adapters, unmerged."""
     adapters: CheckpointAdapters | None
 
 
@@ -222,7 +222,7 @@ def _with_dtypes(layout: Layout, dtypes: Mapping[str, torch.dtype]) -> tuple[Lay
 
 
 def differences(first: Path, second: Path) -> Iterator[str]:
-    """How the canonical tensors of two folders differ, one line each: names, shapes, dtypes, values bit for bit. Nothing if they are equal.
+    """Yields one line per difference between the canonical tensors of two folders: names, shapes, dtypes, values bit for bit.
 
     Memory holds a block of each.
     """
@@ -242,7 +242,7 @@ def differences(first: Path, second: Path) -> Iterator[str]:
 
 
 def faults_against_manifest(folder: Path) -> Iterator[str]:
-    """How a folder differs from its manifest, one line each: every file, then the values of every tensor."""
+    """Yields one line per difference between a folder and its manifest: every file, then the values of every tensor."""
     files = file_faults(folder)
     yield from files
     if files:
@@ -269,7 +269,7 @@ def _opened(folder: Path, stack: ExitStack) -> tuple[set[str], BoxSource]:
 
 
 def _value_fault(a: BoxSource, b: BoxSource, name: str) -> str:
-    """How the values of two tensors of one shape differ; empty if they do not. Compares equal dtypes bit by bit."""
+    """Describes how two tensors of one shape differ; "" if they are equal. Compares equal dtypes bit by bit."""
     num_different, largest, shape = 0, 0.0, a.shape(name)
     # Of two dtypes the wider one holds the values of both.
     dtype = torch.promote_types(a.dtype(name), b.dtype(name))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each kind of layer cuts canonical tensors: for a Megatron rank, a Megatron checkpoint, a vLLM worker. Standard library only."""
+"""Cuts of canonical tensors by kind of layer: for a Megatron rank, a Megatron checkpoint, a vLLM worker. Standard library only."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Cutout:
 
 @dataclass(frozen=True)
 class Cut(ABC):
-    """How one or a few canonical tensors, which are fields of each kind of cut, become one tensor of each holder."""
+    """Mapping from one or a few canonical tensors, the fields of each kind of cut, to one tensor of each holder."""
 
     @property
     def tensors(self) -> tuple[Canonical, ...]:
@@ -241,7 +241,7 @@ class Experts:
     """One linear layer of all experts. A Megatron rank keeps a tensor for each of its experts; checkpoint and vLLM stack them."""
 
     cut: Cut
-    """Of any expert; in the names of its tensors, "{expert}" stands for the expert's index."""
+    """Cut of one expert; "{expert}" in tensor names stands for the expert's index."""
     num_experts: int
 
     @property

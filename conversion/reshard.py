@@ -51,7 +51,7 @@ class _Sources:
     ranks: list[list[int]]
     holdings: _Holdings
     on_node: dict[int, dict[int, list[int]]]
-    """By node and class: the ranks there."""
+    """Ranks by node and source class."""
 
 
 def reshard(
@@ -249,7 +249,8 @@ def _draft(
 def _assign(
     found: _Sources, drafts: Sequence[Draft], class_of: Mapping[int, int], gpu_of: Mapping[int, int], node_of: Mapping[int, int]
 ) -> dict[int, list[int]]:
-    """By target: the rank that sends each bin. Bins with the fewest possible senders choose first, each the one that sends least so far."""
+    """Chooses the sending rank of each bin, by target. Bins with the fewest possible senders choose first,
+    each the rank that sends least so far."""
     loads = dict.fromkeys(found.class_of, 0)
     ranks = {target: [-1] * len(drafts[index].bins) for target, index in class_of.items()}
     queue: dict[object, list[tuple[int, int]]] = {}

@@ -49,14 +49,14 @@ class Draft:
 
 
 Turns = tuple[int, Mapping[int, int]]
-"""How many turns there are, and that of each worker: those that one rank cannot serve at the same time receive one after the other."""
+"""Number of turns, and the turn of each worker: workers that one rank cannot serve at the same time receive one after the other."""
 
 
 class _Cuts(NamedTuple):
     counts: list[list[int]]
-    """By round and bin: how many copies travel."""
+    """Number of copies, by round and bin."""
     num_bytes: list[list[int]]
-    """By bin and round: size of the message."""
+    """Size of the message, by bin and round."""
     largest: int
     """Bytes of the largest round."""
 

@@ -28,11 +28,11 @@ NUM_BUFFERS = 2
 _MAX_NAMED = 6
 
 Link = Literal["gpu", "node", "network"]
-"""How far a copy goes: from memory of the worker's own GPU, from another GPU of its node, from another node."""
+"""Distance of a copy: from memory of the worker's own GPU, from another GPU of its node, from another node."""
 
 
 class Holding(NamedTuple):
-    """Where a source keeps a box of a canonical tensor."""
+    """Place of a box of a canonical tensor in a source."""
 
     slot: Slot
     box: Box
@@ -47,28 +47,28 @@ class Copy(NamedTuple):
     dtype: str
     transform: str | None
     holders: Mapping[int, Holding]
-    """By source class: where its ranks keep the box."""
+    """Place of the box on its ranks, by source class."""
     num_bytes: int
-    """In the source's dtype."""
+    """Size in the source's dtype."""
 
 
 class Message(NamedTuple):
-    """What one source sends to one worker in one round: boxes at aligned offsets, then their checksums (int64)."""
+    """Data from one source to one worker in one round: boxes at aligned offsets, then their checksums (int64)."""
 
     round: int
     """Counted for the class; see `EngineWorker.turn`."""
     offset: int
-    """In bytes from the start of the worker's region of the exchange memory."""
+    """Bytes from the start of the worker's region of the exchange memory."""
     copies: tuple[Copy, ...]
 
     @property
     def copy_offsets(self) -> list[int]:
-        """Where each copy starts, in bytes from the start of the message."""
+        """Returns the start of each copy, in bytes from the start of the message."""
         return list(accumulate((align(copy.num_bytes) for copy in self.copies[:-1]), initial=0))
 
     @property
     def checksums_offset(self) -> int:
-        """Where the checksums start, in bytes from the start of the message."""
+        """Returns the start of the checksums, in bytes from the start of the message."""
         return sum(align(copy.num_bytes) for copy in self.copies)
 
     @property
@@ -77,11 +77,11 @@ class Message(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What workers of a class get from one source. Any rank that holds all of it may send it."""
+    """Messages from one source to workers of a class. Any rank that holds all of it may send it."""
 
     link: Link
     messages: tuple[Message, ...]
-    """By round; rounds in which nothing is sent are absent."""
+    """Messages by round; rounds without one are absent."""
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,14 @@ class Delivery(NamedTuple):
     """One message on its way."""
 
     round: int
-    """Of the refit."""
+    """Round of the refit."""
     rank: int
     """Sends it."""
     source_class: int
     gpu: int
     """Receives it."""
     offset: int
-    """In bytes from the start of the body of the receiver's exchange memory."""
+    """Bytes from the start of the body of the receiver's exchange memory."""
     can_map: bool
     """Rank and GPU are on one node and the GPU has a trainer rank, so a worker may read the sender's arena where processes can map it."""
     message: Message
@@ -158,11 +158,11 @@ class Pull(NamedTuple):
     copy: Copy
     rank: int
     holding: Holding
-    """Where the rank keeps it."""
+    """Place in the rank's memory."""
     offset: int | None
-    """In bytes from the start of the exchange memory's body; None: it is read out of the arena of the rank on the worker's own GPU."""
+    """Bytes from the start of the exchange memory's body; None: the worker reads the arena of the rank on its own GPU."""
     checksum_offset: int
-    """In bytes from the start of the exchange memory's body."""
+    """Bytes from the start of the exchange memory's body."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Schedule:
     source_class: Mapping[int, int]
     """Class of each source rank: ranks of one class hold the same."""
     workers: Mapping[int, EngineWorker]
-    """By the number under which `reshard` was given their layout."""
+    """Workers by the number under which `reshard` was given their layout."""
     body_bytes: Mapping[int, int]
     """Body of the exchange memory of each GPU that has workers: checksums of own copies, then the regions of each worker."""
 
@@ -182,11 +182,11 @@ class Schedule:
         return self.classes[self.workers[worker].class_index]
 
     def sent_by(self, rank: int) -> list[list[Delivery]]:
-        """By round, the messages that leave a rank. Both ends list the messages between them in the same order."""
+        """Lists the messages that leave a rank, by round. Both ends list the messages between them in the same order."""
         return self._by_round(self._deliveries(worker, rank) for worker in self.workers.values() if rank in worker.ranks)
 
     def received_on(self, gpu: int) -> list[list[Delivery]]:
-        """By round, the messages that arrive on a GPU; see `sent_by`."""
+        """Lists the messages that arrive on a GPU, by round; see `sent_by`."""
         return self._by_round(self._deliveries(worker) for worker in self.workers_on(gpu))
 
     def workers_on(self, gpu: int) -> list[EngineWorker]:
@@ -197,7 +197,7 @@ class Schedule:
         return {delivery.rank for delivery in self._deliveries(self.workers[worker]) if delivery.can_map}
 
     def pulls(self, worker: int) -> list[list[Pull]]:
-        """By round, the copies of an engine worker."""
+        """Lists the copies of an engine worker, by round."""
         found, own = self.workers[worker], self.class_of(worker).own
         pulls: list[list[Pull]] = [[] for _ in range(self.num_rounds)]
         for row, copy in enumerate(own):

@@ -21,7 +21,7 @@ from conversion.files.manifest import FileChecksums
 T = TypeVar("T")
 
 BLOCK_BYTES = 4 << 20
-"""What is read and hashed at once: small enough for the caches of a core, large enough to hide the cost of a call."""
+"""Bytes read and hashed at once: small enough for the caches of a core, large enough to hide the cost of a call."""
 
 
 class BoxSource(Protocol):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all families share: parallel sizes and coordinates, rules, and the layouts of the holders that follow from rules."""
+"""Parts shared by all families: parallel sizes and coordinates, rules, and the holders' layouts that follow from rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DRAFTER = "drafter."
 
 @dataclass(frozen=True, slots=True)
 class MegatronCoords:
-    """Where a rank stands: dense layers are cut by (tp, pp), experts by (etp, ep, pp)."""
+    """Coordinates of a rank: dense layers are cut by (tp, pp), experts by (etp, ep, pp)."""
 
     tp: int = 0
     pp: int = 0
@@ -88,7 +88,7 @@ class VllmParallel:
     tp: int = 1
     ep: int = 1
     has_drafter: bool = False
-    """Whether it proposes tokens with the model's own MTP layers, cut as the model is."""
+    """True if the engine proposes tokens with the model's own MTP layers, cut as the model is."""
 
     def __post_init__(self) -> None:
         if self.ep not in (1, self.tp):
@@ -104,7 +104,7 @@ _CASTABLE = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Rule:
-    """How one tensor of the holders follows from canonical tensors, and what each holder calls it.
+    """Mapping from canonical tensors to one tensor of each holder, with each holder's name for it.
 
     Names are relative to the layer; "{expert}" stands for the local index of an expert.
     """
@@ -119,7 +119,7 @@ class Rule:
     """Cut under the local specs, where it differs."""
     checkpoint: str | None = None
     dtype: str | None = None
-    """Of the trainer's tensor; None for the model's."""
+    """Dtype of the trainer's tensor; None for the model's."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Model:
     layers: tuple[tuple[Rule, ...], ...]
     last: tuple[Rule, ...]
     tied_output: Rule | None = None
-    """Of tied embeddings: the copy that the last one of several stages holds. Other holders have the embedding only."""
+    """Copy of the tied embedding on the last of several stages. Other holders have the embedding only."""
     mtp: tuple[Rule, ...] = ()
     """Layers of multi-token prediction, on the last stage. Names are whole: `megatron` begins with `MTP`, `vllm` with `DRAFTER`."""
 
@@ -218,7 +218,7 @@ class Family:
 
 
 def read_by_engines(layout: Layout, parallel: VllmParallel) -> Layout:
-    """What engines read of a Megatron rank: all but MTP layers, and these, too, where a drafter computes with them."""
+    """Returns the part of a Megatron rank that engines read: MTP layers only where a drafter computes with them."""
     return layout if parallel.has_drafter else {slot: content for slot, content in layout.items() if not slot.name.startswith(MTP)}
 
 

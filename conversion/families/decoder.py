@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformer decoders (GPTModel) have in common: attention with rotary positions, gated MLPs, gated experts, and their tables."""
+"""Transformer decoders (GPTModel): attention with rotary positions, gated MLPs, gated experts, and their tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Rope:
     model: Mapping[str, object] = field(default_factory=dict)
     """Arguments of GPTModel."""
     attributes: Mapping[str, object] = field(default_factory=dict)
-    """What Megatron reads of a TransformerConfig that has no fields for it."""
+    """Values that Megatron reads from a TransformerConfig without fields for them."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Moe:
 
 @dataclass(frozen=True)
 class Decoder:
-    """What rules and arguments need of a config.json."""
+    """Values of a config.json that rules and arguments need."""
 
     num_layers: int
     vocabulary: int

@@ -14,7 +14,7 @@ from conversion.families.settings import HfConfig, check_settings, choice, posit
 ENTRY_POINT_GROUP = "mrl.families"
 MAX_LAYERS = 1000
 MAX_EXPERTS = 200_000
-"""Of all layers together: ten times those of the largest published models. Each is a tensor or more of every table here."""
+"""Limit for all layers together: ten times the largest published models. Each expert is one or more tensors of every table here."""
 _EXPERT_KEYS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 # transformers' default, whatever the hidden size.

@@ -96,7 +96,7 @@ class StoredChunk:
 
 
 class CheckpointMetadata:
-    """What the metadata of a torch_dist checkpoint say of its tensors, by key."""
+    """Tensors of a torch_dist checkpoint by key, from its metadata."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / METADATA_FILE

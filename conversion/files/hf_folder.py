@@ -122,12 +122,12 @@ def listed(names: Collection[str]) -> str:
 
 
 def has_reward_head(hf: Path) -> bool:
-    """Whether the weights of a Hugging Face folder have the head of a reward model. ValueError: they cannot be read."""
+    """Tells whether the weights of a Hugging Face folder have the head of a reward model. ValueError: they cannot be read."""
     return REWARD_HEAD in stored_tensors(hf)
 
 
 def without_mtp(missing: Collection[str]) -> str:
-    """How to go on without these tensors, as the end of a message; "" if they are not all of MTP layers."""
+    """Returns the way out as the end of a message, if all missing tensors are of MTP layers; otherwise ""."""
     if not missing or not all(name.startswith("mtp.") for name in missing):
         return ""
     return (
@@ -185,7 +185,7 @@ class HeaderTensor:
 
 
 def read_header(file: int, path: Path) -> dict[str, HeaderTensor]:
-    """Where each tensor of an open safetensors file lies: 8 bytes with the length of a JSON header, the header, the data."""
+    """Reads the place of each tensor from an open safetensors file: 8 bytes with the length of a JSON header, the header, the data."""
     size = os.fstat(file).st_size
     prefix = os.pread(file, 8, 0)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1

@@ -36,7 +36,7 @@ def read_model_config(hf: Path) -> dict[str, object]:
 
 
 def is_tied_copy(name: str, config: HfConfig) -> bool:
-    """Whether a tensor of the weight files is a copy of the embedding that nobody reads."""
+    """Tells whether a tensor of the weight files is an unused copy of the embedding."""
     return name == OUTPUT and config.get(TIED) is True
 
 
@@ -67,7 +67,7 @@ def check_tensors(hf: Path, stored: Mapping[str, HeaderTensor], shapes: Mapping[
 
 
 def describe_dtypes(hf: Path, precision: str) -> str:
-    """How many tensors have which dtype, and which of them a run in `precision` rounds, as trainer and engines both do."""
+    """Counts the tensors of each dtype, and names those that a run in `precision` rounds in trainer and engines."""
     config, stored = read_model_config(hf), stored_tensors(hf)
     kept = family(config).float32_tensors(config)
     counts = Counter(DTYPES.get(tensor.dtype, tensor.dtype) for _, tensor in stored.values())
@@ -79,12 +79,12 @@ def describe_dtypes(hf: Path, precision: str) -> str:
 
 
 def is_rounded(dtype: str, precision: str) -> bool:
-    """Whether values of a dtype change in a precision."""
+    """Tells whether values of a dtype change in a precision."""
     return DTYPE_BYTES.get(dtype, 0) > DTYPE_BYTES[precision] or (dtype, precision) == ("float16", "bfloat16")
 
 
 def _are_equal(stored: Stored, first: str, second: str) -> bool:
-    """Whether two tensors have the same dtype, shape and bytes."""
+    """Tells whether two tensors have the same dtype, shape and bytes."""
     (path, one), (other_path, other) = stored[first], stored[second]
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False

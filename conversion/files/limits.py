@@ -17,7 +17,7 @@ _late: set[Future] = set()
 
 
 def is_waiting() -> bool:
-    """Whether a call that was given up has not returned yet, and perhaps never will: a process had better end without it."""
+    """Tells whether an abandoned call is still running, perhaps for ever: the process should then end without it."""
     return not all(answer.done() for answer in _late)
 
 
@@ -58,7 +58,7 @@ class LimitedThread:
 
 
 def within(limit_s: float, what: str, call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """As `LimitedThread.within`, in a thread for this call alone."""
+    """Does the same as `LimitedThread.within`, in a thread for this call alone."""
     thread = LimitedThread(what)
     try:
         return thread.within(limit_s, what, call, *arguments, **options)

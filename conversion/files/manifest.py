@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"
 # Raised whenever the same Hugging Face folder would be written differently than before: other keys, shapes, or formats.
 TABLE_VERSION = 1
 FINISHED_SUFFIX = ".finished"
-"""Of the records beside the finished files of a folder that is not complete; see `FinishedFiles`."""
+"""Suffix of the records beside finished files of an incomplete folder; see `FinishedFiles`."""
 
 # The disk works while the rest of the file is made; else it would wait for the end of the file.
 SYNC_BYTES = 128 << 20
@@ -40,9 +40,9 @@ class TensorRecord:
     dtype: str
     shape: tuple[int, ...]
     sha256: str
-    """Of its content in `dtype`, row by row, little-endian."""
+    """Checksum of the tensor's content in `dtype`, row by row, little-endian."""
     crc32: int
-    """Of the same. Much faster than sha256: checked while the tensor is read for another purpose."""
+    """Checksum of the same content. Much faster than sha256: checked while the tensor is read for another purpose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,13 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder holds."""
+    """Content of a folder."""
 
     source: Mapping[str, object]
-    """What it was made of, for people; the tensors' checksums identify it."""
+    """Origin of the folder, for people; the tensors' checksums identify it."""
     tensors: Mapping[str, TensorRecord]
     files: Mapping[str, FileRecord]
-    """By path relative to the folder; every file but the manifest itself."""
+    """Records by path relative to the folder; every file but the manifest itself."""
     table_version: int = TABLE_VERSION
 
 
@@ -240,7 +240,7 @@ def check_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def file_faults(folder: Path) -> list[str]:
-    """How the files of a folder differ from its manifest, one line each; empty if they match. Reads all bytes once."""
+    """Lists the differences between a folder and its manifest, one line each. Reads all bytes once."""
     files = read_manifest(folder).files
     names = [*(name for name in file_names(folder) if name not in files), *files]
     return [fault for name in names if (fault := _fault(folder, name, files.get(name), with_sha256=True))]
@@ -290,8 +290,8 @@ class WriteReport:
     """The files that one rank wrote of a checkpoint."""
 
     files: dict[str, FileRecord]
-    """By path below the folder of the weights; flushed to disk."""
+    """Records by path below the folder of the weights; the files are flushed to disk."""
     hidden_s: float
     """Seconds of writing that nobody waited for."""
     problem: str = ""
-    """Why there is no checkpoint, the same on all ranks; "" if there is one."""
+    """Reason why there is no checkpoint, the same on all ranks; "" if there is one."""

@@ -40,20 +40,20 @@ class Owner:
     """A process, identified across all hosts and boots."""
 
     host: str
-    """For people; names of hosts are not unique."""
+    """Host name, for people; it is not unique."""
     boot: str
     namespace: int
-    """Of process ids: containers of one host count their processes separately."""
+    """Namespace of process ids: containers of one host count their processes separately."""
     pid: int
     start: int
-    """In clock ticks since the boot; process ids are used again."""
+    """Start of the process in clock ticks since the boot; process ids are used again."""
 
     def is_visible(self) -> bool:
-        """Whether /proc of this process shows the owner's processes."""
+        """Tells whether /proc of this process shows the owner's processes."""
         return (self.boot, self.namespace) == (_boot_id(), _pid_namespace())
 
     def is_running(self) -> bool:
-        """Whether the process is there. Only for owners that are visible."""
+        """Tells whether the process exists. Only for visible owners."""
         return start_of(self.pid) == self.start
 
 
@@ -73,7 +73,7 @@ def _pid_namespace() -> int:
 
 
 def start_of(pid: int) -> int | None:
-    """When a process started, in clock ticks since the boot; None if there is none, or only its exit code is left."""
+    """Returns a process's start in clock ticks since the boot; None if the process is gone, or only its exit code is left."""
     try:
         # The name of the program, in parentheses, may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -104,14 +104,14 @@ def owned(folder: Path, what: str | None = None) -> list[Path]:
 
 
 def is_alive(path: Path) -> bool:
-    """Whether the owner of `path`, which has a name of `owned_name`, may still be at work on it."""
+    """Tells whether the owner of `path`, named by `owned_name`, may still be using it."""
     parsed = owner_of(path.name)
     assert parsed is not None, f"{path} has a name of owned_name"
     return may_live(parsed[1], path)
 
 
 def may_live(owner: Owner, path: Path) -> bool:
-    """Whether the owner of `path`, which it touches, may still be at work. Where it is not visible, the time of `path` decides."""
+    """Tells whether the owner of `path`, which it touches, may still be at work. For an invisible owner the time of `path` decides."""
     if owner.is_visible():
         return owner.is_running()
     try:
@@ -187,7 +187,7 @@ def release_canary(root: Path) -> Path:
 
 
 def answer_canary(canary: Path, answer: str, *, patience_s: float = PATIENCE_S) -> bool:
-    """Whether this process finds the canary and can write an empty file named `answer` next to it."""
+    """Tells whether this process finds the canary and can write an empty file named `answer` next to it."""
     if not _appears(canary, patience_s) or canary.read_text(encoding="utf-8") != canary.name:
         return False
     try:
@@ -198,7 +198,7 @@ def answer_canary(canary: Path, answer: str, *, patience_s: float = PATIENCE_S) 
 
 
 def is_answered(canary: Path, answer: str, *, patience_s: float = PATIENCE_S) -> bool:
-    """Whether this process sees the answer of another one."""
+    """Tells whether this process sees another process's answer."""
     return _appears(canary.with_name(f"{canary.name}-{answer}"), patience_s)
 
 

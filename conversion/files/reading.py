@@ -98,7 +98,7 @@ def sha256_file(path: Path) -> str:
 
 
 def find_difference(expected: Mapping[Path, str]) -> str:
-    """Why the first of these files has not the expected sha256; "" if all have it. Hashes in threads."""
+    """Describes the first file whose sha256 is not the expected one; "" if there is none. Hashes in threads."""
 
     def difference(path: Path) -> str:
         try:

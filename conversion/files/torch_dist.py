@@ -41,7 +41,7 @@ _GROUPED_MLP_KEYS = (".experts.weight1", ".experts.weight2")
 
 @dataclass(frozen=True)
 class CheckpointPaths:
-    """Where the parts of a Megatron checkpoint lie."""
+    """Paths of the parts of a Megatron checkpoint."""
 
     iteration: Path
     hf_config: dict[str, object]
@@ -155,7 +155,7 @@ class TorchDistFolder:
         return chunks[bisect_left(starts, low - longest + 1) : bisect_left(starts, high)]
 
     def _find(self, chunk: StoredChunk) -> StoredTensor | None:
-        """Where the content of a chunk lies in its file; None where only torch can read it, as for views."""
+        """Finds the content of a chunk in its file; None where only torch can read it, as for views."""
         what = f"{chunk.file} at byte {chunk.offset}"
         try:
             with self._archive(chunk) as file, zipfile.ZipFile(file) as archive:
@@ -226,7 +226,7 @@ class _FilePart(io.RawIOBase):
     def __init__(self, file: int, start: int, length: int) -> None:
         self._file, self._start, self._length, self._position = file, start, length, 0
         self.error: OSError | None = None
-        """Of the last read that failed."""
+        """Error of the last failed read."""
 
     def readable(self) -> bool:
         return True
@@ -263,7 +263,7 @@ class CanonicalTensors:
                 assert piece.transform is None, "checkpoints hold canonical values"
                 self._holders.setdefault(piece.name, []).append((slot, piece))
         self.names = list(self._holders)
-        """In the order of the layout."""
+        """Names in the order of the layout."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(max(stop for _, stop in bounds) for bounds in zip(*(piece.box for _, piece in self._holders[name]), strict=True))

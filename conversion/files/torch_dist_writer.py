@@ -79,7 +79,7 @@ class Chunk:
 
 
 def restricted(content: SlotLayout, box: Box) -> SlotLayout:
-    """What a box of a tensor consists of, as a tensor of its own."""
+    """Returns the content of one box of a tensor, as a tensor of its own."""
     pieces = []
     for piece in content.pieces:
         common = intersect(piece.local, box)
@@ -92,7 +92,7 @@ def restricted(content: SlotLayout, box: Box) -> SlotLayout:
 
 
 def is_stacked(content: SlotLayout) -> bool:
-    """Whether the first dimension of a global tensor counts experts."""
+    """Tells whether the first dimension of a global tensor counts experts."""
     return any(len(piece.local) > len(piece.box) for piece in content.pieces)
 
 
