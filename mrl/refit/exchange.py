@@ -34,7 +34,7 @@ class GpuHandles:
 
     gpu: int
     arena: ArenaHandle | None
-    """Of the trainer rank there; None on the GPU of a dedicated engine."""
+    """Arena of the GPU's trainer rank; None on the GPU of a dedicated engine."""
     exchange: MemoryHandle | None
     """Checksums of own copies, and messages as they arrived. None on the GPU of a dedicated engine, whose worker has it itself."""
     pace: MemoryHandle | None = None
@@ -44,7 +44,7 @@ class GpuHandles:
 
 
 def reads_arena(delivery: Delivery, device: torch.device) -> bool:
-    """Whether the worker reads the boxes of a message out of the sender's arena, so that only their checksums travel.
+    """Tells whether the worker reads a message's boxes from the sender's arena, so that only their checksums travel.
 
     Host memory can be mapped by every process of its node, memory of a GPU only by processes on that GPU.
     """
@@ -52,7 +52,7 @@ def reads_arena(delivery: Delivery, device: torch.device) -> bool:
 
 
 def handles_for(schedule: Schedule, worker: int, handles: Mapping[int, GpuHandles]) -> GpuHandles:
-    """What an engine worker needs of the handles of all GPUs: those of its own, and the arenas that it may read on its node."""
+    """Returns the handles that an engine worker needs: those of its own GPU, and the arenas that it may read on its node."""
     own = handles[schedule.workers[worker].gpu]
     if own.exchange is None or own.exchange.gpu is not None:
         return own
@@ -67,7 +67,7 @@ class _Sums:
         self._weights = weights
         self.seconds = 0.0
         self._rows: dict[tuple[Slot, Box, str | None, str], int] = {}
-        """By slot, box, and transform and dtype of the engine's copy."""
+        """Row of each read box, by slot, box, and transform and dtype of the engine's copy."""
         self._values: list[int] = []
 
     def prepare(self, copies: Sequence[Copy], source_class: int, out: Tensor) -> Callable[[], None]:
@@ -133,7 +133,7 @@ class Exchange:
         assert group is not None or not any(self._outgoing + self._incoming), "messages need a group"
 
     def handles(self) -> GpuHandles:
-        """What the engine workers of this GPU need to pull."""
+        """Returns the handles by which this GPU's engine workers pull."""
         if self._arena is None:
             return GpuHandles(self.gpu, None, None, None)
         pace = self.pace.memory

@@ -31,7 +31,7 @@ _SAY_S = 10.0
 
 
 def is_file(address: str) -> bool:
-    """Whether processes meet in a file, and not at a host."""
+    """Tells whether processes meet in a file rather than at a host."""
     return address.startswith("/")
 
 
@@ -44,10 +44,10 @@ def file_store(path: str, timeout: timedelta) -> dist.FileStore:
 
 @dataclass(frozen=True)
 class GroupAddress:
-    """Where a group meets: the store of the ranks, and a name that no other group of this store has."""
+    """Meeting point of a group: the store of the ranks, and a name that no other group of this store has."""
 
     host: str
-    """Of a TCPStore that runs already; or the path of a file, if all participants are processes of one node."""
+    """Host of a running TCPStore; or the path of a file, if all participants are processes of one node."""
     port: int
     """0 of a file."""
     name: str
@@ -63,7 +63,7 @@ class GroupAddress:
         return dist.PrefixStore(f"refit/{self.name}", store)
 
     def give_up(self, attempt: int) -> None:
-        """Has all participants leave an attempt at a refit: the driver's part. RuntimeError: the store does not answer."""
+        """Makes all participants leave an attempt at a refit; the driver calls it. RuntimeError: the store does not answer."""
         self.store(timeout_s=_SAY_S).set(_given_up(attempt), "")
 
 
@@ -78,7 +78,7 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Incoming:
-    """Where the message of a peer goes."""
+    """Destination of a peer's message."""
 
     peer: int
     buffer: Tensor
@@ -182,7 +182,7 @@ class ExchangeGroup:
         return works
 
     def _post_together(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], faults: list[RuntimeError]) -> list[dist.Work]:
-        """As `_post`, in one NCCL call: one after the other, messages could wait for each other in a circle."""
+        """Posts like `_post`, in one NCCL call: posted one after the other, messages could wait for each other in a circle."""
         for message in outgoing:
             message.pack()
         with _kept(faults):

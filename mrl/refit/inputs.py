@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the driver of a refit sends: the inputs from which every participant computes the same schedule, and whose memory to read."""
+"""Data that the driver of a refit sends: the inputs from which every participant computes the same schedule, and whose memory to read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mrl.refit.exchange import GpuHandles
 from mrl.refit.group import GroupAddress
 
 RankPlace = tuple[MegatronParallel, MegatronCoords, str, Flavour]
-"""What `Family.megatron_layout` takes besides the model's configuration."""
+"""Arguments of `Family.megatron_layout` besides the model's configuration."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class RefitInputs:
 
     hf_config: HfConfig
     ranks: tuple[RankPlace, ...]
-    """By trainer rank. Each has checked its layout against its live model."""
+    """Places by trainer rank. Each rank has checked its layout against its live model."""
     parallel: VllmParallel
     precision: str
-    """Of the engines."""
+    """Precision of the engines."""
     workers: Mapping[int, tuple[int, EngineDtypes]]
-    """By number of the engine worker: its rank in its engine, and the dtypes of its live model."""
+    """Rank in its engine, and dtypes of its live model, by number of the engine worker."""
     gpu_of: Mapping[int, int]
-    """By engine worker."""
+    """GPU of each engine worker."""
     node_of: Mapping[int, int]
-    """By GPU."""
+    """Node of each GPU."""
     buffer_bytes: int
-    """Of which a round takes one part in `NUM_BUFFERS`."""
+    """Size of the exchange memory; a round takes one of its `NUM_BUFFERS` parts."""
     fingerprint: str | None = None
-    """Of the driver's schedule."""
+    """Fingerprint of the driver's schedule."""
 
     def schedule(self) -> Schedule:
         """The schedule, proven complete: seconds of work, the same in every process."""
@@ -81,13 +81,13 @@ class RefitInputs:
         }
 
     def signed(self, schedule: Schedule) -> Self:
-        """These inputs with the fingerprint of their schedule, which every participant compares with its own."""
+        """Returns these inputs with their schedule's fingerprint, which every participant compares with its own."""
         return replace(self, fingerprint=schedule.fingerprint())
 
 
 @dataclass(frozen=True)
 class ExchangeMember:
-    """What a worker of a dedicated engine needs to take part in the exchange."""
+    """Data with which a worker of a dedicated engine takes part in the exchange."""
 
     address: GroupAddress
     timeout_s: float
@@ -95,10 +95,10 @@ class ExchangeMember:
 
 @dataclass(frozen=True)
 class WorkerRefit:
-    """What one engine worker needs to prepare its refits."""
+    """Data with which one engine worker prepares its refits."""
 
     inputs: RefitInputs
     worker: int
-    """Its number in the schedule."""
+    """Number of the worker in the schedule."""
     memory: GpuHandles | ExchangeMember
     """Memory of the trainer ranks that it reads. A dedicated engine's worker reads none, and takes part in the exchange."""

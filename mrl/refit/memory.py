@@ -36,16 +36,16 @@ _EPOCHS = itertools.count(1)
 _RELEASED = 0
 
 _IpcHandle = tuple[int, bytes, int, int, bytes, int, bytes, bool]
-"""What `UntypedStorage._share_cuda_` gives and `_new_shared_cuda` takes: device index, cudaIpcMemHandle, bytes, offset, and torch's
+"""Result of `UntypedStorage._share_cuda_`, which `_new_shared_cuda` takes: device index, cudaIpcMemHandle, bytes, offset, and torch's
 reference counter and event."""
 
 
 @dataclass(frozen=True)
 class GpuBytes:
-    """Where the bytes of a memory are on a GPU."""
+    """Place of a memory's bytes on a GPU."""
 
     uuid: str
-    """Of the GPU: processes number their devices differently."""
+    """Id of the GPU: processes number their devices differently."""
     ipc: _IpcHandle
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far an attempt at a refit has come on one GPU: words in host memory by which a trainer rank and the engine workers there wait for
-each other, without the driver.
+"""Round counters of a refit on one GPU, in host memory: a trainer rank and the engine workers there wait for each other by them, without
+the driver.
 
 The owner fills round after round of the exchange memory; every worker says how many it has read. A round may be filled when those that read
 have verified the one that had its place. Nobody waits without a limit, or for an attempt that was given up.
@@ -37,7 +37,7 @@ class Pace:
 
     @staticmethod
     def num_bytes(num_readers: int) -> int:
-        """Of the words with so many workers on the GPU."""
+        """Returns the size of the words for this many workers on the GPU."""
         return _WORD_BYTES * (_FIRST_READER + num_readers)
 
     @property

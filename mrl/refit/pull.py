@@ -30,7 +30,7 @@ _MAX_REPORTED = 8
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What a verification has read. Bytes are those of the live tensors."""
+    """Amount that a verification has read. Bytes are those of the live tensors."""
 
     num_bytes: int
     """Bytes whose checksum was compared."""
@@ -46,11 +46,11 @@ class _Round(NamedTuple):
     pulls: Sequence[Pull]
     copies: Copies
     checksums: Checksums
-    """Of the live boxes, in the order of the pulls."""
+    """Checksums of the live boxes, in the order of the pulls."""
     expected_words: Tensor
     """int64: where the expected checksums are in the memory's body, in words."""
     num_bytes: int
-    """Of the live boxes."""
+    """Size of the live boxes."""
 
 
 class Puller:

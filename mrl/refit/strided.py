@@ -20,14 +20,14 @@ class Strided(NamedTuple):
     """A box of one shape in each of some memories: `sizes` runs of `run` words. Lengths and strides are in words, C order."""
 
     addresses: tuple[int, ...]
-    """In bytes, one for each memory."""
+    """Address in bytes, one for each memory."""
     word_bytes: int
     run: int
     """Words that stand next to each other in every memory."""
     sizes: tuple[int, ...]
-    """Of the dimensions outside of the runs, each longer than 1; none where the box is a single run."""
+    """Sizes of the dimensions outside the runs, each longer than 1; none where the box is a single run."""
     strides: tuple[tuple[int, ...], ...]
-    """Of those dimensions, for each memory."""
+    """Strides of those dimensions, for each memory."""
 
     @property
     def num_words(self) -> int:

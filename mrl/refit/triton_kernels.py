@@ -32,7 +32,7 @@ _SUM_COLUMNS = tl.constexpr(10)
 
 
 class _Kernel(Protocol):
-    """What `triton.jit` makes of a function: launched by `kernel[grid](...)`."""
+    """Result of `triton.jit`: launched by `kernel[grid](...)`."""
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]: ...
 
@@ -102,7 +102,7 @@ class BoxSums:
 
 
 def is_summable(value: Tensor) -> bool:
-    """Whether `BoxSums` takes a value: unless it has more dimensions than a row of the table."""
+    """Tells whether `BoxSums` takes a value: unless it has more dimensions than a row of the table."""
     return not value.numel() or strided([value], max_word_bytes=1).is_walkable
 
 
@@ -129,7 +129,7 @@ def _on(device: torch.device) -> Iterator[None]:
 
 @triton.jit
 def _places(start, columns, run, size1, size2):
-    """Of the words `start + columns`: index in each of the outer dimensions, and place in the run.
+    """Returns each word's index in the outer dimensions, and its place in the run, for the words `start + columns`.
 
     Only the tile's first word is divided with 64 bits, which is slow on GPUs.
     """
