@@ -29,7 +29,7 @@ from mrl.policy.packed import join, local_positions
 
 @dataclass
 class RankBatch:
-    """This rank's rows of a global batch, and the same sequences in the rows of the logprob passes."""
+    """Rows of this rank in a global batch, and the same sequences in the rows of the logprob passes."""
 
     rows: list[PackedRow]
     logprob_rows: list[PackedRow]
@@ -173,13 +173,13 @@ def _valued(row: PackedRow, kl_T: Tensor | None) -> ValuedRow:
 
 
 def answers_for_rows() -> bool:
-    """Whether this rank tells of the rows of its dp rank: one of those that have what the last pipeline stage computes."""
+    """Tells whether this rank reports the rows of its dp rank: one rank that has what the last pipeline stage computes."""
     is_first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
     return is_first and parallel_state.is_pipeline_last_stage()
 
 
 def sequences_of(batches: list[list[tuple[PackedRow, Tensor | None]]]) -> list[dict[int, np.ndarray]]:
-    """By batch, the values of the sequences of its rows, as far as these have any; nothing on a rank that does not answer for them."""
+    """Maps each batch to its sequences' values, as far as its rows have any; empty on a rank that does not report rows."""
     if not answers_for_rows():
         return [{} for _ in batches]
     return [
@@ -225,7 +225,7 @@ def _without_errors(rows: list[PackedRow], threshold: float | None) -> tuple[lis
 
 
 def _gap(row: PackedRow) -> Tensor:
-    """How far the teacher's logprobs are above the policy's, [T]; 0 in a row without sequences."""
+    """Returns the teacher's logprobs minus the policy's, [T]; 0 in a row without sequences."""
     said, mask_T = row.teacher, row.loss_mask_T
     return torch.zeros_like(mask_T) if said is None else teacher_gap(said.scores_TK[:, 0], _on_host(row.old_logprobs_T), mask_T)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank does for models beside the policy: a teacher's say of tokens, a critic's values of them, and the returns that it learns.
+"""Passes of a rank for other models than the policy: a teacher's scores of tokens, a critic's values, and the returns that it learns.
 
 Collective over all ranks. Each function takes the rank of one model, and makes that current.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def teach(teacher: PolicyRank, k: int) -> dict[int, TeacherTokens]:
-    """At each generated token of the batch the k likeliest tokens, by index of the sequence, on the rank that answers for it.
+    """Returns the teacher's k likeliest tokens at each generated token, by sequence index, on the rank that reports the sequence.
 
     With k = 0 the logprob of the generated token itself, never truncated. Empty on all other ranks.
     """

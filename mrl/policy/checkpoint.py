@@ -159,7 +159,7 @@ class CheckpointWrite:
                 self._written.set_exception(error)
 
     def is_done(self) -> bool:
-        """Whether the file is on disk, or cannot be written. Not collective."""
+        """Tells whether the file is on disk, or cannot be written. Not collective."""
         return self._written.done()
 
     def finish(self, timeout_s: float) -> WriteReport:
@@ -208,7 +208,7 @@ class _InProcessStrategy(AsyncSaveShardedStrategy):
     can_handle_sharded_objects = True
 
     def __init__(self, *, takes_snapshot: bool) -> None:
-        """With `takes_snapshot`, the write takes a copy of the present state; otherwise nothing may change until it is done."""
+        """Prepares a write of a snapshot with `takes_snapshot`; otherwise the state may not change until the write is done."""
         super().__init__("torch_dist", 1)
         self._takes_snapshot = takes_snapshot
 

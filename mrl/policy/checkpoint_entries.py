@@ -33,9 +33,9 @@ _KINDS = ("param", "exp_avg", "exp_avg_sq")
 _PREFIX, _SUFFIX = "optimizer.state.", ".weight"
 
 WeightEntry: TypeAlias = ShardedTensor | ShardedTensorFactory
-"""Where a checkpoint keeps one weight of this rank; its data is the live tensor."""
+"""Checkpoint entry of one weight of this rank; its data is the live tensor."""
 WeightEntries = dict[str, WeightEntry]
-"""By the weights' names in the live model."""
+"""Entries by the weights' names in the live model."""
 
 
 def written_here(entries: WeightEntries) -> WeightEntries:
@@ -76,7 +76,7 @@ def read_tensors(source: TorchDistFolder, parts: Iterable[ShardedTensor]) -> Non
 
 
 def optimizer_state(optimizer: DistributedOptimizer, entries: WeightEntries) -> ShardedStateDict:
-    """What a checkpoint holds of one of Megatron's optimizers; its tensors are views of the live state. Not collective."""
+    """Returns the checkpoint entries of one of Megatron's optimizers; their tensors are views of the live state. Not collective."""
     shards = {str(index): parts for index, (_, _, parts) in enumerate(_shards(optimizer, entries))}
     return {**optimizer.state_dict(), "param_state": shards, "param_state_sharding_type": SHARDING_TYPE}
 
@@ -119,7 +119,7 @@ def _shards(
 def _boxes(
     kind: str, part: ShardedTensor, values: Tensor, parameter: Tensor, start: int, replica_id: tuple[int, ...]
 ) -> Iterator[ShardedTensor]:
-    """What a part of a parameter's entry has in common with `values`, which are of the parameter's elements from `start` on."""
+    """Yields entries like a parameter's for `values`, which belong to the parameter's elements from `start` on."""
     data, extra, first = part.data, part.prepend_axis_num, 0
     # A view with the parameter's strides tells where it lies; a copy would not be live memory.
     assert data.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr() and data.stride() == parameter.stride()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lets real megatron-core train on a host without CUDA, or without the libraries that GPU hosts have for it.
+"""Replacements with which real megatron-core trains on a host without CUDA, or without the libraries that GPU hosts have for it.
 
 `PATCHES` at the end has every replaced name of stock 0.16.1, with what replaces it, why, and until when. `install` applies those whose real
 thing this host lacks. Layers are not replaced here: specs.py chooses them through Megatron's own specs.
@@ -36,9 +36,9 @@ class Patch:
     """Names of torch and megatron-core that get another value where a host lacks what they stand for."""
 
     what: str
-    """What runs in their place."""
+    """Replacement that runs instead."""
     why: str
-    """What fails without it."""
+    """Failure without it."""
     until: str
     """The condition under which the patch can go."""
     is_needed: Callable[[], bool]

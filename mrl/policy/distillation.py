@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a teacher says of a row, and what its student says of the same tokens, from logits or hidden states, vocabulary-parallel.
+"""Scores of a teacher and of its student for the tokens of a row, from logits or hidden states, vocabulary-parallel.
 
 Nothing keeps or gathers the whole vocabulary on any rank. T packed tokens, V vocabulary columns of this rank (padding included), D hidden
 size, K tokens that the teacher holds likeliest at each position.
@@ -110,7 +110,7 @@ class _StudentScores(torch.autograd.Function):
 
 
 def _vocabulary_gradient(logits: Tensor, chunk: slice, of_vocabulary: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
-    """That of the log-sum and of the negentropy by a chunk's logits, which are overwritten: p * (a + b * (log p - negentropy))."""
+    """Returns the gradient of log-sum and negentropy by a chunk's logits, which it overwrites: p * (a + b * (log p - negentropy))."""
     max_T, log_sum_T, negentropy_T = (part[chunk, None] for part in of_vocabulary)
     log_sum_grad_T, negentropy_grad_T = (torch.zeros_like(log_sum_T) if grad is None else grad[chunk, None] for grad in grads)
     logprobs = logits.sub_(max_T).sub_(log_sum_T)

@@ -72,7 +72,7 @@ def precision_aware_arguments(config: OptimizerConfig) -> dict[str, bool]:
 
 @cache
 def _works(key: str, fault_of: Callable[[], str | None], *, is_default: bool) -> bool:
-    """Whether a probe finds no fault. Logs a fault, and a probe that raises, once per process."""
+    """Tells whether a probe finds no fault. Logs a fault, and a probe that raises, once per process."""
     setting = f"policy.megatron_cfg.{key}"
     try:
         fault = fault_of()
@@ -95,7 +95,7 @@ def _works(key: str, fault_of: Callable[[], str | None], *, is_default: bool) ->
 
 @torch.no_grad()
 def float32_products() -> dict[str, str]:
-    """How exactly each library of this process multiplies float32, "float32" or "TF32", measured on this rank's device. Not collective.
+    """Measures on this rank's device how each library multiplies float32: as "float32" or as "TF32". Not collective.
 
     TF32 keeps 10 of 23 mantissa bits, and a library may use it unasked.
     """

@@ -144,7 +144,7 @@ def swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def block_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where tensors of these bytes lie in their block, in order, and the bytes of the block."""
+    """Places tensors of these sizes in a block: returns their offsets in order, and the bytes of the block."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

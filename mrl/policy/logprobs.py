@@ -44,15 +44,15 @@ CHUNK_TOKENS = 1024
 
 @dataclass(frozen=True)
 class TokenDistribution:
-    """How logits become the distribution that tokens are drawn from, in the order and by the rules of vLLM's sampler."""
+    """Distribution that tokens are drawn from, made of logits in the order and by the rules of vLLM's sampler."""
 
     vocab_size: int
-    """Without the padding of the vocabulary."""
+    """Number of tokens without the padding of the vocabulary."""
     temperature: float = 1.0
     top_k: int | None = None
-    """Only the k likeliest tokens, and those as likely as the last of them; None = all."""
+    """Number of likeliest tokens kept, with all as likely as the last of them; None = all."""
     top_p: float = 1.0
-    """Of these, only the likeliest whose probabilities add up to `top_p`, and those as likely as the last of them."""
+    """Probability kept: of these tokens only the likeliest that add up to `top_p`, with all as likely as the last of them."""
     defer_fp32_logits: bool = True
     """Logits become float32 in parts; false = those of a whole row at once. The values are the same."""
 
@@ -72,7 +72,7 @@ class TokenDistribution:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether some tokens may have no probability."""
+        """Tells whether some tokens may have probability 0."""
         return self.top_p < 1.0 or (self.top_k is not None and self.top_k < self.vocab_size)
 
     def least_kept(self, scaled_TV: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -101,21 +101,21 @@ class TokenDistribution:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What the distribution says of the label at each position, float32 [T], the same on every rank of the tp group."""
+    """Scores of the label at each position, float32 [T], the same on every rank of the tp group."""
 
     logprobs_T: Tensor
-    """With gradient; -inf, without gradient, where top-k or top-p leave the label out."""
+    """Log-probabilities with gradient; -inf, without gradient, where top-k or top-p leave the label out."""
     untruncated_logprobs_T: Tensor
-    """As if every token could be drawn, with gradient; the same tensor where the distribution is not truncated."""
+    """Log-probabilities with gradient as if every token could be drawn; the same tensor where the distribution is not truncated."""
     entropy_T: Tensor
     """Entropy of the distribution in nats, without gradient."""
     is_likeliest_T: Tensor
-    """Whether no token is likelier than the label, bool."""
+    """Marks labels than which no token is likelier, bool."""
 
 
 @dataclass(frozen=True)
 class OutputColumns:
-    """This rank's columns of the logits of a row, of which float32 copies are made for `chunk_tokens` rows at a time."""
+    """Columns of this rank in the logits of a row, of which float32 copies are made for `chunk_tokens` rows at a time."""
 
     inputs: Tensor
     """The logits [T, V] where there is no weight, and hidden states [T, D] where there is one."""
@@ -150,14 +150,14 @@ class OutputColumns:
         return logits.to(torch.float32, copy=True).div_(self.distribution.temperature)
 
     def place(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's column of each token, 0 where it has none, and whether it has one."""
+        """Returns this rank's column of each token, 0 where it has none, and a mask of the tokens that have one."""
         columns = tokens - self.first
         is_local = (columns >= 0) & (columns < self.num_real)
         return torch.where(is_local, columns, 0), is_local
 
 
 class Gradients:
-    """Of the inputs and the weight of columns, chunk by chunk."""
+    """Gradients of the columns' inputs and weight, chunk by chunk."""
 
     def __init__(self, columns: OutputColumns, needed: tuple[bool, ...]) -> None:
         self._columns = columns
@@ -253,7 +253,7 @@ class _Scores(torch.autograd.Function):
         gradients, distribution, (grad_T, untruncated_grad_T, *_) = Gradients(columns, ctx.needs_input_grad), columns.distribution, grads
 
         def by_logits(grad_T: Tensor, normalizer_T: Tensor, scaled: Tensor, chunk: slice) -> Tensor:
-            """Of the log-softmax of the labels: of the label 1 - probability, of all others -probability, over the temperature."""
+            """Returns the labels' log-softmax gradient: 1 - probability for the label, -probability for others, over the temperature."""
             scale = grad_T[chunk, None] / distribution.temperature
             result = torch.sub(scaled, normalizer_T[chunk, None]).exp_().mul_(-scale)
             return result.scatter_add_(1, column_T[chunk, None], scale * is_local_T[chunk, None]) if columns.num_real else result

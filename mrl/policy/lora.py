@@ -75,7 +75,7 @@ class _Factor(nn.Module):
 
     @property
     def replica_id(self) -> tuple[int, int, int]:
-        """Of its entry in a checkpoint: zeros on the rank that writes it."""
+        """Returns the replica id of its checkpoint entry: zeros on the rank that writes it."""
         if self.is_expert:
             rank, replica = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_data_parallel_rank()
         else:
@@ -110,7 +110,7 @@ class _Adapter(nn.Module):
                 setattr(factor.weight, "sequence_parallel", not factor.is_cut)  # noqa: B010  (Megatron's mark on a parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the adapter adds, in the dtype of `x`. Collective over the tp group where the linear layer is."""
+        """Computes the adapter's addition, in the dtype of `x`. Collective over the tp group where the linear layer is."""
         low = x.to(self.linear_in.weight.dtype)
         if self._dropout_position == "pre":
             low = self._drop(low, self._has_own_input)
@@ -146,7 +146,7 @@ class Lora:
         """`layout` has every factor by its slot in the live model; `adapters` are by the slot of the weight that they change."""
         self.layout = layout
         self.description = description
-        """Which layers have adapters and how they count, as plain values, the same wherever factors are used; None = no adapters."""
+        """Adapted layers and their scaling as plain values, the same wherever factors are used; None = no adapters."""
         self._adapters = adapters
         self._merged: dict[Slot, Tensor] = {}
 

@@ -41,16 +41,16 @@ ModelClass = Literal["mamba", "gpt"]
 
 ACTIVATIONS = {"squared_relu": squared_relu, "silu": F.silu}
 FLAVOUR: Flavour = "te" if specs.HAVE_TE else "local"
-"""Which layers `mrl.policy.specs` builds on this host, in the words of the conversion tables."""
+"""Kind of layers that `mrl.policy.specs` builds on this host, in the words of the conversion tables."""
 
 
 def live_layout(config: PolicyConfig, hf_config: HfConfig, coords: MegatronCoords) -> Layout:
-    """What the rank at `coords` holds of the model: the conversion table of its live weights."""
+    """Returns the conversion table of the live weights of the rank at `coords`."""
     return family(hf_config).megatron_layout(hf_config, config.megatron_cfg.parallel, coords, config.precision, FLAVOUR)
 
 
 def build_model(config: PolicyConfig, hf_config: HfConfig, *, is_trained: bool = True, trains_mtp: bool = False) -> list[MegatronModule]:
-    """This rank's chunks of the model, one for each virtual pipeline stage, randomly initialised, bare of data parallelism.
+    """Builds this rank's chunks of the model, one for each virtual pipeline stage, randomly initialised, bare of data parallelism.
 
     In bfloat16 a chunk is wrapped in Megatron's Float16Module. `hf_config` is the contents of a config.json. If it is not trained, no
     parameter takes a gradient, so that data parallelism and the optimizer keep nothing of it; as of MTP layers without `trains_mtp`.

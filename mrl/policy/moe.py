@@ -88,7 +88,7 @@ def use_row_dispatchers(model: nn.Module, config: MegatronConfig) -> None:
 
 @dataclass(frozen=True)
 class RowTokens:
-    """What this rank's routers know of a row of a global batch."""
+    """Token facts of a row of a global batch for this rank's routers."""
 
     sequences_T: Tensor
     """int64, index of each token's sequence in the row; `num_sequences` for padding."""
@@ -134,7 +134,7 @@ class PackedRouter(TopKRouter):
         super().__init__(config, pg_collection)
         self.row: RowTokens | None = None
         self.passes_per_row = 1
-        """How many times a step passes each row through the router; the auxiliary losses are the means over these passes."""
+        """Passes of each row through the router in a step; the auxiliary losses are the means over these passes."""
         self.reset()
 
     @property
@@ -147,7 +147,7 @@ class PackedRouter(TopKRouter):
         self.tokens_E: Tensor | int = 0
         """Choices of each expert by this rank's tokens, int64."""
         self.losses: dict[str, Tensor] = {}
-        """This rank's part of each auxiliary loss, before its coefficient."""
+        """Share of this rank in each auxiliary loss, before its coefficient."""
         self.batch_tokens_SE: Tensor | int = 0
         """Choices by the tokens of all ranks so far, for the loss over the batch."""
 

@@ -54,7 +54,7 @@ class MtpBlock(MegatronModule):
             [MtpStep(config, stack, pattern, num_layers + index * len(pattern), groups) for index in range(num_steps)]
         )
         self.embedding: tuple[LanguageModelEmbedding, ...] = ()
-        """On the last of several stages while `embedding_on_last_stage`: a copy of the first stage's, in a tuple as it is no part."""
+        """Copy of the first stage's embedding on the last of several stages (`embedding_on_last_stage`); the tuple hides it from torch."""
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> ShardedStateDict:
         """Entries of a Megatron checkpoint; called by the model's method of this name."""
@@ -147,7 +147,7 @@ def mtp_of(chunk: nn.Module) -> MtpBlock | None:
 
 
 def mtp_parameters(chunks: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Those of this rank's MTP layers that are trained."""
+    """Lists the trained parameters of this rank's MTP layers."""
     blocks = filter(None, map(mtp_of, chunks))
     return [parameter for block in blocks for parameter in block.parameters() if parameter.requires_grad]
 

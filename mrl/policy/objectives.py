@@ -43,17 +43,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a train step minimises."""
+    """Loss that a train step minimises."""
 
     row_loss: Callable[[Tensor, PackedRow, DistributedDataParallel], tuple[Tensor, dict[str, Tensor]]]
-    """On the last pipeline stage, the loss of a row (with gradient by this rank's tokens) and its share of the metrics, from what the model
-    returned for these tokens. The gradients of all rows of all ranks add up to the batch's, and so do the metrics."""
+    """Loss of a row (with gradient by this rank's tokens) and its share of the metrics, from the model's output on the last pipeline
+    stage. The gradients of all rows of all ranks add up to the batch's, and so do the metrics."""
     finish: Callable[[dict[str, float]], dict[str, float]] = dict
     """Metrics of the global batch from the sums (or extremes) over all rows."""
     around: Callable[[list[DistributedDataParallel]], AbstractContextManager[object]] = nullcontext
     """Inside, `row_loss` has all that it needs of the chunks. Collective over all ranks."""
     trains_mtp_apart: bool = False
-    """Whether MTP layers have a gradient norm of their own, by which alone their gradients are clipped."""
+    """True if MTP layers have a gradient norm of their own, by which alone their gradients are clipped."""
 
 
 def objective_of(config: RunConfig, distribution: TokenDistribution, batch: RankBatch, model: ModelName = "policy") -> Objective:
@@ -185,7 +185,7 @@ def _value_objective(config: ValueLossConfig, size: BatchSize) -> Objective:
 
 
 def _shared_metrics(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part of metrics that each rank of a context-parallel group computes: ranks add up all of them but extremes."""
+    """Returns this rank's part of metrics that each rank of a context-parallel group computes: ranks add up all of them but extremes."""
     cp_size = parallel_state.get_context_parallel_world_size()
     return {name: value if extreme_of(name) else value / cp_size for name, value in metrics.items()}
 
@@ -221,7 +221,7 @@ def _row_loss(
     config: MegatronConfig,
     distribution: TokenDistribution,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """On the last stage, the loss by this rank's tokens of a row, and its share of the metrics. `output` are hidden states [1, T, D]."""
+    """Computes a row's loss by this rank's tokens, and its share of the metrics. `output`: the last stage's hidden states [1, T, D]."""
     bare, block, local, device = unwrap_model(model), mtp_of(model), own_positions(row), output.device
     assert block is not None
     embedding = bare.embedding if bare.pre_process else block.embedding[0]
@@ -255,14 +255,14 @@ def _row_loss(
 
 
 def shifted(values_T: Tensor, cu_seqlens: Tensor, ahead: int) -> Tensor:
-    """At each position the value of the one that is `ahead` of it in its sequence; 0 where the sequence has ended."""
+    """Shifts each sequence left by `ahead` positions; 0 where the sequence has ended."""
     ends_T = cu_seqlens[1:].long().repeat_interleave(cu_seqlens.diff())
     positions_T = torch.arange(len(values_T)) + ahead
     return torch.where(positions_T < ends_T, values_T[positions_T.clamp(max=len(values_T) - 1)], 0)
 
 
 def _label_counts(rows: Sequence[PackedRow], num_steps: int) -> list[int]:
-    """How many labels count for each step, over the global batch. Collective over the dp group."""
+    """Counts the labels of each step over the global batch. Collective over the dp group."""
     counts = torch.zeros(num_steps, dtype=torch.int64)
     for row in rows:
         counts += torch.stack([shifted(row.loss_mask_T, row.cu_seqlens, ahead).sum().long() for ahead in range(1, num_steps + 1)])

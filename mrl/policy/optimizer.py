@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # What a group of parameters holds beside its settings.
 _NO_SETTINGS = ("params", "step")
 CLIP_EPSILON = 1e-6
-"""What Megatron adds to a norm by which it divides."""
+"""Constant that Megatron adds to a norm by which it divides."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def main_gradient(parameter: nn.Parameter) -> Tensor:
-    """Where Megatron sums the parameter's gradient."""
+    """Returns the tensor in which Megatron sums the parameter's gradient."""
     return getattr(parameter, "main_grad")  # noqa: B009  (Megatron's attribute of a parameter)
 
 

@@ -57,7 +57,7 @@ def token_scores(model: nn.Module, output: Tensor, row: PackedRow, distribution:
 
 
 def output_columns(model: nn.Module, output: Tensor, distribution: TokenDistribution) -> OutputColumns:
-    """This rank's columns of the logits of its tokens; otherwise as `token_scores`."""
+    """Returns this rank's columns of the logits of its tokens; otherwise like `token_scores`."""
     group, bare = parallel_state.get_tensor_model_parallel_group(), _bare(model)
     layer = bare.output_layer
     if not isinstance(layer, ChunkedOutputLayer):

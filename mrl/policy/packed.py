@@ -31,7 +31,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where each token of a packed row stands in the padded buffer."""
+    """Places of a packed row's tokens in the padded buffer."""
 
     slots_T: Tensor
     """int64, row of the padded buffer."""

@@ -41,7 +41,7 @@ _UNUSED = {(module, name): getattr(module, name) for module, names in _VARIABLES
 
 
 class MegatronState:
-    """What Megatron keeps in its modules of one model of this process: process groups, sizes, buffers, random states.
+    """State that Megatron keeps in its modules for one model of this process: process groups, sizes, buffers, random states.
 
     Megatron has one place for each of these. The models of a process take turns with it: each is made current before it computes.
     """
@@ -107,14 +107,14 @@ def in_turn(kind: type[T]) -> type[T]:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where ranks meet: at rank 0, or in a file."""
+    """Meeting point of ranks: rank 0, or a file."""
 
     address: str
-    """Of rank 0; or the path of a file that nobody else may open, if all ranks are processes of one node."""
+    """Address of rank 0; or the path of a file that nobody else may open, if all ranks are processes of one node."""
     port: int
     """0 of a file."""
     listener: socket.socket | None = None
-    """Of rank 0: bound to the port since it was chosen, so that nobody else has taken it by now. It is used up."""
+    """Socket of rank 0: bound since the port was chosen, so that nobody else has taken it by now. It is used up."""
 
     def place(self, world_size: int, timeout: timedelta) -> dict[str, Any]:
         """Arguments of `init_process_group`."""
@@ -179,7 +179,7 @@ def virtual_stages(config: MegatronConfig) -> int | None:
 
 
 def coordinates() -> MegatronCoords:
-    """Which part of the model this rank holds."""
+    """Returns the coordinates of this rank's part of the model."""
     return MegatronCoords(
         tp=parallel_state.get_tensor_model_parallel_rank(),
         pp=parallel_state.get_pipeline_model_parallel_rank(),

@@ -147,7 +147,7 @@ class PolicyRank:
         return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
     def layout_arguments(self) -> RankPlace:
-        """What `Family.megatron_layout` takes besides the model's configuration. Not collective."""
+        """Returns the arguments of `Family.megatron_layout` besides the model's configuration. Not collective."""
         return self._config.policy.megatron_cfg.parallel, parallel.coordinates(), self._config.policy.precision, FLAVOUR
 
     def enter(self, phase: Phase) -> None:
@@ -172,7 +172,7 @@ class PolicyRank:
         self._start_from_weights()
 
     def load_mcore(self, folder: Path | str) -> None:
-        """As `load_hf`, bit for bit, from a Megatron checkpoint of the same weights, whatever parallel layout wrote it."""
+        """Loads the same weights as `load_hf`, bit for bit, from a Megatron checkpoint, whatever parallel layout wrote it."""
         checkpoint.load(Path(folder), self._state, is_start=True)
         with torch.no_grad():
             for slot, content in self._layout.items():
@@ -222,7 +222,7 @@ class PolicyRank:
         return ""
 
     def is_written(self) -> bool:
-        """Whether this rank has written its part, or failed to. Not collective."""
+        """Tells whether this rank has written its part, or failed to. Not collective."""
         assert self._writing is not None, "begin_save comes first"
         return self._writing.is_done()
 
@@ -233,7 +233,7 @@ class PolicyRank:
         return writing.finish(timeout_s)
 
     def find_damage(self, shards: Mapping[Path, str]) -> str:
-        """Why these files of a checkpoint have not the given sha256; "" if they have. Reads all bytes. Not collective."""
+        """Describes the first of these checkpoint files with another sha256; "" if there is none. Reads all bytes. Not collective."""
         return find_difference(shards)
 
     def load_checkpoint(self, weights_dir: Path | str) -> None:
@@ -291,13 +291,13 @@ class PolicyRank:
         self._batches.append(RankBatch(rows, logprob_rows, global_batch_size(rows)))
 
     def batches(self) -> list[RankBatch]:
-        """Those of the step. Not collective."""
+        """Returns the batches of the step. Not collective."""
         if not self._batches:
             raise RuntimeError("there is no batch: set_batch comes first, once a step")
         return self._batches
 
     def computed(self, compute: Callable[..., T], rows: list[PackedRow], *arguments: object) -> T:
-        """What a pass of `mrl.policy.step` without gradients computes of rows, padded to what the schedule needs, from settled weights."""
+        """Runs a pass of `mrl.policy.step` without gradients over rows, padded to what the schedule needs, from settled weights."""
         self.settled_weights()
         with self._lora.without_dropout():
             return compute(self._chunks, self._whole_groups(rows), *arguments)

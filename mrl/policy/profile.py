@@ -12,7 +12,7 @@ from mrl.config.schema.run import ProfilerConfig
 
 
 class RankProfiler:
-    """Between `start` and `stop`, records operations with their shapes, and verbs as ranges around them."""
+    """Profiler of a rank: records operations with their shapes, and verbs as ranges around them, between `start` and `stop`."""
 
     def __init__(self, config: ProfilerConfig) -> None:
         self._config = config

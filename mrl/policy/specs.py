@@ -95,7 +95,7 @@ class TorchNorm:
 
 Norm = TENorm if HAVE_TE else TorchNorm
 ColumnLinear = TEColumnParallelLinear if HAVE_TE else ColumnParallelLinear
-"""Of layers that are in no spec; a norm is called with config, hidden_size and eps."""
+"""Linear layer for layers that are in no spec; a norm is called with config, hidden_size and eps."""
 
 
 class DuplicatedLinear(MegatronModule):
@@ -150,7 +150,8 @@ class PackedCoreAttention(MegatronModule):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: object, packed_seq_params: PackedSeqParams | None, **__: object
     ) -> Tensor:
-        """From query [tokens, heads, head_dim] and key, value [tokens, groups, head_dim] of this cp rank. Collective over the cp group."""
+        """Attends from query [tokens, heads, head_dim] to key, value [tokens, groups, head_dim] of this cp rank.
+        // Collective over the cp group."""
         assert packed_seq_params is not None, "packed rows are the only batch format"
         cu_seqlens, size, rank = packed_seq_params.cu_seqlens_q, self.cp_group.size(), self.cp_group.rank()
         if size == 1:

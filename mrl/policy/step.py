@@ -167,7 +167,7 @@ def _forward_only(
     result_of: Callable[[Tensor, PackedRow, DistributedDataParallel], object],
     replay: RouterReplay | None = None,
 ) -> list:
-    """What `result_of` makes of each row's output, on the last pipeline stage."""
+    """Applies `result_of` to each row's output, on the last pipeline stage."""
 
     def forward_step(iterator: Iterator[PackedRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., object]]:
         row = next(iterator)
@@ -177,7 +177,7 @@ def _forward_only(
 
 
 def _forward(model: DistributedDataParallel, row: PackedRow, replay: RouterReplay | None = None) -> Tensor:
-    """What the model returns for this rank's tokens: from its last chunk what `token_scores` takes, from any other hidden states."""
+    """Runs the model on this rank's tokens: its last chunk returns the input of `token_scores`, any other hidden states."""
     device = next(model.parameters()).device
     local = own_positions(row)
     # The log-probabilities make their own float32 copy of the logits, in parts.
