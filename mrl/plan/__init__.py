@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run needs of memory, bytes and time, from its config and config.json alone. Imports no torch, Ray, vLLM or Megatron."""
+"""Prediction of a run's memory, bytes and time, from its config and config.json alone. Imports no torch, Ray, vLLM or Megatron."""

@@ -19,7 +19,7 @@ class Row:
     """One microbatch on one rank, and how the rank computes it."""
 
     tokens: int
-    """Of the row on a context-parallel rank."""
+    """Tokens of the row on a context-parallel rank."""
     tp: int = 1
     etp: int = 1
     is_sequence_parallel: bool = False
@@ -71,7 +71,7 @@ def kept_bytes(shape: ModelSizes, layer: str, row: Row) -> float:
 
 
 def backward_bytes(shape: ModelSizes, layer: str, row: Row) -> float:
-    """What the backward pass of a layer needs above what is kept: what is computed or fetched again, gradients of its widest part."""
+    """Estimates the backward pass of a layer beyond kept tensors: what is computed or fetched again, gradients of its widest part."""
     parts = [part_bytes(shape, letter, row) for letter in layer]
     again = sum(sum(tensors.values()) for tensors in parts) - kept_bytes(shape, layer, row)
     return again + max(sum(size for name, size in tensors.items() if name in _WIDE) for tensors in parts) + parts[0]["input"]

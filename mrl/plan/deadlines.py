@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a start, a train step and a checkpoint may take: what section `deadlines` says, else by bytes, tokens, nodes and GPUs.
+"""Time limits of a start, a train step and a checkpoint: the values of section `deadlines`, else by bytes, tokens, nodes and GPUs.
 
 Without Ray and torch: `--check` prints them. Rates are those of a bad day; a deadline is for what hangs, not for what is slow.
 """
@@ -50,7 +50,7 @@ class Deadline:
 
 
 def all_deadlines(config: RunConfig) -> list[Deadline]:
-    """Those that follow the size of the run, for people."""
+    """Lists the deadlines that follow the size of the run, for display."""
     return [start_deadline(config), train_deadline(config), checkpoint_deadline(config)]
 
 

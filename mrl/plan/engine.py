@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a vLLM engine holds on one GPU: weights, KV cache and Mamba state, and how many sequences of a length fit."""
+"""Memory of a vLLM engine on one GPU: weights, KV cache and Mamba state, and how many sequences of a length fit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _CONVOLUTION = 4
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """How vLLM cuts its cache into blocks (vllm/v1/core/kv_cache_utils.py): all groups of layers draw blocks of one size from one pool."""
+    """Blocks of vLLM's cache (vllm/v1/core/kv_cache_utils.py): all groups of layers draw blocks of one size from one pool."""
 
     block_tokens: int
     """Tokens of a sequence in one block of an attention group."""
     block_bytes: int
-    """Of one block, over the layers of a group, on one worker."""
+    """Size of one block, over the layers of a group, on one worker."""
     attention_groups: int
     state_groups: int
     states: int
@@ -87,7 +87,7 @@ def cache_layout(
 
 
 def forward_bytes(shape: ModelSizes, tp: int, *, batched_tokens: int) -> float:
-    """What a forward pass of `batched_tokens` takes beside weights and cache."""
+    """Estimates a forward pass of `batched_tokens`, without weights and cache."""
     widths = [shape.ffn * (shape.fc1_factor + 1) / tp]
     if shape.experts:
         widths.append(shape.topk * ((shape.latent or shape.hidden) + shape.expert_ffn * (shape.fc1_factor + 1) / tp))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan reads of a run: sizes of the model, parallel sizes, rows, optimizer. From the config and config.json alone."""
+"""Facts of a run that a plan needs: sizes of the model, parallel sizes, rows, optimizer. From the config and config.json alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PlanModel:
     ) -> None:
         self.hf_config = hf_config
         self.folder = folder
-        """That holds its weights; None if that is not known."""
+        """Folder of the model's weights; None if unknown."""
         self.beside = beside
         self.family = family(hf_config)
         self.shape = sizes_of(hf_config)
@@ -94,7 +94,7 @@ def row_of(config: RunConfig, *, is_training: bool, imbalance: float = IMBALANCE
 
 
 def state_rules(config: RunConfig) -> StateRules:
-    """How many bytes the states have of each element, and over how many ranks they are spread."""
+    """Returns the bytes of each state per element, and the number of ranks that share it."""
     megatron, settings = config.policy.megatron_cfg, config.policy.megatron_cfg.optimizer
     is_bf16, is_sharded = config.policy.precision == "bfloat16", settings.use_distributed_optimizer
     ranks = config.num_policy_ranks // megatron.pipeline_model_parallel_size

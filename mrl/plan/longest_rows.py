@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the rows of a run may get before they outgrow its GPUs, and which key makes them shorter."""
+"""Longest rows that fit the GPUs of a run, and the keys that shorten rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def with_least_rows(config: RunConfig, *, keeps_full: bool) -> RunConfig:
 
 
 def describe_longest(config: RunConfig, model: PlanModel, gpu: Gpu) -> str | None:
-    """How long rows may get where the longest do not fit, and which keys decide; None if any fit, or none does."""
+    """Describes the longest rows that fit, and the keys that decide, where the longest do not fit; None if any fit, or none does."""
     ranks, _ = all_ranks(config, model, gpu)
     phases: dict[Phase, float] = {phase: max(sum(rank.phases[phase].values()) for rank in ranks) for phase in ranks[0].phases}
     too_large: list[Phase] = [phase for phase, size in phases.items() if size > gpu.memory]
@@ -62,7 +62,7 @@ def _key(config: RunConfig, phase: Phase) -> str:
 
 
 def _filling(section: Section) -> str:
-    """What fills rows up to a number of tokens; "" where they are padded to the longest of their sequences."""
+    """Names the number of tokens up to which rows are filled; "" where rows are padded to the longest of their sequences."""
     return "sequence_packing" if section.sequence_packing.enabled else "dynamic_batching" if section.dynamic_batching.enabled else ""
 
 

@@ -31,16 +31,16 @@ _FORWARD_LOGIT = 5
 _PASSING = ("gradients", "optimizer", "activations", "logits or one layer")
 
 Parts = dict[str, float]
-"""What takes memory -> bytes."""
+"""Bytes by the part that takes them."""
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What a colocated or dedicated engine has of its GPU."""
+    """Memory of a colocated or dedicated engine on its GPU."""
 
     weights: float
     activations: float
-    """As vLLM measures them at its start, to give the cache the rest."""
+    """Activations as vLLM measures them at its start, to give the cache the rest."""
     unmeasured: float
     """Logits that checking all proposed tokens takes beyond that."""
     graphs: float
@@ -69,7 +69,7 @@ class RankMemory:
 
 
 def engine_memory(config: RunConfig, model: PlanModel, gpu: Gpu) -> EngineMemory:
-    """What `gpu_memory_utilization` leaves an engine worker for its cache; the cache is negative if that is too little."""
+    """Returns an engine worker's memory under `gpu_memory_utilization`; the cache is negative if that is too little."""
     generation, shape = config.policy.generation, model.shape
     vllm, num_proposed = generation.vllm_cfg, generation.num_proposed_tokens
     tp, has_mamba = vllm.tensor_parallel_size, shape.mamba_heads > 0
@@ -96,7 +96,7 @@ def engine_memory(config: RunConfig, model: PlanModel, gpu: Gpu) -> EngineMemory
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank needs of its GPU for one model."""
+    """GPU memory that a rank needs for one model."""
 
     states: States
     persistent: float
@@ -140,7 +140,7 @@ def work_of(config: RunConfig, model: PlanModel, pp_rank: int, role: Role = "pol
 
 
 def works_beside(config: RunConfig, model: PlanModel, *, imbalance: float = IMBALANCE) -> dict[ModelName, Work]:
-    """Of each model beside the policy the work of the stage that needs most: a rank may have any stage of it."""
+    """Returns the work of each model other than the policy for its neediest stage: a rank may have any stage of it."""
     found: dict[ModelName, Work] = {}
     for name, other in model.beside.items():
         seen = config.of_model(name)
@@ -226,12 +226,12 @@ def stage_states(config: RunConfig, model: PlanModel, pp_rank: int, role: Role =
 
 
 def _has_head(config: RunConfig, role: Role) -> bool:
-    """Whether the model gives one number at each token, and no logits."""
+    """Tells whether the model gives one number at each token, and no logits."""
     return config.algorithm == "rm" or role == "critic"
 
 
 def least_peak(rank: RankMemory) -> float:
-    """What the worst phase of a rank needs at the least: without slack."""
+    """Returns the least need of a rank's worst phase: without slack."""
     return max(sum(size for name, size in parts.items() if name != "slack") for parts in rank.phases.values())
 
 
@@ -262,12 +262,12 @@ def host_memory(config: RunConfig, model: PlanModel, states: States) -> Parts:
 
 
 def saved_bytes(config: RunConfig, model: PlanModel) -> dict[ModelName, int]:
-    """Of one checkpoint, by model."""
+    """Returns the size of one checkpoint, by model."""
     return checkpoint_bytes(config, {name: model.by_name[name].num_parameters for name in config.trained_models})
 
 
 def disk_bytes(config: RunConfig, model: PlanModel) -> tuple[float, int | None]:
-    """Of all checkpoints that are kept and one being written, and their number; None if that is not bounded: then one is counted."""
+    """Returns the size of all kept checkpoints and one being written, and their number; None if unbounded: then one is counted."""
     if not config.checkpointing.enabled:
         return 0.0, 0
     kept = num_kept_at_most(config)
@@ -275,12 +275,12 @@ def disk_bytes(config: RunConfig, model: PlanModel) -> tuple[float, int | None]:
 
 
 def cache_bytes(model: PlanModel) -> float:
-    """Of the run's models in the cache of converted models, which knows each by its files and config.json."""
+    """Returns the size of the run's models in the cache of converted models, which knows each by its files and config.json."""
     entries = {(each.folder, json.dumps(each.hf_config, sort_keys=True)): each.num_parameters for each in model.by_name.values()}
     return float(sum(entries.values()) * BF16)
 
 
 def rollout_bytes(config: RunConfig) -> float:
-    """Of the rollouts of a step on their way: token id, logprob and mask of each token, and what a teacher says of them."""
+    """Returns the size of a step's rollouts in transit: token id, logprob and mask of each token, and the teachers' scores."""
     tokens = config.rollouts.num_rollouts_per_step * config.policy.max_total_sequence_length if config.has_engines else 0
     return float(math.ceil(tokens) * 16 + config.teacher_bytes)

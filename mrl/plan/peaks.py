@@ -17,7 +17,7 @@ WHOLE_LOGIT, CHUNK_LOGIT = BF16 + FP32, 7
 
 @dataclass(frozen=True)
 class Stage:
-    """What a rank of a pipeline stage computes."""
+    """Computation of a rank of a pipeline stage."""
 
     chunks: Sequence[tuple[Sequence[str], float]]
     """Layers, and microbatches whose activations are kept at the worst moment."""
@@ -27,7 +27,7 @@ class Stage:
 
 
 def microbatches_in_flight(pp_rank: int, pp: int, vpp: int, num_microbatches: int, group: int | None = None) -> list[float]:
-    """Of each chunk of a stage, under 1F1B and its interleaved form (megatron/core/pipeline_parallel/schedules.py).
+    """Returns each chunk's microbatches in flight, under 1F1B and its interleaved form (megatron/core/pipeline_parallel/schedules.py).
 
     `group`: microbatches that pass a chunk in turn, pp of them if not given.
     """
@@ -51,7 +51,7 @@ def activation_bytes(shape: ModelSizes, stage: Stage, row: Row) -> float:
 
 
 def logits_bytes(shape: ModelSizes, stage: Stage, row: Row, logit_bytes: int = WHOLE_LOGIT, chunk_tokens: int | None = None) -> float:
-    """Of the output layer of the last stage at its worst moment."""
+    """Returns the worst moment of the last stage's output layer."""
     if not stage.is_last:
         return 0.0
     columns = shape.vocabulary / row.tp
@@ -62,7 +62,7 @@ def logits_bytes(shape: ModelSizes, stage: Stage, row: Row, logit_bytes: int = W
 
 
 def persistent_bytes(shape: ModelSizes, stage: Stage, row: Row, *, pp: int, workspaces: float) -> float:
-    """What stays allocated between steps beside the states: workspaces, tensors at stage borders, the output layer's gathered input."""
+    """Returns the bytes kept between steps besides states: workspaces, tensors at stage borders, the output layer's gathered input."""
     stream = BF16 * row.sharded_tokens * shape.hidden
     borders = 2 * len(stage.chunks) * stream if pp > 1 else 0.0
     gathered = BF16 * row.tokens * shape.hidden if stage.is_last and row.is_sequence_parallel else 0.0

@@ -40,17 +40,17 @@ LARGEST = max(GPUS.values(), key=lambda gpu: gpu.memory)
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is predicted to need."""
+    """Predicted needs of a run."""
 
     config: RunConfig
     gpu: Gpu
     model: PlanModel
     worst: RankMemory
     misfit: str | None
-    """What does not fit; None if all does."""
+    """Description of what does not fit; None if all does."""
     engine: EngineMemory | None
     host: Parts
-    """By what holds it, on each node."""
+    """Host memory of each node, by what holds it."""
     refit: RefitTraffic | None
     times: StepTimes
 
@@ -66,7 +66,7 @@ def with_config_json(config: RunConfig) -> RunConfig:
 
 
 def problems_of(config: RunConfig) -> list[str]:
-    """What the rules of a config refuse. What this machine lacks is no reason."""
+    """Lists the rules that a config breaks, except those about files that this machine lacks."""
     return [problem for problem in find_problems(config) if not isinstance(problem, Unprovided)]
 
 

@@ -41,7 +41,7 @@ class Candidate:
     """A layout that fits."""
 
     values: dict[str, object]
-    """By the short names of `KEYS`."""
+    """Values by the short names of `KEYS`."""
     overrides: list[str]
     worst: RankMemory
     times: StepTimes
@@ -51,13 +51,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Layouts:
-    """What a search gives."""
+    """Result of a search."""
 
     best: list[Candidate]
     """Fastest first."""
     num_tried: int
     refused: Counter[str]
-    """Why layouts are illegal or do not fit -> how many."""
+    """Number of layouts by the reason why they are illegal or do not fit."""
 
 
 def worst_rank(config: RunConfig, model: PlanModel, gpu: Gpu) -> tuple[RankMemory, str | None]:

@@ -24,11 +24,11 @@ class Elements(NamedTuple):
 
     dense: int = 0
     experts: int = 0
-    """Of routed experts."""
+    """Elements of routed experts."""
     buffers: int = 0
     """Persistent buffers in float32, which no optimizer changes."""
     frozen: int = 0
-    """Of weights without gradient, such as MTP layers that are not trained, and the output layer of a model with a head."""
+    """Elements of weights without gradient, such as MTP layers that are not trained, and the output layer of a model with a head."""
 
     def plus(self, other: Elements) -> Elements:
         return Elements(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
@@ -36,7 +36,7 @@ class Elements(NamedTuple):
 
 @dataclass(frozen=True)
 class StateRules:
-    """How many bytes an element has, and over how many ranks its optimizer state is spread."""
+    """Bytes per element of each state, and the number of ranks that share the optimizer state."""
 
     dense_shards: int
     expert_shards: int
@@ -61,11 +61,11 @@ class States:
     gradient_copy: float
     """Float32 shard of gradients, from the optimizer step to the next zero_grad."""
     host_optimizer: float
-    """Of elements that the host updates: moments, and copies of the main parameters and gradients in pinned memory."""
+    """Bytes of elements that the host updates: moments, and copies of the main parameters and gradients in pinned memory."""
 
     @property
     def allocated(self) -> float:
-        """After an optimizer step."""
+        """Returns the bytes allocated after an optimizer step."""
         return self.weights + self.gradients + self.optimizer + self.gradient_copy
 
 

@@ -109,7 +109,7 @@ def decode_seconds(
 
 
 def exchange_seconds(config: RunConfig, model: PlanModel, gpu: Gpu, *, tokens: float) -> float:
-    """What a policy rank sends in a train step, if nothing of it hides behind products: it tells layouts apart, and is in no range.
+    """Estimates the exchanges of a policy rank in a train step, if nothing hides behind products: it ranks layouts, and is in no range.
 
     Tensor-parallel ranks exchange each layer's stream four times, experts get and give back their tokens in both passes.
     """
@@ -128,17 +128,17 @@ class RefitTimes:
     """Seconds of a refit by who spends them."""
 
     parts: dict[str, TimeRange]
-    """Of the exchange: `network`, `node`, `packing`, `exchange host`; of the engine: `pull and verify`, `pull host`; and `driver`."""
+    """Times of the exchange: `network`, `node`, `packing`, `exchange host`; of the engine: `pull and verify`, `pull host`; and `driver`."""
     num_rounds: int
 
     @property
     def serial(self) -> TimeRange:
-        """If each round is exchanged, pulled and verified before the next begins."""
+        """Returns the time if each round is exchanged, pulled and verified before the next begins."""
         return self._sum(*self.parts)
 
     @property
     def overlapped(self) -> TimeRange:
-        """If a round is exchanged while the one before is pulled and verified: the longer of both, and a round of the shorter."""
+        """Returns the time if a round is exchanged while the last is pulled and verified: the longer, and a round of the shorter."""
         sent, pulled = self._sum("network", "node", "packing", "exchange host"), self._sum("pull and verify", "pull host")
         low, high = (max(a, b) + min(a, b) / self.num_rounds for a, b in ((sent.low, pulled.low), (sent.high, pulled.high)))
         return TimeRange(low, high).plus(self.parts["driver"])

@@ -24,7 +24,7 @@ class RefitTraffic:
     busiest: dict[Link, int]
     """Bytes that the busiest GPU sends or receives, whichever is more: links carry both at once."""
     most_messages: int
-    """Of one rank, over all rounds."""
+    """Messages of the rank with the most, over all rounds."""
 
 
 @dataclass(frozen=True)
