@@ -143,7 +143,7 @@ def hide(config: Config, faults: Mapping[str, str]) -> Config:
 
 
 def prefix_of(model: ModelName) -> str:
-    """What messages put in front of a key of a model's section: "policy.", "value.", "teacher.", or which of several teachers it is."""
+    """Returns the prefix of a model's keys in messages: "policy.", "value.", "teacher.", or the one of several teachers."""
     role, _, name = model.partition(":")
     return f"on_policy_distillation, teacher {name}: " if name else {"critic": "value."}.get(role, f"{role}.")
 

@@ -25,10 +25,10 @@ REPLACES = "_override_"
 """NeMo RL's mark in a section: with `true`, the section replaces the inherited one."""
 
 MAX_FILE_BYTES = 4 << 20
-"""Of a config file; the longest recipe has 60 KB."""
+"""Limit of a config file; the longest recipe has 60 KB."""
 MAX_DEPTH = 64
 MAX_NODES = 200_000
-"""Of a file with its aliases written out; the longest recipe has a few thousand."""
+"""Limit of a file with its aliases written out; the longest recipe has a few thousand."""
 MAX_DIGITS = 1000
 MAX_DESCRIBED = 80
 """Characters of a value in a message: a chat template would fill the screen."""
@@ -57,7 +57,7 @@ class Setting:
 
 
 Settings = dict[Key, Setting]
-"""By leaf key; no key is the start of another."""
+"""Settings by leaf key; no key is the start of another."""
 
 
 def split_key(dotted: str) -> Key:

@@ -213,7 +213,7 @@ def _sort_out(settings: Settings, problems: list[str]) -> tuple[Settings, Settin
 
 
 def _place(key: Key, value: object) -> tuple[bool, str, str]:
-    """Whether a setting fits into the schema; else the key at which it has keys below a value, or a value in place of a section."""
+    """Tells whether a setting fits into the schema; else returns the key with keys below a value, or with a value in place of a section."""
     section, hint = RunConfig, None
     for depth, name in enumerate(key, start=1):
         if name not in fields_of(section):

@@ -41,7 +41,7 @@ _FILE_ENDINGS = tuple(f".{name}" for name in "jsonl json parquet arrow gz zst zi
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether `model` can only be an id of the Hub, `organisation/name`. Of the Hub's names none begins or ends with a dot or a dash.
+    """Tells whether `model` can only be an id of the Hub, `organisation/name`. No Hub name begins or ends with a dot or a dash.
 
     What ends like a file (`data/train.jsonl`) is a path, though a repository could be called so.
     """
@@ -51,7 +51,7 @@ def is_hub_id(model: str) -> bool:
 
 
 def is_prepared(path: str) -> bool:
-    """Whether a path leads into what `python -m mrl.prepare tiny` makes."""
+    """Tells whether a path leads into the folder that `python -m mrl.prepare tiny` makes."""
     folder = f"{Path(path).as_posix()}/"
     return "prepared/tiny/model/" in folder or "prepared/tiny/data/" in folder
 
@@ -188,7 +188,7 @@ def find_wrong_weights(config: RunConfig) -> list[str]:
 
 
 def is_downloaded(problem: str) -> bool:
-    """Whether a problem is that a model of the Hub is not here, which the start of a run solves."""
+    """Tells whether a problem is a model of the Hub that is not here, which the start of a run downloads."""
     return is_hub_id(problem.partition("=")[2].partition(": ")[0])
 
 
@@ -229,7 +229,7 @@ class LatentAttention(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What layouts must divide, and memory, operations and caches follow from. 0 = the model has no such layer."""
+    """Sizes of a model from which layouts, memory, operations and caches follow. 0 = the model has no such layer."""
 
     layers: tuple[str, ...]
     """Letters of `hybrid_override_pattern`: `*` attention, `-` MLP, `E` experts, `M` Mamba; `*-` or `*E` of a decoder."""
@@ -256,7 +256,7 @@ class ModelSizes:
     max_sequence_length: int = 0
     num_parameters: int = 0
     num_mtp_steps: int = 0
-    """Of multi-token prediction; 0 without."""
+    """Number of multi-token prediction steps; 0 without."""
 
     @property
     def mamba_inner(self) -> int:
@@ -372,7 +372,7 @@ def overridden_config(hf_config: Mapping[str, object], overrides: Mapping[str, o
 
 
 def _rope(source: Mapping[str, object]) -> dict[str, object]:
-    """What `source` says of rotary positions, under the newer names. Where it says it twice, transformers 5 takes `rope_scaling`."""
+    """Returns the settings of rotary positions under their newer names. If `source` has both, transformers 5 takes `rope_scaling`."""
     given = source.get("rope_scaling") or source.get("rope_parameters") or {}
     rope = dict(given) if isinstance(given, dict) else {}
     if "type" in rope:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 REWARD_VALUES = ("prompt", "response", "reference_answer", "turns", "row", "data_source", "solution_str", "ground_truth", "extra_info")
-"""What a parameter of a reward function may be called, to get what its name says. The last four are verl's."""
+"""Parameter names of a reward function; each gets the value that its name says. The last four are verl's."""
 POSITIONAL = REWARD_VALUES[:3]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What mrl calls an object of the user's own with."""
+    """Call signature of a user's object."""
 
     parameters: tuple[str, ...]
     returns: str = ""
@@ -37,7 +37,7 @@ LOGGER = Kind(
 
 
 def is_path(name: str) -> bool:
-    """Whether `name` has the form of a path to an object, rather than of a name of mrl's."""
+    """Tells whether `name` is a path to an object rather than one of mrl's names."""
     return "." in name or ":" in name
 
 

@@ -100,7 +100,7 @@ def check_arguments(config: RunConfig, problems: Problems) -> None:
 
 @functools.cache
 def arguments_of(library: Library) -> dict[str, list[str]]:
-    """By argument: the kinds of values that it takes, as scripts/library_fields.py found them in the library.
+    """Maps each argument to the kinds of values that it takes, as scripts/library_fields.py found them in the library.
 
     Of parsers, their names; of attention, its head sizes.
     """

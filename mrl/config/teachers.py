@@ -29,20 +29,20 @@ ELSEWHERE = {"precision": "precision", "micro_batch_size": "logprob_batch_size",
 """Key of a teacher's place -> key of `policy` that it stands for."""
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
 GPUS = ("num_nodes", "gpus_per_node")
-"""What NeMo RL's teachers have of their own; here they work on the policy's."""
+"""Keys of NeMo RL's teachers for their own GPUs; here teachers work on the policy's."""
 OWN_CUT = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "virtual_pipeline_model_parallel_size")
-"""How the policy's layers are cut; a teacher has others."""
+"""Keys that cut the policy's layers; a teacher has its own."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """What a teacher has of its own."""
+    """Settings of one teacher."""
 
     settings: Settings
-    """As keys of `policy`."""
+    """Settings as keys of `policy`."""
     model: ModelName
     origin: str = ""
-    """Where it is set, if these have no origins of their own."""
+    """Place of the teacher's definition, for settings without an origin."""
 
 
 def read_teachers(config: RunConfig, settings: Settings, secrets: set[str], *, known: list[str], interpret: Interpret) -> list[str]:
@@ -78,7 +78,7 @@ def _written(settings: Settings, secrets: set[str], problems: list[str]) -> Sett
 
 
 def _described(given: OnPolicyDistillationConfig, splits_sequences: bool, origin: str) -> dict[str, Own]:
-    """What each teacher of `on_policy_distillation`, which is set at `origin`, has of its own, by the name under which it is held."""
+    """Collects each teacher's own settings from `on_policy_distillation`, by the teacher's name. `origin` is where that is set."""
     places, found = given.non_colocated_teachers, dict[str, Own]()
     for name, model in given.teacher_model_by_agent_name.items():
         if given.teacher_of(name) != name:
@@ -112,11 +112,11 @@ def _read(
         never_shared.append(("hf_config_overrides",))
 
     def is_own(key: Key) -> bool:
-        """Whether the policy's value is not the teacher's: it has one, or has something in place of the section."""
+        """Tells whether the teacher does not share the policy's value: it has its own, or has something in place of the section."""
         return key[1:2] in never_shared or any(key[: len(other)] == other or other[: len(key)] == key for other in own.settings)
 
     def shared_value(key: Key, setting: Setting) -> Setting:
-        """What the key says of the policy: the same expression might say something else of the teacher."""
+        """Resolves the policy's value: the same expression might have another value in the teacher."""
         with suppress(MissingMandatoryValue, Unresolved):
             if key[0] == STUDENT and own.model != TEACHER:
                 return replace(setting, value=tree.value(".".join(key)), written_as="")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 MAX_TEXT_CHARACTERS = 4 << 20
-"""Of one rollout: a million tokens of prose. JSON spells a character in 12 bytes at most, so that it fits into a message to a child."""
+"""Limit of one rollout: a million tokens of prose. JSON spells a character in 12 bytes at most, so it fits into a message to a child."""
 
 REPLACEMENT = "\ufffd"
 CUT = "\n[cut]\n"

@@ -25,7 +25,7 @@ Section = TypeVar("Section")
 Number = int | float
 
 MAX_CHARACTERS = 1 << 20
-"""Of a value with its references written out."""
+"""Limit of a value with its references written out."""
 MAX_EXPRESSION = 2000
 """Characters of a value with an interpolation in it. The grammar of interpolations takes seconds for more."""
 
@@ -124,7 +124,7 @@ class Tree:
         return value
 
     def _around(self, dotted: str) -> DictConfig:
-        """As much of the tree as the expression of a key may refer to. All of it is 600 nodes, which take OmegaConf 10 ms."""
+        """Returns the part of the tree that the expression of a key may refer to. All of it is 600 nodes, which take OmegaConf 10 ms."""
         part: dict[str, Any] = {}
         waiting, seen = [dotted], set[str]()
         while waiting:
@@ -184,7 +184,7 @@ class ValueReader:
         return kind(**values)
 
     def problems(self) -> list[str]:
-        """What is wrong, less what is wrong only because of another key."""
+        """Lists the problems, except those that another key causes."""
         faults = self.faults()
         causes = [
             problem
@@ -195,7 +195,7 @@ class ValueReader:
         return causes or ([] if self._misplaced else list(self._problems.values()))
 
     def faults(self) -> dict[str, str]:
-        """By key whose value is not known, the key that is the cause: itself, or one that its expression refers to."""
+        """Maps each key of unknown value to its cause: itself, or a key that its expression refers to."""
         references = {key: others for key in KEYS if (others := self._tree.references(key))}
         wrong = {*self._misplaced, *(key.partition("[")[0] for key in self._problems)}
         faults = {key: key for key in sorted(wrong) if not references.get(key, frozenset()) & wrong} or {key: key for key in sorted(wrong)}

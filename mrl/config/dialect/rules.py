@@ -34,7 +34,7 @@ COMPILATION = "policy.generation.vllm_kwargs.compilation_config"
 USE_INDUCTOR = f"{COMPILATION}.use_inductor"
 USE_GYM = "env.should_use_nemo_gym"
 GYM_DATA = {"dataset_name": "NemoGymDataset", "processor": GYM_PROCESSOR, "env_name": NEMO_GYM}
-"""What NeMo RL's present files say in `data.default` about rows of NeMo Gym."""
+"""Values with which NeMo RL's present files describe rows of NeMo Gym in `data.default`."""
 VERIFIER = "env.math.verifier_type"
 CHOICES = ("english_multichoice", "multilingual_multichoice")
 """Verifiers of NeMo RL's `math` that look for the letter of an answer, as `mcqa` does here."""
@@ -65,7 +65,7 @@ TRANSLATED_SECTIONS = (SCHEDULER, f"{DTENSOR}.env_vars", *TEMPLATE_VARIABLES)
 
 @dataclass
 class Translation:
-    """What the rules make of the settings of a config."""
+    """Result of the rules for the settings of a config."""
 
     written: Settings
     value_of: Callable[[str], object]
@@ -102,7 +102,7 @@ class Translation:
 
 
 def translate(settings: Settings, value_of: Callable[[str], object]) -> Translation:
-    """What the rules make of `settings`; `value_of` resolves a dotted key of them."""
+    """Applies the rules to `settings`; `value_of` resolves a dotted key of them."""
     found = Translation(settings, value_of)
     _choose_backend(found)
     _old_forms(found)

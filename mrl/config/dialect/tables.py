@@ -18,11 +18,11 @@ class Foreign:
     """A key of NeMo RL that no code of mrl reads."""
 
     reason: str
-    """Why the key has no effect; with a way out, also why other values are refused. A clause without a full stop."""
+    """Reason why the key has no effect; with a way out, also why other values are refused. A clause without a full stop."""
     same: tuple[object, ...] | None = None
     """The values that are accepted; `"${a.b}"` is the value of another key. None = every value."""
     way_out: str = ""
-    """What to do at another value. Empty only if every value is accepted."""
+    """Way out at another value. Empty only if every value is accepted."""
     is_section: bool = False
     """The entry stands for every key below it, too."""
 
@@ -42,7 +42,7 @@ def _foreign(title: str) -> dict[str, Foreign]:
 
 
 NEEDS_GPU = "needs a GPU to be built honestly"
-"""Why what the table `needs_gpu` names is refused."""
+"""Reason of refusal for the keys of the table `needs_gpu`."""
 
 
 def _needing_gpu() -> tuple[dict[str, Foreign], dict[tuple[str, object], Foreign]]:

@@ -45,7 +45,7 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 @dataclass
 class Migration:
-    """What a config said in NeMo RL's terms, and what became of it: one line per key, with its origin."""
+    """Report of a config's settings in NeMo RL's terms, and what became of them: one line per key, with its origin."""
 
     renamed: list[str] = field(default_factory=list)
     translated: list[str] = field(default_factory=list)
@@ -89,7 +89,7 @@ def use_own_forms(settings: Settings) -> None:
 
 
 def is_evaluation(settings: Settings) -> bool:
-    """Whether settings are those of an evaluation file: `generation` and `tokenizer` stand at the top, and `data` is the set that is asked.
+    """Tells whether settings are an evaluation file: `generation` and `tokenizer` stand at the top, and `data` is the evaluated set.
 
     Only `python -m mrl.evaluate` reads such a file: it says nothing about training.
     """
@@ -141,7 +141,7 @@ def as_policy(key: Key) -> Key:
 
 
 def entry_of(key: Key) -> Foreign | None:
-    """What the tables say about a key, or about that of `policy` in its place; None if it is not in them."""
+    """Finds the table entry of a key, or of the `policy` key that it stands for; None if there is none."""
     if (found := FOREIGN.get(".".join(key))) is not None:
         return found
     sections = (FOREIGN.get(".".join(key[:depth])) for depth in range(len(key) - 1, 0, -1))
@@ -153,7 +153,7 @@ def entry_of(key: Key) -> Foreign | None:
 
 
 def is_foreign(key: Key, value: object) -> bool:
-    """Whether a setting belongs to the dialect alone: a key of its tables, or an empty section of them."""
+    """Tells whether a setting belongs to the dialect alone: a key of its tables, or an empty section of them."""
     if entry_of(key) is not None or is_translated(key):
         return True
     starts = tuple({f"{'.'.join(place)}." for place in (key, as_policy(key))})
@@ -161,7 +161,7 @@ def is_foreign(key: Key, value: object) -> bool:
 
 
 def is_translated(key: Key) -> bool:
-    """Whether other keys take the place of this one."""
+    """Tells whether other keys take the place of this one."""
     dotted = ".".join(as_policy(key))
     return dotted in TRANSLATED or dotted in REWRITTEN or dotted.startswith(tuple(f"{section}." for section in TRANSLATED_SECTIONS))
 
@@ -199,7 +199,7 @@ def migrate(settings: Settings, value_of: Callable[[str], object], problems: lis
 
 
 def _translate_all(settings: Settings, value_of: Callable[[str], object]) -> Translation:
-    """What the rules make of `settings`: of `policy`, and of each section with keys of `policy`, as if it was that."""
+    """Applies the rules to `policy`, and to each section with keys of `policy` as if it was that."""
     found = translate(settings, value_of)
     for section in LIKE_POLICY:
         of_section = {as_policy(key): setting for key, setting in settings.items() if key[0] == section}

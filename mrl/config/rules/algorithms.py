@@ -16,12 +16,12 @@ from mrl.config.schema.run import RunConfig
 
 _PAIRS = ("loss", "accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "rewards_margin_mean")
 METRICS = {"sft": ("loss", "perplexity"), "dpo": (*_PAIRS, "preference_loss", "sft_loss"), "rm": _PAIRS}
-"""What a training step of each algorithm measures, besides what all measure."""
+"""Training metrics of each algorithm, besides those of all."""
 VALIDATION_METRICS = {
     "sft": ("val_loss", "perplexity"),
     **{name: tuple(f"validation-default_{metric}" for metric in METRICS[name]) for name in ("dpo", "rm")},
 }
-"""What a validation of each algorithm measures, under NeMo RL's names."""
+"""Validation metrics of each algorithm, under NeMo RL's names."""
 
 
 def check_algorithm(config: RunConfig, problems: Problems) -> None:
@@ -214,7 +214,7 @@ def check_evaluation(config: RunConfig, problems: Problems) -> None:
 
 
 def check_own(config: RunConfig, problems: Problems) -> None:
-    """What a config names by its path is there and fits."""
+    """Checks that each object named by a path exists and fits."""
     if config.has_engines:
         _check(problems, "grpo.adv_estimator.name", config.grpo.adv_estimator.name, ESTIMATOR, get_args(Estimator), "estimator")
         if config.loss_fn.token_loss is not None:

@@ -82,12 +82,12 @@ class CheckpointDemand:
     num_kept: int
     checkpoint_bytes: int
     needed_bytes: int
-    """Of those still to be written and kept, and one written aside."""
+    """Bytes of the checkpoints still to be written and kept, and of one written aside."""
     free_bytes: int
 
 
 def checkpoint_demand(config: RunConfig, num_parameters: int) -> CheckpointDemand:
-    """Where the run keeps all checkpoints, their number is not known before the end: then one has to fit."""
+    """Estimates the disk space for checkpoints. If all are kept, their number is unknown before the end: then one has to fit."""
     section, sizes = config.checkpointing, {"policy": num_parameters}
     if config.has_critic:
         with suppress(ValueError):  # its rules say that it cannot be read
@@ -113,7 +113,7 @@ def check_disk(config: RunConfig, num_parameters: int, problems: Problems) -> No
 
 
 def num_kept_at_most(config: RunConfig) -> int | None:
-    """How many checkpoints are kept at the same time, if that is bounded by less than the steps of the run."""
+    """Returns the largest number of checkpoints kept at once, if fewer than the run's steps bound it; otherwise None."""
     section = config.checkpointing
     # keep_top_k of a million is how NeMo RL's files say "all".
     if section.keep_top_k is None or section.keep_top_k >= config.rollouts.max_num_steps // section.save_period:
@@ -149,7 +149,7 @@ RULES: dict[str, Check] = {
     "teacher": models.check_teacher,
     "tokens of the policy": tokens.check_vocabulary,
 }
-"""What a group of rules is about -> the check that adds a problem for each of them that is broken."""
+"""Checks by topic; each adds a problem for every rule of its topic that is broken."""
 ROLLOUT_RULES: dict[str, Check] = {
     "environments": data.check_environments,
     "batches": algorithms.check_batch,
@@ -173,7 +173,7 @@ MODEL_RULES: dict[str, ModelCheck] = {
     "speculation": training.check_speculation,
     "room for checkpoints": lambda config, model, problems: check_disk(config, model.num_parameters, problems),
 }
-"""Those that need the model's config.json."""
+"""Checks that need the model's config.json."""
 
 
 # An optimizer's main parameter and two moments, in float32.

@@ -17,7 +17,7 @@ from mrl.config.schema.run import RunConfig
 
 ENTRY_POINT_GROUP = "mrl.rewards"
 NEMO_GYM = "nemo_gym"
-"""What `data.default.env_name` says where rows name their environment by `agent_ref`."""
+"""Value of `data.default.env_name` for rows that name their environment by `agent_ref`."""
 
 
 def environment_names(config: EnvConfig) -> tuple[str, ...]:

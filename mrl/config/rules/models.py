@@ -23,20 +23,20 @@ NOT_CACHED = "not in the local Hugging Face cache; it is downloaded at the start
 RULES: tuple[Check, ...] = (layout.check_cluster, training.check_rows, training.check_logprobs)
 """Rules of section `policy` that the section of every model keeps."""
 TRAINED_RULES: tuple[Check, ...] = (algorithms.check_batch, algorithms.check_head, training.check_optimizer)
-"""Those that the section of a model beside the policy keeps besides, if it is trained."""
+"""Further rules for the sections of other trained models."""
 MODEL_RULES: tuple[ModelCheck, ...] = (layout.check_trainer, training.check_dispatch)
 TRAINED_MODEL_RULES: tuple[ModelCheck, ...] = (
     training.check_recomputing,
     training.check_routing,
     lambda config, model, problems: training.check_trained(config, problems),
 )
-"""As `RULES` and `TRAINED_RULES`, with the model's config.json."""
+"""Counterparts of `RULES` and `TRAINED_RULES` that need the model's config.json."""
 # Keys that are the policy's alone, whatever stands in another section.
 _OF_ENGINES = ("policy.generation.", "policy.router_replay.")
 
 
 def check_critic(config: RunConfig, problems: Problems) -> None:
-    """What PPO needs of its sections, beside the rules of `policy` for `value`."""
+    """Checks PPO's sections beyond the rules that `value` shares with `policy`."""
     if not config.has_critic:
         return
     ppo, loss = config.ppo, config.loss_fn
@@ -124,7 +124,7 @@ def _check_section(config: RunConfig, model: ModelName, said: list[str], problem
 
 
 LOSS_KEYS = ("kl_type", "mixed_kl_weight", "zero_outside_topk")
-"""Of `loss_fn`, those of distillation; all others are GRPO's."""
+"""Keys of `loss_fn` for distillation; all others are GRPO's."""
 
 
 def check_teacher(config: RunConfig, problems: Problems) -> None:

@@ -94,7 +94,7 @@ def find_doubts(config: RunConfig) -> list[str]:
 
 
 def _check_experts(config: RunConfig, problems: Problems) -> None:
-    """What would change how experts are trained is asked for only where there are some. ValueError: the model is not known."""
+    """Warns about MoE keys on a dense model. ValueError: the model is not known."""
     if read_model(Path(config.policy.model_name)).experts:
         return
     megatron, default = config.policy.megatron_cfg, MegatronConfig()

@@ -14,7 +14,7 @@ MAX_PATH_BYTES = 107
 RAY_SOCKET = "mrl-ray-12345678/ray/session_2000-01-01_00-00-00_123456_4194304/sockets/plasma_store"
 """The longest path of Ray below the folder: with a process id of seven digits. Of a run on one node; others have the launcher's Ray."""
 ENGINE_SOCKET = "00000000-0000-0000-0000-000000000000"
-"""Of vLLM's processes. Those of Python's multiprocessing, pymp-12345678/listener-12345678, are shorter."""
+"""Longest socket name of vLLM's processes. Those of Python's multiprocessing, pymp-12345678/listener-12345678, are shorter."""
 
 
 def longest_folder(socket: str) -> int:

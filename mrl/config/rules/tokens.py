@@ -77,7 +77,7 @@ def check_tokens(config: RunConfig, model: ModelName, problems: Problems) -> Non
 
 
 def token_difference(student: Path, teacher: Path) -> str | None:
-    """How the tokens of two tokenizers differ, by their files; "" if they do not, None if no file of one kind is here of both."""
+    """Describes how the tokens of two tokenizers differ, by their files; "" if equal, None if they have no kind of file in common here."""
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     for name in names:
         ours, theirs = student / name, teacher / name

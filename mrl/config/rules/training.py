@@ -17,7 +17,7 @@ from mrl.config.schema.run import RunConfig
 _MEGATRON = "policy.megatron_cfg"
 
 RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
-"""What megatron-core 0.16.1 can recompute, less mla_up_proj: no model that mrl trains has latent attention."""
+"""Layers that megatron-core 0.16.1 can recompute, less mla_up_proj: no model that mrl trains has latent attention."""
 
 
 def check_rows(config: RunConfig, problems: Problems) -> None:
@@ -40,7 +40,7 @@ def check_rows(config: RunConfig, problems: Problems) -> None:
 
 
 def check_logprobs(config: RunConfig, problems: Problems) -> None:
-    """Only one key says how many logits are in memory."""
+    """Checks that only one key sets the number of logits in memory."""
     megatron = config.policy.megatron_cfg
     if config.policy.logprob_chunk_size is not None and megatron.use_fused_linear_logprobs:
         size = f"{_MEGATRON}.fused_linear_logprobs_chunk_size={megatron.fused_linear_logprobs_chunk_size}"
@@ -160,7 +160,7 @@ def check_dispatch(config: RunConfig, model: ModelSizes, problems: Problems) -> 
 
 
 def check_mtp(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
-    """What trains MTP layers trains all that the model has, and nothing forbids it."""
+    """Checks that a run that trains MTP layers trains all of the model's, and that nothing forbids it."""
     megatron, found = config.policy.megatron_cfg, model.num_mtp_steps
     if not megatron.trains_mtp:
         return

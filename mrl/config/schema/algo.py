@@ -25,9 +25,9 @@ class AsyncGrpoConfig:
     enabled: bool = False
     """Generate rollouts while the policy is trained, with weights that are up to `max_trajectory_age_steps` steps older."""
     max_trajectory_age_steps: Count = 1
-    """How many steps old a rollout may be when it is trained on, counted from the weights that drew its first token; 0 is synchronous."""
+    """Largest age of a rollout in steps when it is trained on, counted from the weights that drew its first token; 0 is synchronous."""
     max_generation_failures: Count = 0
-    """How often in a row an engine that was started again may die before it has finished a rollout; then the run ends, to be resumed."""
+    """Consecutive deaths of a restarted engine before it has finished a rollout; at one more the run ends, to be resumed."""
     in_flight_weight_updates: bool = False
     """Unfinished rollouts go on with new weights; each token keeps the logprob of its own weights. false: wait for them before a refit."""
     recompute_kv_cache_after_weight_updates: bool = False
@@ -37,7 +37,7 @@ class AsyncGrpoConfig:
 
     @property
     def keeps_kv_cache(self) -> bool:
-        """Whether rollouts that go on with new weights keep what they have cached."""
+        """Tells whether rollouts that go on with new weights keep their cache."""
         return self.max_lag_steps > 0 and self.in_flight_weight_updates and not self.recompute_kv_cache_after_weight_updates
 
     @property
@@ -61,9 +61,9 @@ class AdvantageEstimatorConfig:
     normalize_by_whole_group: bool = False
     """normalize_rewards takes the deviation of the whole group. false, as in NeMo RL: of the rollouts that make the baseline."""
     minus_baseline: bool = True
-    """For reinforce_plus_plus: subtract the mean reward of the group before the batch is normalised."""
+    """Subtract the mean reward of the group before the batch is normalised; for reinforce_plus_plus."""
     reward_weights: list[Finite] | None = None
-    """For gdpo: weight of each component of the reward, in the alphabetical order of their names; null = 1 each."""
+    """Weight of each component of the reward, in the alphabetical order of their names, for gdpo; null = 1 each."""
 
 
 @dataclass
@@ -87,7 +87,7 @@ class RewardShapingConfig:
     overlong_buffer_length: Positive | None = None
     """Tokens over which the penalty of DAPO (arXiv:2503.14476) grows from 0, up to max_response_length."""
     overlong_buffer_penalty: NotNegative | None = None
-    """What a rollout of max_response_length tokens loses; longer ones lose more, in proportion."""
+    """Penalty of a rollout of max_response_length tokens; longer ones lose more, in proportion."""
     max_response_length: Positive | None = None
     """Length in tokens at which a rollout loses overlong_buffer_penalty."""
     stop_properly_penalty_coef: Share | None = None
@@ -136,7 +136,7 @@ class GrpoConfig:
     stop_at_validation_metric: str | None = None
     """The run saves and ends when this validation metric, such as `accuracy`, reaches `stop_at_validation_threshold`; null = never."""
     stop_at_validation_threshold: Finite | None = None
-    """What `stop_at_validation_metric` has to reach."""
+    """Value that `stop_at_validation_metric` has to reach."""
     max_val_samples: Positive | None = 256
     """Validation prompts used, the first ones of the file; null = all."""
     val_num_generations_per_prompt: Positive = 1
@@ -242,9 +242,9 @@ class OnPolicyDistillationConfig:
 @dataclass
 class LossConfig:
     kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
-    """For distillation: forward = KL(teacher || student), reverse = KL(student || teacher), mixed = both, weighted."""
+    """Divergence of distillation: forward = KL(teacher || student), reverse = KL(student || teacher), mixed = both, weighted."""
     mixed_kl_weight: Share = 0.5
-    """For kl_type=mixed: weight of the forward KL; the reverse one has the rest."""
+    """Weight of the forward KL with kl_type=mixed; the reverse one has the rest."""
     zero_outside_topk: bool = False
     """The student's probabilities are those of the whole vocabulary, and where the teacher's top k end its logprob is -100.
 
@@ -309,7 +309,7 @@ class LossConfig:
 
     @property
     def truncation(self) -> Truncation | None:
-        """How importance weights are truncated; None = they are not."""
+        """Returns the truncation of importance weights; None = none."""
         if self.truncated_importance_sampling_ratio is None:
             return None
         return self.truncated_importance_sampling_type or "tis"
@@ -345,7 +345,7 @@ class RewardPenaltiesConfig:
 
 @dataclass
 class SupervisedConfig:
-    """What training without rollouts has in common. A row is a conversation (sft) or a pair of answers (dpo, rm)."""
+    """Keys shared by training without rollouts. A row is a conversation (sft) or a pair of answers (dpo, rm)."""
 
     max_num_epochs: Positive = 1
     """The run ends after this many passes over the training rows."""
@@ -358,7 +358,7 @@ class SupervisedConfig:
     val_global_batch_size: Positive = 32
     """Rows of a validation batch, which are pairs in dpo and rm."""
     val_micro_batch_size: Positive = 1
-    """In validation, what `policy.train_micro_batch_size` is in training: without packing, the sequences or pairs of a row."""
+    """Validation's counterpart of `policy.train_micro_batch_size`: without packing, the sequences or pairs of a row."""
     val_at_start: bool = True
     """Validate before the first update (step 0)."""
     val_at_end: bool = False

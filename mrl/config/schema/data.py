@@ -28,7 +28,7 @@ class KnownDataset:
     split_validation_size: float = 0.0
     """Share held out unless the config gives another."""
     repeats_rows: bool = False
-    """Whether it is published with every question many times; each is asked once an epoch."""
+    """True if it is published with every question many times; each is asked once an epoch."""
 
 
 DATASETS: Mapping[str, KnownDataset] = MappingProxyType(
@@ -54,7 +54,7 @@ DATASETS: Mapping[str, KnownDataset] = MappingProxyType(
         "tulu3_sft_mixture": KnownDataset("allenai/tulu-3-sft-mixture", split_validation_size=0.05),
     }
 )
-"""By the name that NeMo RL gives the data set, with its defaults."""
+"""Known data sets by the name that NeMo RL gives them, with its defaults."""
 
 
 def known_dataset(name: str | None) -> KnownDataset:
@@ -64,7 +64,7 @@ def known_dataset(name: str | None) -> KnownDataset:
 
 @dataclass
 class RowsConfig:
-    """Where the rows of a data set are, and how they are read."""
+    """Rows of a data set: their place, and how they are read."""
 
     dataset_name: str | None = None
     """A data set known by name (`mrl.config.schema.data`): where its rows are and what their keys mean. null = the keys of a row tell."""
@@ -91,7 +91,7 @@ class RowsConfig:
     tool_key: str = "tools"
     """Key of the tools that a conversation may call, in rows of any kind."""
     processor: str = "math_data_processor"
-    """How a row becomes a prompt: nemo_gym_data_processor applies no prompt files and system messages, NeMo RL's others do.
+    """Function that makes a prompt of a row: nemo_gym_data_processor applies no prompt files and system messages, NeMo RL's others do.
 
     `package.module:name` is a function of yours (docs/extend/processor.md), and the prompt files apply.
     """
@@ -134,11 +134,11 @@ class DatasetConfig(RowsConfig):
     data_path: str | None = None
     """File (.jsonl, .json, .parquet, .arrow), folder of such files, or Hub id; null = where `dataset_name` is found on the Hub."""
     repeat: Positive = 1
-    """How often every row is asked in an epoch."""
+    """Times that every row is asked in an epoch."""
 
     @property
     def source(self) -> str:
-        """Where the rows are: a path, or an id of the Hub; empty if nothing says."""
+        """Returns the place of the rows: a path, or an id of the Hub; empty if unset."""
         return self.data_path or known_dataset(self.dataset_name).hub_id or ""
 
 
@@ -182,11 +182,11 @@ class DataConfig:
     add_eos: bool = True
     """Put the tokenizer's end token behind a conversation to learn, unless the chat template has; without such a token, nothing."""
     add_generation_prompt: bool = False
-    """In a conversation to learn, what the chat template writes before an answer belongs to the question and is not learned."""
+    """Learn only the answer proper: text that the chat template writes before an answer then belongs to the question (conversations)."""
     shuffle: bool = True
     """Shuffle training rows in each epoch, by the run's seed."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
-    """What a row that cannot be used does: refuse the run, or be left out and kept in the run folder's `quarantine`, with its reason."""
+    """Treatment of an unusable row: refuse the run, or skip the row and keep it in the run folder's `quarantine`, with its reason."""
     max_bad_row_share: Share = 0.01
     """Share of a data set's rows that may be skipped; above it the run is refused all the same."""
     drop_rows_without_environment: bool = False
@@ -214,5 +214,5 @@ class DataConfig:
 
     @property
     def has_validation(self) -> bool:
-        """Whether there are validation rows: their own, or held out of the training rows."""
+        """Tells whether there are validation rows: their own, or held out of the training rows."""
         return bool(self.validation_sets) or any(dataset.held_out for dataset in self.train_sets.values())

@@ -16,7 +16,7 @@ class WorkersConfig:
     server = ""
     """NeMo Gym's resource server that does the same; "" = that of the environment's name. No key."""
     needs_answer = False
-    """Whether every row must have an answer to compare with. No key."""
+    """True if every row must have an answer to compare with. No key."""
     num_workers: Workers | None = None
     """Child processes that score rollouts, of all nodes together; null = the cores of each node, shared by the run's environments.
 
@@ -30,7 +30,7 @@ class WorkersConfig:
 class MathEnvConfig(WorkersConfig):
     server, needs_answer = "math_with_judge", True
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
-    """How an answer is compared with the expected one: the last mathematical expression by value, or the text after the last `Answer:`."""
+    """Comparison of an answer with the expected one: the last mathematical expression by value, or the text after the last `Answer:`."""
     strict: bool = False
     """Answers must be final values: `12+30` is no longer as good as 42. Not with `dapo_math_verify`, which compares texts."""
 
@@ -74,7 +74,7 @@ class OwnEnvConfig(WorkersConfig):
     timeout_s: AboveZero = 10.0
     """Seconds for one rollout; then its child is killed and the rollout is masked."""
     allow: list[Literal["network", "processes", "files"]] = field(default_factory=list)
-    """What your functions may do once loaded: open sockets, start processes, write files. Empty = compute, read files, use threads."""
+    """Permissions of your functions once loaded: open sockets, start processes, write files. Empty = compute, read files, use threads."""
 
 
 @dataclass

@@ -35,9 +35,9 @@ class ServingChatConfig:
     enable_auto_tools: bool = False
     """Look for calls of tools in answers to requests that bring tools, by `tool_parser`."""
     tool_parser: str | None = None
-    """How the model writes calls of tools: a name of vLLM's, `qwen3_coder` for Nemotron 3, or one that `tool_parser_plugin` registers."""
+    """Parser of tool calls: a name of vLLM's, `qwen3_coder` for Nemotron 3, or one that `tool_parser_plugin` registers."""
     reasoning_parser: str | None = None
-    """How the model marks thoughts: a name of vLLM's, `nemotron_v3` for Nemotron 3, or the plugin's; null = they stay in the text."""
+    """Parser of thoughts: a name of vLLM's, `nemotron_v3` for Nemotron 3, or the plugin's; null = they stay in the text."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class VllmConfig:
     enforce_eager: bool = False
     """No CUDA graphs. Must be true on hosts without GPUs."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """How vLLM reads the engine's first weights. `dummy` is refused: the first refit must find them right."""
+    """Source of the engine's first weights for vLLM. `dummy` is refused: the first refit must find them right."""
     expose_http_server: bool = False
     """Every engine answers OpenAI's Chat Completions and Completions over HTTP, for agents and reward functions: see docs/http.md."""
     http_server_share: ShareAboveZero = 0.25
@@ -130,7 +130,7 @@ class GenerationConfig:
 
     @property
     def speculative_method(self) -> str | None:
-        """How tokens are proposed; None = they are not."""
+        """Returns the method that proposes tokens; None = none."""
         speculative = self.vllm_kwargs.get("speculative_config")
         return str(speculative.get("method") or "") if isinstance(speculative, dict) else None
 
@@ -142,7 +142,7 @@ class GenerationConfig:
 
     @property
     def parallel(self) -> VllmParallel:
-        """What of the model each worker of an engine holds."""
+        """Returns the part of the model that each worker of an engine holds."""
         return VllmParallel(
             self.vllm_cfg.tensor_parallel_size, self.vllm_cfg.expert_parallel_size, has_drafter=self.speculative_method == "mtp"
         )

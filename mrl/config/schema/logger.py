@@ -60,7 +60,7 @@ class MlflowConfig:
     run_id: str | None = None
     """Id of the MLflow run to continue; null = a new run, which every resume of the run folder continues."""
     artifact_location: str | None = None
-    """Where a new experiment keeps its texts; null = `mlflow` in the attempt's own `exp_NNN`, or what a server says."""
+    """Folder or URI for the texts of a new experiment; null = `mlflow` in the attempt's own `exp_NNN`, or the server's choice."""
 
 
 @dataclass

@@ -141,7 +141,7 @@ class MegatronConfig:
     use_gloo_process_groups: bool = False
     """Build Megatron's further groups for exchange over the hosts' network, which mrl does not need."""
     attention_backend: Literal["auto", "flash", "fused", "unfused"] = "auto"
-    """Which of Transformer Engine's attention kernels to use. No effect without a GPU and Transformer Engine."""
+    """Attention kernels of Transformer Engine to use. No effect without a GPU and Transformer Engine."""
     env_vars: dict[str, str] | None = None
     """Environment variables of policy ranks. They win over mrl's own, such as PYTORCH_ALLOC_CONF and those that forbid TF32 in float32."""
     sequence_parallel: bool = False
@@ -157,9 +157,9 @@ class MegatronConfig:
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: all that `recompute_granularity` names."""
     recompute_granularity: Literal["full", "selective"] = "full"
-    """With `activation_checkpointing`: "full" keeps the inputs of layers only, "selective" recomputes parts of layers."""
+    """Extent of `activation_checkpointing`: "full" keeps the inputs of layers only, "selective" recomputes parts of layers."""
     recompute_modules: list[str] | None = None
-    """With "selective": any of core_attn, layernorm, mlp, moe, moe_act, shared_experts; null = core_attn."""
+    """Parts that "selective" recomputes: any of core_attn, layernorm, mlp, moe, moe_act, shared_experts; null = core_attn."""
     freeze_moe_router: bool = True
     """Do not train the routers' weights."""
     freeze_config: FreezeConfig = field(default_factory=FreezeConfig)
@@ -171,11 +171,11 @@ class MegatronConfig:
     moe_aux_loss_coeff: NotNegative = 0.0
     """Weight of the auxiliary loss beside the policy's; 1 is its value at perfect balance."""
     moe_router_enable_expert_bias: bool | None = None
-    """Whether routers add a bias per expert to choose by. The model says so; a value that contradicts it is refused."""
+    """Add a bias per expert, by which routers choose. The model says so; a value that contradicts it is refused."""
     moe_router_bias_update_rate: NotNegative = 0.0
     """Step of the expert-bias update after each train step, also of frozen routers; 0 = biases stay."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
-    """How tokens travel to their experts; `flex` is DeepEP."""
+    """Transport of tokens to their experts; `flex` is DeepEP."""
     moe_enable_deepep: bool = False
     """Use DeepEP's kernels, which `moe_token_dispatcher_type=flex` means: must be true with it and false without."""
     moe_shared_expert_overlap: bool = False
@@ -211,7 +211,7 @@ class MegatronConfig:
 
     @property
     def trains_mtp(self) -> bool:
-        """Whether these keys ask for the training of MTP layers."""
+        """Tells whether these keys train MTP layers."""
         return self.mtp_num_layers > 0 and self.mtp_loss_scaling_factor > 0
 
     @property

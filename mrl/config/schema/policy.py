@@ -65,7 +65,7 @@ class RewardModelConfig:
     enabled: bool | None = None
     """The model has a reward head in place of its output layer. Follows from `algorithm`: null, or true exactly for rm."""
     reward_model_type: Literal["bradley_terry"] = "bradley_terry"
-    """How rewards become the probability that one answer is preferred to another."""
+    """Model of the probability that one answer is preferred to another, from their rewards."""
 
 
 @dataclass

@@ -18,9 +18,9 @@ class GaeConfig:
     name: Annotated[str, Only("gae", "no other estimator gives returns to train a critic on")] = "gae"
     """The one estimator that uses a critic."""
     gae_lambda: Share = 0.95
-    """How far an advantage looks past the critic's next value: 0 = one token, 1 = to the reward."""
+    """Horizon of an advantage past the critic's next value: 0 = one token, 1 = to the reward."""
     gae_gamma: Share = 1.0
-    """What a reward one token later is worth."""
+    """Discount: worth of a reward one token later."""
     normalize_advantages: bool = True
     """Shift and scale advantages to mean 0 and variance 1 over the valid tokens of a step."""
     gae_lambda_value: Share | None = None
@@ -33,7 +33,7 @@ class GaeConfig:
 
 @dataclass
 class PpoConfig:
-    """What PPO needs beside `grpo`, the section of all that it has in common with GRPO. A critic estimates each token's return."""
+    """PPO's own keys; those in common with GRPO are in section `grpo`. A critic estimates each token's return."""
 
     ppo_epochs: Positive = 4
     """Passes over the rollouts of a step, each with all its updates. The learning rates' schedules count passes."""
@@ -78,7 +78,7 @@ class ValueConfig:
     megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
 
     def beside(self, policy: PolicyConfig) -> PolicyConfig:
-        """This model's keys in the form of the policy's. What it lacks, it has as the policy does: tokenizer and generation."""
+        """Returns the critic's keys in the form of the policy's. Tokenizer and generation, which it lacks, are the policy's."""
         return replace(
             policy,
             model_name=self.model_name,

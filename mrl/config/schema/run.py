@@ -47,7 +47,7 @@ class CheckpointingConfig:
     higher_is_better: bool = True
     """Direction of that metric."""
     keep_top_k: Positive | None = 3
-    """How many of the checkpoints of `save_period` are kept, the best ones; null = all. The newest checkpoint is always kept, too."""
+    """Number of kept checkpoints of `save_period`, the best ones; null = all. The newest checkpoint is always kept, too."""
     save_period: Positive = 10
     """Save every this many steps, and at the end."""
     ft_save_period: Positive | None = None
@@ -137,14 +137,14 @@ class RunConfig:
     secrets = frozenset[str]()
     """Secrets that the values hold; no key. `load_config` sets it; `with_value` keeps it, and `dataclasses.replace` does not."""
     origins = dict[str, str]()
-    """Where each key was set, if anywhere: file and line, or the command line; inherited files first. No key; `load_config` sets it."""
+    """Place where each key was set: file and line, or the command line; inherited files first. No key; `load_config` sets it."""
     further_teachers = dict[str, PolicyConfig]()
-    """What `on_policy_distillation` makes of its teachers, by name: each has the keys of `policy`. No key; `load_config` sets it."""
+    """Teachers of `on_policy_distillation`, by name: each has the keys of `policy`. No key; `load_config` sets it."""
     num_steps = 0
     """Steps that the run takes at most, as the data end it earlier than its config; 0 until the data are read. No key."""
     algorithm: Literal["grpo", "ppo", "distillation", "sft", "dpo", "rm"] = "grpo"
-    """How the policy learns: from rewards (grpo; ppo with a critic), a teacher (distillation), conversations (sft), or pairs (dpo, and rm
-    for a reward model)."""
+    """Source from which the policy learns: rewards (grpo; ppo with a critic), a teacher (distillation), conversations (sft), or pairs (dpo,
+    and rm for a reward model)."""
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     sft: SftConfig = field(default_factory=SftConfig)
@@ -208,13 +208,13 @@ class RunConfig:
 
     @property
     def teaching(self) -> OnPolicyDistillationConfig | None:
-        """How teachers' logprobs become advantages; None if they do not."""
+        """Returns the section that turns teachers' logprobs into advantages; None if none does."""
         given = self.on_policy_distillation
         return given if given is not None and given.enabled and self.algorithm == "grpo" else None
 
     @property
     def num_taught_logits(self) -> int:
-        """Of each generated token, the logits that its teacher tells; 0 = the logprob of the token itself."""
+        """Returns the number of logits that a teacher gives for each generated token; 0 = the logprob of the token itself."""
         return self.distillation.topk_logits_k if self.algorithm == "distillation" else 0
 
     def teacher_of(self, name: str) -> ModelName | None:
@@ -226,7 +226,7 @@ class RunConfig:
 
     @property
     def teacher_bytes(self) -> int:
-        """Of what teachers say of the longest rollouts of a step: a float32 number and an int32 token each time."""
+        """Returns the bytes of teacher outputs for the longest rollouts of a step: a float32 number and an int32 token each."""
         if not self.teachers:
             return 0
         tokens = self.rollouts.num_rollouts_per_step * self.policy.max_total_sequence_length
@@ -234,7 +234,7 @@ class RunConfig:
 
     @property
     def rollouts(self) -> GrpoConfig:
-        """How prompts are sampled, judged and validated, whichever algorithm learns from the rollouts: what it does not say is default."""
+        """Returns the sampling, judging and validation of prompts, whichever algorithm learns from them; unset keys have their defaults."""
         if self.algorithm != "distillation":
             return self.grpo
         given = self.distillation
@@ -257,36 +257,36 @@ class RunConfig:
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the loss compares with the starting model."""
+        """Tells whether the loss compares with the starting model."""
         return self.algorithm == "dpo" or (self.algorithm in ("grpo", "ppo") and self.loss_fn.reference_policy_kl_penalty > 0)
 
     @property
     def num_passes(self) -> int:
-        """How often the rollouts or examples of a step are trained on, each time with all its updates."""
+        """Returns the number of passes over a step's rollouts or examples, each with all its updates."""
         return self.ppo.ppo_epochs if self.has_critic else 1
 
     @property
     def num_scheduled_steps(self) -> int:
-        """What learning rates' schedules count: passes."""
+        """Returns the number of steps that learning-rate schedules count: passes."""
         return (self.num_steps or self.training.max_num_steps) * self.num_passes
 
     def trains_policy(self, step: int) -> bool:
-        """Whether a step, from 1 on, trains the policy, and not a critic alone."""
+        """Tells whether a step, from 1 on, trains the policy, and not a critic alone."""
         return not self.has_critic or step > self.ppo.policy_training_start_step
 
     @property
     def has_critic(self) -> bool:
-        """Whether a second model is trained, which judges the policy's tokens."""
+        """Tells whether a second model is trained, which judges the policy's tokens."""
         return self.algorithm == "ppo"
 
     @property
     def has_engines(self) -> bool:
-        """Whether the run samples rollouts."""
+        """Tells whether the run samples rollouts."""
         return self.algorithm in ("grpo", "ppo", "distillation")
 
     @property
     def frees_training_memory(self) -> bool:
-        """Whether the policy's gradients and optimizer leave the devices outside of train steps: always where others share them."""
+        """Tells whether the policy's gradients and optimizer leave the devices outside of train steps: always where others share them."""
         shares = self.policy.generation.colocated.enabled or bool(self.models_beside)
         return self.has_engines and (shares or self.policy.offload_optimizer_for_logprob)
 
@@ -298,14 +298,14 @@ class RunConfig:
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether a step computes the policy's logprobs before its update."""
+        """Tells whether a step computes the policy's logprobs before its update."""
         uses_ratios = self.algorithm in ("grpo", "ppo")
         has_ratio = not self.loss_fn.force_on_policy_ratio
         return uses_ratios and (has_ratio or self.grpo.seq_logprob_error_threshold is not None or self.teaching is not None)
 
     @property
     def compares_rollouts(self) -> bool:
-        """Whether advantages compare the rewards of a prompt's rollouts."""
+        """Tells whether advantages compare the rewards of a prompt's rollouts."""
         return not self.has_critic and (self.teaching is None or self.teaching.reward_weight > 0)
 
     @property
