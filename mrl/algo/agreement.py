@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 MAX_MEAN_ERROR: Mapping[str, float] = {"float32": 0.01, "bfloat16": 0.05}
-"""By precision. Rounding gives 1e-6 in float32, 5e-4 in TF32, 0.02 in bfloat16; other positions or other weights give more."""
+"""Limits by precision. Rounding gives 1e-6 in float32, 5e-4 in TF32, 0.02 in bfloat16; other positions or other weights give more."""
 MAX_MEAN_ERROR_OF_EXPERTS: Mapping[str, float] = {"float32": 0.01, "bfloat16": 0.1}
 FLIPPED_SHARE = 0.1
-"""Where scores of experts are nearly equal, rounding makes the two sides choose others for a few tokens, which then differ by nats: this
-share of the tokens, those that differ most, does not count."""
+"""Share of the tokens, those that differ most, that does not count: where scores of experts are nearly equal, rounding makes the two sides
+choose different experts for a few tokens, which then differ by nats."""
 
 
 class Disagreement(RuntimeError):
@@ -22,7 +22,7 @@ class Disagreement(RuntimeError):
 
 @dataclass(frozen=True)
 class Errors:
-    """How far the log-probabilities of tokens differ."""
+    """Differences between the log-probabilities of tokens."""
 
     num_tokens: int
     mean: float
@@ -36,7 +36,7 @@ class Errors:
 
 
 def measure(generator: Sequence[np.ndarray], trainer: Sequence[np.ndarray], *, flipped_share: float) -> Errors:
-    """How far the trainer's logprobs are from the generator's; the mean without the `flipped_share` of the tokens that differ most."""
+    """Measures the trainer's logprobs against the generator's; the mean leaves out the `flipped_share` of tokens that differ most."""
     error_T = np.abs(np.concatenate(list(trainer)) - np.concatenate(list(generator)))
     drawn_T = np.sort(error_T[~np.isinf(error_T)])
     num_ruled_out = len(error_T) - len(drawn_T)
@@ -47,7 +47,7 @@ def measure(generator: Sequence[np.ndarray], trainer: Sequence[np.ndarray], *, f
 
 
 def find_disagreement(errors: Errors, precision: str, *, chooses: bool) -> str:
-    """Why these errors are no rounding; "" if they are. `chooses`: each side routes tokens to experts by itself."""
+    """Says why these errors are no rounding; "" if they are. `chooses`: each side routes tokens to experts by itself."""
     limit = (MAX_MEAN_ERROR_OF_EXPERTS if chooses else MAX_MEAN_ERROR)[precision]
     # NaN must not pass, so the claim is written as what has to hold.
     if errors.mean <= limit and 2 * errors.num_ruled_out <= errors.num_tokens:

@@ -35,7 +35,7 @@ def bias_directions(tokens_LE: Tensor) -> Tensor:
 
 
 def balance_metrics(routing: Routing, *, per_layer: bool) -> dict[str, float]:
-    """How evenly a step used the experts; empty for a model without experts.
+    """Measures how evenly a step used the experts; empty for a model without experts.
 
     By layer, counted over the global batch: `moe/max_violation`, tokens of the busiest expert above the mean, in means (MaxVio of
     arXiv:2408.15664; 0 = balance); `moe/load_entropy`, entropy of the experts' shares (1 = balance); `moe/unused_experts`, the share of

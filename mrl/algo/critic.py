@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What PPO makes of a critic's values: advantages of tokens and the returns that values are trained on (GAE), and the loss of values.
+"""PPO's use of a critic's values: advantages of tokens, the returns that values are trained on (GAE), and the loss of values.
 
 Pure torch functions over the rows of one data-parallel rank. T packed tokens of a row, N of them valid, S sequences of a row.
 """
@@ -31,7 +31,7 @@ class ValuedRow:
 
     values_T: Tensor
     rewards_S: Tensor
-    """By `cu_seqlens`; of the last valid token."""
+    """Rewards by `cu_seqlens`; each belongs to the last valid token."""
     loss_mask_T: Tensor
     cu_seqlens: Tensor
     kl_T: Tensor | None = None
@@ -133,7 +133,7 @@ def finish_value_metrics(sums: dict[str, float]) -> dict[str, float]:
 
 
 def explained_variance(updates: Sequence[Mapping[str, float]]) -> float:
-    """How much of the variance of the returns of all tokens of these updates the values explain: at most 1; 0 if there are no tokens."""
+    """Returns the share of the returns' variance that the values explain: at most 1; 0 if there are no tokens."""
     num_tokens = sum(update["num_valid_tokens"] for update in updates)
 
     def mean(name: str) -> float:

@@ -22,7 +22,7 @@ LOG_NOTHING = -100.0
 
 @dataclass(frozen=True)
 class StudentScores:
-    """What the student says of its teacher's top-k tokens, float32, with gradient."""
+    """Student's scores of its teacher's top-k tokens, float32, with gradient."""
 
     logits_TK: Tensor
     """Less the largest logit of the vocabulary, where that counts: a logarithm keeps more digits of small numbers."""
@@ -39,7 +39,7 @@ def sequences_to_teach(groups: Sequence[RolloutGroup]) -> list[TrainSequence]:
 
 
 def needs_vocabulary(config: LossConfig) -> bool:
-    """Whether the loss is of the student's probabilities in the whole vocabulary."""
+    """Tells whether the loss needs the student's probabilities over the whole vocabulary."""
     return config.zero_outside_topk
 
 

@@ -25,14 +25,14 @@ LOSS = "loss"
 
 @dataclass(frozen=True)
 class BatchSize:
-    """What the losses of a global batch are divided by."""
+    """Divisors of the losses of a global batch."""
 
     num_valid_tokens: float
     num_valid_sequences: float
     num_positive_tokens: float
     """Valid tokens of sequences with a reward above 0."""
     num_tokens: float = 0
-    """Without padding."""
+    """Number of tokens without padding."""
     num_sequences: float = 0
 
 
@@ -47,7 +47,7 @@ class Tokens:
     advantages_T: Tensor
     is_valid_T: Tensor
     segments: Segments
-    """Of the tokens that count."""
+    """Segments of the tokens that count."""
     reference_logprobs_T: Tensor | None
     """None where the loss has no KL term."""
     loss_mask_T: Tensor
@@ -70,7 +70,7 @@ class Tokens:
         positive_mask_T: Tensor,
         cu_seqlens: Tensor,
     ) -> Tokens:
-        """From values of any tokens. The policy's own logprobs are taken for old ones that are None, and for untruncated ones."""
+        """Selects the tokens that count. Missing old and untruncated logprobs are replaced by the policy's own."""
         old_logprobs_T = logprobs_T if old_logprobs_T is None else old_logprobs_T
         is_valid_T = (loss_mask_T > 0) & ~(torch.isneginf(logprobs_T) | torch.isneginf(old_logprobs_T))
         return cls(

@@ -61,13 +61,13 @@ def ratio(log_ratio_T: Tensor, max_log_ratio: float | None) -> Tensor:
 
 
 def correction_weight(log_ratio_T: Tensor, max_log_ratio: float | None) -> Tensor:
-    """As `ratio`, but 0 where it overflows, without gradient."""
+    """Returns `ratio`, but 0 where it overflows, without gradient."""
     is_lost_T = is_bounded(log_ratio_T, max_log_ratio) & (max_log_ratio is None)
     return torch.where(is_lost_T, 0.0, ratio(log_ratio_T.masked_fill(is_lost_T, 0.0), max_log_ratio))
 
 
 def is_bounded(log_ratio_T: Tensor, max_log_ratio: float | None) -> Tensor:
-    """Where `ratio` is not exp of the log-ratio: clamped, or overflowed."""
+    """Marks places where `ratio` is not exp of the log-ratio: clamped, or overflowed."""
     if max_log_ratio is None:
         return log_ratio_T > math.log(torch.finfo(log_ratio_T.dtype).max)
     return log_ratio_T.abs() > max_log_ratio

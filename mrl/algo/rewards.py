@@ -62,14 +62,14 @@ def shaped_rewards_of(groups: Sequence[RolloutGroup], config: GrpoConfig) -> lis
 
 
 def num_out_of_range(group: RolloutGroup, scaling: RewardScalingConfig) -> int:
-    """How many rewards of a group are outside the source range, so that scaling clamps them."""
+    """Counts the rewards of a group outside the source range, which scaling clamps."""
     if not scaling.enabled:
         return 0
     return sum(verdict.has_reward and not scaling.source_min <= verdict.reward <= scaling.source_max for verdict in group.verdicts)
 
 
 def has_signal(group: RolloutGroup, config: GrpoConfig) -> bool:
-    """Whether the rewards of a group differ, as float32, after scaling and before shaping by length.
+    """Tells whether the rewards of a group differ, as float32, after scaling and before shaping by length.
 
     Without such a difference every advantage is 0, or comes from lengths alone (dynamic sampling, arXiv:2503.14476).
     """

@@ -44,7 +44,7 @@ class Driver:
 @dataclass(frozen=True)
 class CudaProbe:
     error: str = ""
-    """Why torch can use no GPU; "" if a product on every GPU is right."""
+    """Reason why torch can use no GPU; "" if a product on every GPU is right."""
     num_gpus: int = 0
     nccl: str = ""
     unsupported: tuple[str, ...] = ()
@@ -127,7 +127,7 @@ def try_torch() -> CudaProbe:
 
 
 def runs_on(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
-    """Whether a GPU runs code built for these architectures, as torch names them (`sm_90`, `sm_90a`, `compute_120`).
+    """Tells whether a GPU runs code built for these architectures, as torch names them (`sm_90`, `sm_90a`, `compute_120`).
 
     Machine code runs on its own major version from its minor version on, PTX (`compute_...`) on everything later; with a letter behind
     it, both run on that version alone (CUDA C++ Programming Guide, "Application Compatibility").

@@ -25,7 +25,7 @@ class NodeLook:
 
     facts: HostFacts
     sees: Mapping[str, bool]
-    """By folder: whether the node sees the file that the head has written there, and could answer beside it."""
+    """Folders whose file from the head the node sees, and could answer next to it."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class NodeReport:
     look: NodeLook | None = None
     error: str = ""
     seen: Mapping[str, bool] | None = None
-    """By folder: whether the head sees what the node has written there."""
+    """Folders whose file from the node the head sees."""
     clock_ahead_s: float | None = None
     clock_uncertainty_s: float = 0.0
 

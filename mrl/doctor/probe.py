@@ -31,7 +31,7 @@ from mrl.envs import code, confine
 
 GIB = 2**30
 UNLIMITED = -1
-"""As `resource.RLIM_INFINITY`."""
+"""Value of `resource.RLIM_INFINITY`."""
 TEMPORARY = "temporary files"
 """Use of the disk on which Ray writes."""
 LIBRARIES = {"torch": "torch", "ray": "ray", "megatron-core": "megatron/core"}
@@ -89,7 +89,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Network:
-    """What multi-node communication depends on, with NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and FI_PROVIDER."""
+    """Network facts that multi-node communication depends on, with NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and FI_PROVIDER."""
 
     address: str
     """The address that the host's own name resolves to; "" if to none."""
@@ -144,15 +144,15 @@ class HostFacts:
     capacity: Capacity
     shared_memory: Disk
     disks: Mapping[str, Disk]
-    """By what the folder is for."""
+    """Disks by the purpose of the folder."""
     limits: Mapping[str, Limit]
-    """Of `nofile`, `memlock` (bytes) and `nproc`."""
+    """Limits `nofile`, `memlock` (bytes) and `nproc`."""
     network: Network
     confinement: Confinement
     ports: Ports | None
     """None on nodes of a cluster, whose own Ray listens at them."""
     import_errors: Mapping[str, str] = field(default_factory=dict)
-    """By module, if imports were tried; "" for a module that can be imported."""
+    """Import errors by module, if imports were tried; "" for a module that can be imported."""
 
 
 def probe_host(folders: Mapping[str, Path], *, is_in_cluster: bool, tries_imports: bool = False) -> HostFacts:
@@ -230,7 +230,7 @@ def _assigned(package: Path | None, name: str) -> str | None:
 
 
 def import_error(module: str) -> str:
-    """Why a module cannot be imported, in a process of its own; "" if it can."""
+    """Imports a module in a process of its own: returns the error, or ""."""
     try:
         done = run_python("-c", f"import {module}")
     except subprocess.TimeoutExpired:
@@ -267,7 +267,7 @@ def read_ports() -> Ports:
 
 
 def is_taken(port: int) -> bool:
-    """Whether a process listens at a port of this host, on whichever address."""
+    """Tells whether a process listens at a port of this host, on whichever address."""
     with closing(socket.socket()) as probe:
         # Without it, connections that were closed a minute ago would count too.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

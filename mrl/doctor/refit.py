@@ -201,7 +201,7 @@ def compare(
 
 
 def float32_products(policies: PolicyGroup, config: RunConfig) -> str:
-    """How a run in float32 multiplies, by library: as float32 (Triton: tf32x3), or as TF32, for which the bounds of float32 do not hold.
+    """Describes how a float32 run multiplies, by library: as float32 (Triton: tf32x3), or as TF32, which exceeds the bounds of float32.
 
     Measured on the policy ranks; Triton does in both kinds of processes what its variable says.
     """

@@ -78,7 +78,7 @@ def split_requirement(text: str) -> tuple[str, str]:
 
 
 def is_in_range(version: str, wanted: str) -> bool:
-    """Whether the numbers of a version lie in a range such as `>=2,<3`; a suffix (`rc1`, `+cpu`) does not count."""
+    """Tells whether the numbers of a version lie in a range such as `>=2,<3`; a suffix (`rc1`, `+cpu`) does not count."""
     found = release(version)
     for operator, bound in OPERATORS.findall(wanted):
         length = max(len(found), len(release(bound)))

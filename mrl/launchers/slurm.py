@@ -28,7 +28,7 @@ class SlurmJob:
     container: str | None = None
     mounts: str | None = None
     is_gres_site: bool = True
-    """Whether the job asks for GPUs by --gres, instead of --gpus-per-node."""
+    """True if the job asks for GPUs by --gres, instead of --gpus-per-node."""
 
 
 def job_name(run_folder: Path) -> str:

@@ -28,7 +28,7 @@ LOOK_AGAIN_S = 60
 
 
 class Runs:
-    """What the server hands out of some run folders."""
+    """Run folders that the server shows."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = folders
@@ -46,7 +46,7 @@ class Runs:
         return page([run | {"version": self.version()} for run in runs], is_live=True).encode()
 
     def data(self, seen: str) -> bytes | None:
-        """What is new, compressed; None if the caller has seen it."""
+        """Returns the page's data, compressed; None if the caller has this version."""
         version = self.version()
         if seen == version:
             return None

@@ -35,7 +35,7 @@ class Advice:
     key: str
     level: Level
     what: str
-    """What the number is, for `what = number`."""
+    """Name of the number, for `what = number`."""
     measure: Measure
     limit: float
     causes: str
@@ -123,7 +123,7 @@ def _increase(name: str, *, steps: int) -> Measure:
 
 
 def _reward_change(rows: Sequence[Row], _: Facts) -> float | None:
-    """How far the reward moved between the halves of the last steps, in standard errors; None for a solved task."""
+    """Returns the change of the reward between the halves of the last steps, in standard errors; None for a solved task."""
     values = _values(rows, "train/reward", NUM_STEPS_FLAT)
     if len(values) < NUM_STEPS_FLAT or statistics.fmean(values) > SOLVED_REWARD:
         return None
@@ -218,7 +218,7 @@ class Advisor:
         self._said: set[str] = set()
 
     def new(self, row: Row) -> list[Advisory]:
-        """Those that hold with this step's row and did not before."""
+        """Lists the advisories that hold with this step's row and did not hold before."""
         self._rows.append(row)
         found = [advisory for advisory in advisories(list(self._rows), self._facts) if advisory.key not in self._said]
         self._said.update(advisory.key for advisory in found)

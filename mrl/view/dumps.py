@@ -24,7 +24,7 @@ MAX_CHARACTERS = 4_000
 MAX_LINE_BYTES = 2**26
 MAX_DUMP_BYTES = 2**32
 INLINED_BYTES = 3 * 2**20
-"""Of all texts in a page, compressed, so that the page of a long run stays below 8 MB."""
+"""Limit of all texts in a page, compressed, so that the page of a long run stays below 8 MB."""
 
 
 @dataclass(frozen=True)

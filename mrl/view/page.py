@@ -44,7 +44,7 @@ def page(runs: Sequence[Json], *, is_live: bool = False, scripts: Sequence[Path]
 
 
 def data_of(runs: Sequence[Json], *, is_live: bool) -> bytes:
-    """What the page's script shows."""
+    """Packs the data that the page's script shows."""
     return compressed({"runs": list(runs), "rules": rule_table(), "charts": charts(), "is_live": is_live})
 
 

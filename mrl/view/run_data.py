@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the page shows of a run, from the files of its folder: plain JSON values, bounded in size."""
+"""Data of a run's page, from the files of its folder: plain JSON values, bounded in size."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _run_data(folder: Path, state: State | None, has_rollouts: bool) -> Json:
 
 
 def memory_of(measured: Mapping[str, Mapping[str, int]], plan: object) -> list[Json]:
-    """Per phase, the memory that the plan of the run predicts for a GPU, and what ranks were seen to hold."""
+    """Compares the plan's memory for a GPU with the memory that ranks were seen to hold, by phase."""
     predicted = plan if isinstance(plan, dict) else {}
     phases = dict.fromkeys([*PHASES, *predicted, *measured])
     return [
@@ -156,7 +156,7 @@ def disk_of(folder: Path) -> Json:
 
 
 def owner_state(folder: Path) -> State:
-    """Whether a process still writes into the folder, by the file that it touches."""
+    """Tells by the file that the owner touches whether a process still writes into the folder."""
     owner = folder / OWNER
     return "running" if owner.exists() and time.time() - owner.stat().st_mtime < OWNER_LEASE_S else "over"
 
@@ -204,7 +204,7 @@ def about_lines(config: Json, about: Json) -> list[tuple[str, str]]:
 
 
 def progress_lines(rows: Sequence[Row], config: Json, folder: Path, state: State) -> list[tuple[str, str]]:
-    """Where the run stands, as (name, text)."""
+    """Describes the progress of the run, as (name, text)."""
     step = int(rows[-1]["step"] or 0) if rows else 0
     algorithm = str(setting(config, "algorithm"))
     # PPO's steps are counted where those of GRPO are.

@@ -37,7 +37,7 @@ class Window:
     begin: int
     end: int
     folder: Path
-    """With the files of the attempt's processes."""
+    """Folder with the files of the attempt's processes."""
 
 
 def list_windows(run: Path) -> dict[int, Window]:
@@ -68,7 +68,7 @@ def chosen(windows: Mapping[int, Window]) -> list[Window]:
 
 
 def read_timelines(windows: Sequence[Window]) -> dict[str, dict]:
-    """By step: begin, length, how many lanes are left out, and lanes with spans [name, begin, length, facts]; microseconds."""
+    """Reads each step: begin, length, number of lanes left out, and lanes with spans [name, begin, length, facts]; microseconds."""
     found = {
         str(window.step): {"begin": window.begin, "length": window.end - window.begin, "left_out": 0, "lanes": []} for window in windows
     }
@@ -117,7 +117,7 @@ def _lanes(name: str, data: bytes, window: Window) -> list[dict]:
 
 
 def _offset(data: bytes, time: int) -> int:
-    """Where a line begins that is close before the first span that ends after `time`. Processes write spans as they end."""
+    """Finds the start of a line close before the first span that ends after `time`. Processes write spans as they end."""
     low, high = 0, len(data)
     while high - low > AHEAD_BYTES:
         middle = (low + high) // 2
