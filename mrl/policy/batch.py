@@ -36,12 +36,12 @@ class RankBatch:
     size: BatchSize
     has_old_logprobs: bool = False
     is_finished: bool = False
-    """Set by `finish_batches`: rows of the last pipeline stage have final masks and advantages, on the others they are as they were."""
+    """Set by `finish_batches`: rows of the last pipeline stage have final masks and advantages, rows of other stages are unchanged."""
     metrics: dict[str, float] = field(default_factory=dict)
     """`train/*` of `finish_batches`, the same on every rank."""
 
     def with_values(self, values: list[Tensor]) -> Iterator[tuple[PackedRow, Tensor]]:
-        """Rows of training with their values, from those by row of the logprob passes; none off the last pipeline stage."""
+        """Pairs the training rows with values computed in the rows of the logprob passes; no values outside the last pipeline stage."""
         return zip(self.rows, regroup(values, self.logprob_rows, self.rows) if values else (), strict=False)
 
     def take_values(self, values: Mapping[int, np.ndarray]) -> None:
@@ -50,7 +50,7 @@ class RankBatch:
             row.values_T = as_row(row, values)
 
     def take_returns(self, returns: Mapping[int, np.ndarray]) -> None:
-        """Takes what the critic is to learn, by sequence; tokens without a return leave the loss. Collective over the dp group."""
+        """Takes the critic's targets, by sequence; tokens without a return leave the loss. Collective over the dp group."""
         for row in self.rows:
             row.returns_T = as_row(row, returns)
             row.loss_mask_T = row.loss_mask_T * (~row.returns_T.isnan()).float()
@@ -79,7 +79,7 @@ def whole_row(own_T: Tensor, row: PackedRow) -> Tensor:
 
 
 def packed_params(row: PackedRow, device: torch.device) -> PackedSeqParams:
-    """The row's sequences, as Megatron's layers take them. Padding is tokens that no other token sees: bounds with and without it agree."""
+    """The row's sequences, for Megatron's layers. Padding counts as tokens that no other token sees: bounds with and without it agree."""
     cu_seqlens = row.cu_seqlens.to(device)
     return PackedSeqParams(
         qkv_format="thd",
@@ -119,9 +119,9 @@ def finish_batches(
 ) -> None:
     """Finishes all batches of a step: sequences masked, advantages by token. Collective over all ranks.
 
-    `loss` is None if nothing is learned from rewards. With `gae`, rows have values, advantages come from these, and finished rows have
-    returns, too. With `teaching`, rows have what teachers say of their tokens, and advantages are those of arXiv:2601.02780:
-    log(teacher / policy), and a share of what the reward gives.
+    `loss` is None if nothing is learned from rewards. With `gae`, advantages come from the rows' values, and finished rows also have
+    returns. With `teaching`, rows have teacher logprobs, and advantages are those of arXiv:2601.02780: log(teacher / policy), and a
+    share of the reward's advantages.
     """
 
     def add_over_ranks(value: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ def _without_errors(rows: list[PackedRow], threshold: float | None) -> tuple[lis
     kept_rows, errors, is_kept, rewards = [], [], [], []
     for row in rows:
         error_S = sequence_errors(_on_host(row.old_logprobs_T), row.generator_logprobs_T, row.loss_mask_T, row.cu_seqlens)
-        # NaN, of sequences that do not count anyway, is not above the threshold.
+        # Masked sequences have NaN, which is not above the threshold.
         is_kept_S = ~(error_S > threshold) if threshold is not None else torch.ones_like(error_S, dtype=torch.bool)
         kept_rows.append(row.masked(is_kept_S))
         is_counted_S = ~error_S.isnan()

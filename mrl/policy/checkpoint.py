@@ -53,12 +53,12 @@ logger = logging.getLogger(__name__)
 ITERATION_FOLDER = "iter_0000000"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 COMMON_FILE = "common.pt"
-"""Megatron's name of what a checkpoint holds besides tensors."""
+"""Megatron's name of the file with the values of a checkpoint that are no tensors."""
 
 # More than common.pt and the metadata of any layout that was seen.
 PROBE_BYTES = 2**20
 
-# What a run adds to the model that it starts from.
+# Keys that a run adds to its starting model.
 _ADDED = (f"{ADAPTERS}.", f"{REWARD_HEAD}.")
 
 # Optimizer state by parameter rather than by shard, the same keys whether or not the model has experts, and keys of its own for each layer.
@@ -71,9 +71,9 @@ _FORMAT = {
 
 
 def find_obstacle(weights_dir: Path) -> str:
-    """Makes the folder of a checkpoint; "", or why a rank cannot write there. Collective over all ranks, with one answer.
+    """Makes the folder of a checkpoint; returns "", or why a rank cannot write there. Collective over all ranks, with one answer.
 
-    Rank 0 tries it out: what it writes first has less than the room that this takes.
+    Rank 0 writes a probe that is larger than its first files.
     """
     folder, problem = weights_dir / ITERATION_FOLDER, ""
     try:
@@ -106,18 +106,18 @@ def begin_save(
 ) -> CheckpointWrite:
     """Begins to write `weights_dir/iter_0000000` and the file that names it. Collective over all ranks; weights must be settled.
 
-    `find_obstacle` comes before: no rank may write before rank 0 has looked whether the folder is empty.
+    Call `find_obstacle` first: no rank may write before rank 0 has checked that the folder is empty.
 
-    It is complete once `finish` of the result has returned. With `in_background`, a thread writes a copy of the present state in host
-    memory, whatever becomes of the weights meanwhile. `adapters` describes them (`Lora.description`), None if there are none; the
-    checkpoint holds them apart from the weights that they change.
+    The checkpoint is complete once `finish` of the result has returned. With `in_background`, a thread writes a copy of the present state
+    in host memory, and weights may change meanwhile. `adapters` is `Lora.description`, None without adapters; the checkpoint holds them
+    apart from the weights that they change.
     """
     folder = weights_dir / ITERATION_FOLDER
     weights, others = _model_state(state)
     sharded: ShardedStateDict = {"model": checkpoint_entries.written_here(weights), "others": others}
     if save_optimizer:
         if not (distributed := _distributed(state)):
-            # Every replica has all of it, and Megatron lets one of them write it.
+            # Every replica holds the whole state, and Megatron lets one of them write it.
             optimizer = state.optimizer.sharded_state_dict(weights, metadata=_metadata())
         elif len(distributed) == 1:
             optimizer = checkpoint_entries.optimizer_state(distributed[0], weights)
@@ -127,13 +127,13 @@ def begin_save(
         sharded |= {"optimizer": optimizer, "rng": _rng_state()}
     peft = {} if adapters is None else {"peft": dict(adapters)}
     sharded |= {"checkpoint_version": 3.0, "iteration": 0, "parallel": _parallel_sizes(), **peft}
-    # Without the optimizer's state, too: the schedule goes on where it was.
+    # Also without optimizer state, so that the schedule continues.
     sharded["opt_param_scheduler"] = state.scheduler.state_dict()
     strategy = _InProcessStrategy(takes_snapshot=in_background)
     request = dist_checkpointing.save(sharded, str(folder), sharded_strategy=strategy, async_sharded_save=True, content_metadata=_FORMAT)
     if dist.get_rank() == 0:
         (folder / "hf_config.json").write_text(json.dumps(hf_config, indent=2))
-        # JSON is YAML; whoever writes it this way needs no YAML library.
+        # JSON is YAML, and needs no YAML library.
         (folder / "run_config.yaml").write_text(json.dumps({"model": _parallel_sizes(), **peft}, indent=2))
         (weights_dir / LATEST_FILE).write_text("0")
     return CheckpointWrite(folder, request, in_background=in_background)
@@ -176,7 +176,7 @@ class CheckpointWrite:
             for finish in self._request.finalize_fns:
                 finish()
         except CheckpointException as error:
-            # Torch raises it on all ranks.
+            # torch raises the error on all ranks.
             return WriteReport({}, 0.0, f"{self._folder}: {error}")
         return WriteReport(files, hidden_s=min(asked_at, written_at) - self._begun_at if self._in_background else 0.0)
 
@@ -191,7 +191,7 @@ class CheckpointWrite:
                     sync_file(path)
                 files = {f"{self._folder.name}/{path.name}": file_record(path) for path in paths}
         except Exception as error:
-            # Torch's writer turns what the disk says into errors of several kinds.
+            # torch's writer turns disk errors into several types.
             raise RuntimeError(
                 f"{self._folder}: this rank's part of the checkpoint could not be written: {error}; free space on this disk, "
                 "or choose another checkpointing.checkpoint_dir"
@@ -200,7 +200,7 @@ class CheckpointWrite:
 
 
 class _InProcessStrategy(AsyncSaveShardedStrategy):
-    """The parts of torch's `dcp.save`, as Megatron asks for them: planning, this rank's bytes, the metadata of all ranks.
+    """Parts of torch's `dcp.save` behind Megatron's interface: planning, this rank's bytes, the metadata of all ranks.
 
     Torch's own writer writes in the rank's process: Megatron's starts processes, which costs seconds and may fail in actors.
     """
@@ -213,15 +213,15 @@ class _InProcessStrategy(AsyncSaveShardedStrategy):
         self._takes_snapshot = takes_snapshot
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> AsyncRequest:
-        """Plans the write; this rank's file, which needs no other rank, and a collective end are left. Collective over all ranks."""
+        """Plans the write; leaves this rank's file, which needs no other rank, and a collective end. Collective over all ranks."""
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         if self._takes_snapshot:
-            # One after the other: tensors that only the save holds are freed on the way.
+            # One tensor at a time, so that tensors which only the save holds are freed on the way.
             for entry in (entry for entries in by_key.values() for entry in entries):
                 if isinstance(entry, ShardedTensor) and entry.data is not None:
                     entry.data = entry.data.detach().to("cpu", copy=True)
         state = mcore_to_pyt_state_dict(by_key, is_loading=False)
-        # Copying ahead would make a thread use the first GPU, whichever is this rank's.
+        # torch copies ahead in a thread that uses the first GPU instead of this rank's.
         writer = FileSystemWriter(checkpoint_dir, sync_files=False, thread_count=1, per_thread_copy_ahead=0)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         ranks = _DistWrapper(None, True, 0)
@@ -234,7 +234,7 @@ class _InProcessStrategy(AsyncSaveShardedStrategy):
             plan = planner.create_local_plan()
             for item in plan.items:
                 if item.tensor_data is not None:
-                    # Some loaders make tensors with the properties in the metadata, and cannot pin them.
+                    # Some loaders create tensors from the properties in the metadata, and cannot pin them.
                     item.tensor_data.properties.pin_memory = False
             return writer.prepare_local_plan(plan)
 
@@ -257,12 +257,11 @@ class _InProcessStrategy(AsyncSaveShardedStrategy):
 def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object] | None = None, is_start: bool = False) -> bool:
     """Fills model, optimizer, schedule and, at the layout that saved it, random states; returns whether there is optimizer state.
 
-    Collective over all ranks. Settings of optimizer and schedule are those of `state`, whatever they were at the save. A checkpoint without
-    optimizer state leaves moments as they are, and main parameters follow the weights. `adapters` describes those of the state, None if it
-    has none. With `is_start`, the checkpoint is the model that a run starts from: the schedule and adapters of the state stay as they are,
-    as does its reward head where that model has none.
+    Collective over all ranks. Optimizer and schedule keep the settings of `state`. A checkpoint without optimizer state leaves moments
+    unchanged, and main parameters follow the weights. `adapters` describes the adapters of `state`, None without any. With `is_start`, the
+    checkpoint is a run's starting model: schedule and adapters stay unchanged, and so does a reward head that the model lacks.
     """
-    # Megatron's own loader would unpickle whatever the metadata and the shards name, functions included.
+    # Megatron's own loader would unpickle any object that metadata and shards name, functions included.
     source = TorchDistFolder(weights_dir / ITERATION_FOLDER, verify=False)
     common = _read_common(source.folder / COMMON_FILE)
     if common.get("peft") != (None if is_start else adapters):
@@ -285,7 +284,7 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
     else:
         state.optimizer.reload_model_params()
     if not is_start and "opt_param_scheduler" in common:
-        # The rates follow from the number of steps. Megatron's own loader would add it to those taken so far.
+        # Rates follow from the number of steps, which Megatron's own loader would add to the steps taken so far.
         state.scheduler.num_steps = common["opt_param_scheduler"]["num_steps"]
         state.scheduler.step(0)
     elif not is_start:
@@ -302,16 +301,16 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
 
 
 def _load_optimizer(source: TorchDistFolder, state: TrainState, weights: WeightEntries, common: dict[str, Any]) -> None:
-    """Fills the optimizer's state, and leaves the checkpoint's settings beside its parameters."""
+    """Fills the optimizer's state, and leaves the checkpoint's settings in its parameter groups."""
     try:
         if distributed := _distributed(state):
-            # Makes the tensors that are filled next.
+            # Allocates the tensors that are filled next.
             state.optimizer.load_state_dict(common)
             checkpoint_entries.read_optimizer_state(source, distributed, weights)
             for hybrid in hybrids(state.optimizer):
                 hybrid._sync_hdo_state_to_sub_optimizers()
         else:
-            # Every replica holds all of it, and gets it in the form that `dist_checkpointing.load` gives.
+            # Every replica gets the whole state, in the form of `dist_checkpointing.load`.
             wanted = {"optimizer": state.optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())}
             wanted, local, factories = load_preprocess(wanted)
             tensors, _ = extract_sharded_base(wanted)
@@ -353,12 +352,12 @@ def _parallel_sizes() -> dict[str, int]:
 def _model_state(state: TrainState) -> tuple[WeightEntries, ShardedStateDict]:
     """Entries of all weights, and those of Transformer Engine's FP8 scales.
 
-    Which modules have such scales depends on versions and on the host, and without FP8 they are empty: no load asks for them.
+    Modules with such scales differ by version and host, and scales are empty without FP8: no load asks for them.
     """
     weights: WeightEntries = {}
     others: ShardedStateDict = {}
     for index, chunk in enumerate(state.chunks):
-        # The name's prefix is for us alone: keys in the files count layers over the whole model.
+        # Only this process uses the name's prefix: keys in the files count layers over the whole model.
         for name, entry in unwrap_model(chunk).sharded_state_dict(metadata=_metadata()).items():
             is_scale = "_extra_state" in name.rpartition(".")[2]
             (others if is_scale else weights)[f"{index}/{name}"] = entry

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of a checkpoint: which boxes of which global tensors one rank writes from live memory and reads into it.
+"""Entries of a checkpoint: the boxes of global tensors that one rank writes from live memory and reads into it.
 
-Replicas of a weight take turns: each handles some of the weights that all of them hold. Of the optimizer's state a rank handles its own
-shards, each a range of a parameter's elements, so a few boxes of the global tensor. The files hold Megatron's `fully_reshardable` format:
-tensors of the model's shapes, which any layout can load, by Megatron's loader too.
+Replicas share the weights that all of them hold: each handles some. A rank handles its own shards of the optimizer's state, each a range
+of a parameter's elements, so a few boxes of the global tensor. The files have Megatron's `fully_reshardable` format: tensors of the
+model's shapes, which any layout can load, also by Megatron's loader.
 
 Megatron's own writer gathers the state of all replicas on each of them. Up to megatron-core 0.16.1 it also gives parameters the state of
-their neighbours where a gradient bucket before theirs ends in padding (distrib_optimizer.py, "issue #504").
+their neighbours where an earlier gradient bucket ends in padding (distrib_optimizer.py, "issue #504").
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ WeightEntries = dict[str, WeightEntry]
 
 
 def written_here(entries: WeightEntries) -> WeightEntries:
-    """The entries, marked so that this rank writes those that are its turn: over all ranks, each weight once."""
+    """The entries, marked so that this rank writes its share: over all ranks, each weight once."""
     turns = _turns(entries)
     return {name: replace(entry, replica_id=_replica_id(entry, int(not turns[name][2]))) for name, entry in entries.items()}
 
 
 def read_weights(source: TorchDistFolder, entries: WeightEntries) -> None:
-    """Fills the live weights: each replica reads those that are its turn, and sends them to the others. Collective over all ranks."""
+    """Fills the live weights: each replica reads its share, and sends it to the others. Collective over all ranks."""
     turns = _turns(entries)
     read_tensors(source, [part for name, entry in entries.items() if turns[name][2] for part in _parts(entry)])
     for name, (group, rank, _) in turns.items():
@@ -56,7 +56,7 @@ def read_weights(source: TorchDistFolder, entries: WeightEntries) -> None:
 def read_tensors(source: TorchDistFolder, parts: Iterable[ShardedTensor]) -> None:
     """Fills the data of each part, in place, with its box of the stored tensor of its key. Not collective.
 
-    Where shapes may differ, as those of padded vocabularies do, what the checkpoint lacks becomes zero.
+    Where shapes may differ, as with padded vocabularies, missing elements become zero.
     """
     for part in parts:
         assert part.data is not None, f"{part.key} has no memory to read into"
@@ -94,7 +94,7 @@ def read_optimizer_state(source: TorchDistFolder, optimizers: list[DistributedOp
         )
     read_tensors(source, wanted)
     for optimizer, parameter, state, _ in shards:
-        # Nothing more to do, unless the optimizer keeps its state in another form than that in which it shows it.
+        # Only optimizers that keep their state in another form than they show need more.
         optimizer._set_main_param_and_optimizer_states(parameter, dict(state))
 
 
@@ -121,7 +121,7 @@ def _boxes(
 ) -> Iterator[ShardedTensor]:
     """Yields entries like a parameter's for `values`, which belong to the parameter's elements from `start` on."""
     data, extra, first = part.data, part.prepend_axis_num, 0
-    # A view with the parameter's strides tells where it lies; a copy would not be live memory.
+    # A view with the parameter's strides gives the place in live memory; a copy would not be live.
     assert data.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr() and data.stride() == parameter.stride()
     offset, starts = data.storage_offset() - parameter.storage_offset(), []
     for stride in parameter.stride():
@@ -134,7 +134,7 @@ def _boxes(
         common = intersect(run, held)
         if common is None:
             continue
-        # Megatron takes prepended axes of length 1 only from tensors of a regular grid.
+        # Megatron supports prepended axes of length 1 only for tensors of a regular grid.
         shown = box_view(piece, place(common, run, full(lengths(run))))[(None,) * extra]
         box = place(common, held, full(part.local_shape))
         lows = (base + low for base, (low, _) in zip(part.global_offset[extra:], box, strict=True))
@@ -152,7 +152,7 @@ def _boxes(
 
 
 def _turns(entries: WeightEntries) -> dict[str, tuple[dist.ProcessGroup, int, bool]]:
-    """The replicas of each weight, the rank among them whose turn it is, and whether it is this one. Turns have about the same size."""
+    """Assigns each weight to one of its replicas, in shares of about the same size: replicas, chosen rank, and whether it is this one."""
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     experts = parallel_state.get_expert_data_parallel_group()
     num_bytes = {group: [0] * group.size() for group in (dense, experts)}
@@ -187,7 +187,7 @@ class _TablePart:
 
 
 class LayoutEntries:
-    """Makes the entries of a rank's parameters from tables. Only keys with .weight may go on, with the name of a section."""
+    """Makes the entries of a rank's parameters from tables. Only keys with .weight may have a suffix, the name of a section."""
 
     def __init__(self, layout: Layout, checkpoint: Layout) -> None:
         """`layout` is the rank's; `checkpoint` has the global tensors of all ranks."""

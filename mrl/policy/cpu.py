@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replacements with which real megatron-core trains on a host without CUDA, or without the libraries that GPU hosts have for it.
 
-`PATCHES` at the end has every replaced name of stock 0.16.1, with what replaces it, why, and until when. `install` applies those whose real
-thing this host lacks. Layers are not replaced here: specs.py chooses them through Megatron's own specs.
+`PATCHES` at the end lists every replaced name of stock 0.16.1 with its replacement, the reason, and the end of the need. `install` applies
+the patches that this host needs. Layers are not replaced here: specs.py chooses them through Megatron's own specs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REPLACED: dict[str, str] = {}
 
 @dataclass(frozen=True)
 class Patch:
-    """Names of torch and megatron-core that get another value where a host lacks what they stand for."""
+    """Names of torch and megatron-core that are replaced on a host without the real thing."""
 
     what: str
     """Replacement that runs instead."""
@@ -103,12 +103,12 @@ class _Stream:
 
 
 def _cpu_for_cuda() -> dict[str, object]:
-    # `with torch.device(...)` knows factories by identity and lists them on first use: it must list torch's own, not our wrappers.
+    # `with torch.device(...)` lists factories by identity on first use: it must list torch's own, not our wrappers.
     _device_constructors()
     real_type = torch.Tensor.type
 
     def on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`factory`, which takes device="cuda" for the CPU, whose memory needs no pinning."""
+        """Wraps `factory`: device="cuda" means the CPU, whose memory needs no pinning."""
 
         @functools.wraps(factory)
         def wrapped(*args: object, **kwargs: Any) -> Tensor:
@@ -197,7 +197,7 @@ def _exchange() -> dict[str, object]:
     return {
         "megatron.core.tensor_parallel.mappings._gather_along_first_dim": gather,
         "megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim": reduce_scatter,
-        # Only tensors on a GPU become the numbers that all_to_all_single takes.
+        # Megatron converts only GPU tensors to the numbers that all_to_all_single takes.
         "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": split_sizes,
     }
 
@@ -218,11 +218,11 @@ def _transformer_engine() -> dict[str, object]:
         # Latent experts ask for its linear layer, in a mode that any linear layer has.
         f"{moe}.moe_layer.HAVE_TE": True,
         f"{moe}.moe_layer.TELinear": DuplicatedLinear,
-        # Tested without being defined.
+        # Megatron tests this name without defining it.
         f"{moe}.moe_utils.te_general_gemm": None,
         # The hybrid stack's final norm is hard-wired.
         f"{mamba}.mamba_block.TENorm": TorchNorm,
-        # Context-parallel Mamba takes its order of tokens from the library, if its version has that function.
+        # Context-parallel Mamba takes its token order from the library, in versions with that function.
         f"{mamba}.mamba_context_parallel.tex": types.SimpleNamespace(thd_get_partitioned_indices=partitioned_indices),
         f"{mamba}.mamba_context_parallel.is_te_min_version": lambda *_, **__: True,
     }
@@ -305,7 +305,7 @@ def _mamba_kernels() -> dict[str, object]:
         f"{path}.HAVE_MAMBA_SSM": True,
         f"{path}.mamba_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined,
         f"{path}.ExtendedRMSNorm": ExtendedRMSNorm,
-        # It asks for versions of the GPU kernels.
+        # The mixer checks versions of the GPU kernels.
         f"{path}._check_mamba_sequence_packing_support": lambda **_: (True, None),
     }
 

@@ -20,7 +20,7 @@ from mrl.policy.logprobs import Gradients, OutputColumns
 
 @torch.no_grad()
 def top_logits(columns: OutputColumns, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest logits at each position, largest first, float32 [T, K], and their tokens, int64. Of equal ones any may be first.
+    """The k largest logits at each position, largest first, float32 [T, K], and their tokens, int64. Equal logits have no fixed order.
 
     Each rank finds its own, and they are merged: ranks exchange k numbers a token. Collective over the tensor-parallel group.
     """
@@ -29,7 +29,7 @@ def top_logits(columns: OutputColumns, k: int) -> tuple[Tensor, Tensor]:
         logits = columns.logits(chunk)
         own = torch.topk(logits, min(k, logits.shape[1]), dim=-1)
         missing = k - own.values.shape[1]
-        # A rank may have fewer columns than k, and those of another number of padding.
+        # A rank may have fewer columns than k, some of them padding.
         value = torch.nn.functional.pad(own.values, (0, missing), value=-torch.inf)
         token = torch.nn.functional.pad(own.indices + columns.first, (0, missing), value=0)
         all_values, all_tokens = (
@@ -45,7 +45,7 @@ def top_logits(columns: OutputColumns, k: int) -> tuple[Tensor, Tensor]:
 
 
 def student_scores(columns: OutputColumns, tokens_TK: Tensor, *, needs_vocabulary: bool) -> StudentScores:
-    """Scores of these tokens at each position, int64 [T, K]; with `needs_vocabulary`, what the whole vocabulary adds to them.
+    """Scores of these tokens at each position, int64 [T, K]; with `needs_vocabulary`, also sums over the whole vocabulary.
 
     Collective over the tensor-parallel group; the backward pass has no collective.
     """
@@ -62,7 +62,7 @@ class _StudentScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         column_TK, is_local_TK = columns.place(tokens_TK)
         logits_TK = torch.zeros(tokens_TK.shape, device=inputs.device)
-        # Largest logit of this rank, and of exp(logit - largest) the sum, and that times logit - largest.
+        # This rank's largest logit, the sum of exp(logit - largest), and the sum of exp(logit - largest) * (logit - largest).
         max_T = torch.full((len(tokens_TK),), torch.finfo(torch.float32).min, device=inputs.device)
         sum_T, moment_T = torch.zeros(2, len(tokens_TK), device=inputs.device)
         if columns.num_real:
@@ -83,7 +83,7 @@ class _StudentScores(torch.autograd.Function):
             dist.all_reduce(sums, group=columns.group)
             log_sum_T = sums[0].log()
             logits_TK, negentropy_T = logits_TK - global_max_T[:, None], sums[1] / sums[0] - log_sum_T
-        # The columns hold the inputs, which the graph alone frees in time.
+        # Not `columns` itself: it holds the inputs, which only the graph frees in time.
         ctx.of_columns = columns.distribution, columns.group, columns.chunk_tokens
         ctx.needs_vocabulary = needs_vocabulary
         ctx.save_for_backward(inputs, weight_VD, column_TK, is_local_TK, global_max_T, log_sum_T, negentropy_T)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Probes of this host's libraries: which fused kernels work, and how exactly float32 is multiplied.
 
-A module's name proves nothing, so a probe calls the kernel. A missing kernel costs speed and memory, so a warning, not the run.
+An importable module proves nothing, so a probe calls the kernel. A missing kernel costs speed and memory: a warning, no error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def fusion_arguments(config: MegatronConfig, from_model: Mapping[str, object]) -
     }
     if not torch.cuda.is_available():
         return dict.fromkeys(wanted, False)
-    # Those that need no library are compiled by torch.
+    # torch compiles the fusions that need no library.
     probes = {
         "moe_permute_fusion": _permute_fault,
         "apply_rope_fusion": _rope_fault,
@@ -58,10 +58,10 @@ def fusion_arguments(config: MegatronConfig, from_model: Mapping[str, object]) -
 
 
 def precision_aware_arguments(config: OptimizerConfig) -> dict[str, bool]:
-    """Arguments of Megatron's OptimizerConfig that leave float32 main parameters to Transformer Engine's FusedAdam, where that is possible.
+    """Arguments of Megatron's OptimizerConfig that keep float32 main parameters in Transformer Engine's FusedAdam, where possible.
 
-    Megatron's optimizer on the host can hold them, too, and needs no library. Both hold whole main parameters, not the 16 bits that
-    bfloat16 weights lack: checkpoints hold float32 that any layout and host can load.
+    Megatron's optimizer on the host can hold them, too, and needs no library. Both hold whole main parameters rather than the 16 bits
+    missing in bfloat16 weights: checkpoints hold float32 that any layout and host can load.
     """
     wanted = config.use_precision_aware_optimizer and config.use_distributed_optimizer and config.bf16
     is_here = torch.cuda.is_available()
@@ -79,8 +79,8 @@ def _works(key: str, fault_of: Callable[[], str | None], *, is_default: bool) ->
     except Exception as error:
         fault = f"its probe raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         try:
-            # CUDA returns an error that has broken the context (an illegal access, a device-side assert) from every later call. Others,
-            # such as a kernel that was not built for this GPU, are returned once.
+            # CUDA returns an error that broke the context (an illegal access, a device-side assert) from every later call, and any
+            # other, such as a kernel that was not built for this GPU, once.
             torch.cuda.synchronize()
         except RuntimeError as broken:
             raise RuntimeError(

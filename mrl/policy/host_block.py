@@ -18,12 +18,12 @@ with less, cuBLAS may pick an algorithm that does not fit the address (megatron/
 
 
 def _pageable(num_bytes: int) -> Tensor:
-    # It goes back to the system with the last tensor in it.
+    # The memory is freed with the last tensor in it.
     return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def pinned(num_bytes: int) -> Tensor:
-    """A block of page-locked memory, uint8; `unpin` it before it goes."""
+    """Allocates a block of page-locked memory, uint8; `unpin` it before freeing it."""
     block, runtime = _pageable(num_bytes), torch.cuda.cudart()
     assert runtime is not None
     torch.cuda.check_error(runtime.cudaHostRegister(block.data_ptr(), num_bytes, 0))
@@ -31,8 +31,8 @@ def pinned(num_bytes: int) -> Tensor:
 
 
 def unpin(block: Tensor) -> None:
-    """Unlocks a block of `pinned` memory that holds no tensor any more."""
-    # No copy may be under way when the pages are given back.
+    """Unlocks a block of `pinned` memory without tensors."""
+    # No copy may be running when the pages are unlocked.
     torch.cuda.synchronize()
     runtime = torch.cuda.cudart()
     assert runtime is not None
@@ -43,7 +43,7 @@ class HostBlock:
     """The block of host memory that a set of tensors shares while it is off the device."""
 
     def __init__(self, allocate: Callable[[int], Tensor] = pinned, release: Callable[[Tensor], object] = unpin) -> None:
-        """`allocate` makes a block of so many bytes, uint8; `release` takes back one that holds no tensor any more."""
+        """`allocate` makes a block of the given size, uint8; `release` takes back a block without tensors."""
         self._allocate, self._release = allocate, release
         self._block: Tensor | None = None
 
@@ -56,7 +56,7 @@ class HostBlock:
 
     @torch.no_grad()
     def take_in(self, tensors: Sequence[Tensor]) -> None:
-        """Moves the tensors into the block, which then holds nothing else; values stay, and so do the tensor objects.
+        """Moves the tensors into the block, which then holds nothing else; keeps values and tensor objects.
 
         Makes a new block if this one is too small, or if it holds some of the tensors already.
         """
@@ -78,20 +78,20 @@ class HostBlock:
             self._release(old)
 
     def give_back(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        """Moves those of the tensors that lie in the block to `device`; values and tensor objects stay."""
+        """Moves the tensors in the block to `device`; keeps values and tensor objects."""
         for tensor in filter(self.holds, tensors):
-            # The same tensor object: parameter groups, state and Megatron's lists of shards all hold it.
+            # Keeps the tensor object, which parameter groups, state and Megatron's lists of shards hold.
             tensor.data = torch.empty_like(tensor, device=device).copy_(tensor.detach(), non_blocking=True)
 
 
 class HostStorages:
-    """Moves the memory of tensors off the device and back, storage by storage: all tensors that share it stay views of it.
+    """Moves the memory of tensors off the device and back, by storage: tensors that share one stay views of it.
 
-    While it is away, the tensors have no memory: whoever reads them fails. The host's block stays, for the next time.
+    Without the memory, reading a tensor fails. The host's block is kept for the next move.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, is_constant: bool, allocate: Callable[[int], Tensor] = pinned) -> None:
-        """`is_constant` tensors never change once they have left, so that they leave by being forgotten."""
+        """`is_constant` tensors are copied to the host once, and later just dropped from the device."""
         self._storages = list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}.values())
         self._on_device = [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in self._storages]
         self._sizes = [storage.nbytes() for storage in self._storages]
@@ -101,7 +101,7 @@ class HostStorages:
 
     @torch.no_grad()
     def place(self, *, is_on_device: bool) -> None:
-        """Moves all of it to the device or to the host, unless it is there; values stay."""
+        """Moves all storages to the device or to the host, unless they are there; keeps values."""
         if is_on_device == self._is_on_device:
             return
         is_first = self._on_host is None
@@ -119,7 +119,7 @@ class HostStorages:
         self._is_on_device = is_on_device
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            # The engine on this GPU, or another model, needs the memory that has become free.
+            # Frees torch's cache for the engine on this GPU, or another model.
             torch.cuda.empty_cache()
 
 
@@ -127,7 +127,7 @@ class HostStorages:
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies in one block of host memory, pinned where the tensors are on a GPU. The block lives as long as the process."""
     if not tensors:
-        # The system gives no block of 0 bytes.
+        # A block of 0 bytes cannot be allocated.
         return []
     offsets, num_bytes = block_offsets([tensor.nbytes for tensor in tensors])
     block = (pinned if any(tensor.is_cuda for tensor in tensors) else _pageable)(num_bytes)
@@ -136,7 +136,7 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Exchanges the values of two tensors, bit for bit, pair by pair: at any time there is one more tensor in memory, not more."""
+    """Exchanges the values of each pair of tensors, bit for bit, with memory for one more tensor."""
     for left, right in pairs:
         kept = left.detach().clone()
         left.copy_(right)

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 def vocab_size_of(config: RunConfig, model: ModelName) -> int:
-    """Tokens among which a model chooses: those of its config.json, but a teacher only among the student's.
+    """Number of tokens that a model chooses from: its config.json's, but the student's for a teacher.
 
-    Models of one tokenizer may differ in the rows of their embeddings, which are rounded up: 151,936 and 152,064 in Qwen 2.5. Engines draw
-    none of the tokens that the tokenizer does not have.
+    Models with one tokenizer may round the rows of their embeddings up differently: 151,936 and 152,064 in Qwen 2.5. Engines draw only
+    tokens of the tokenizer.
     """
     names = [config.of_model(model).policy.model_name]
     if role_of(model) == "teacher":
@@ -38,7 +38,7 @@ def vocab_size_of(config: RunConfig, model: ModelName) -> int:
     return min([*sizes, num_choices(config) or sizes[0]] if config.has_engines else sizes)
 
 
-# fp32 copies of given logits live for this many rows at a time: 4 bytes x 1024 x V/tp, 0.27 GB for 131,072 columns at tp 2.
+# Rows of logits copied to float32 at a time: 4 bytes x 1024 x V/tp, 0.27 GB for 131,072 columns at tp 2.
 CHUNK_TOKENS = 1024
 
 
@@ -54,7 +54,7 @@ class TokenDistribution:
     top_p: float = 1.0
     """Probability kept: of these tokens only the likeliest that add up to `top_p`, with all as likely as the last of them."""
     defer_fp32_logits: bool = True
-    """Logits become float32 in parts; false = those of a whole row at once. The values are the same."""
+    """Converts logits to float32 in parts; false = a whole row at once. The values are the same."""
 
     @classmethod
     def of(cls, config: PolicyConfig, vocab_size: int, *, is_sampled: bool = True) -> TokenDistribution:
@@ -67,7 +67,7 @@ class TokenDistribution:
 
     @property
     def untruncated(self) -> TokenDistribution:
-        """The same without top-k and top-p, for the reference model: it would rule out other tokens than the policy does."""
+        """The same without top-k and top-p, for the reference model, whose truncation would exclude other tokens than the policy's."""
         return replace(self, top_k=None, top_p=1.0)
 
     @property
@@ -136,7 +136,7 @@ class OutputColumns:
 
     @property
     def num_real(self) -> int:
-        """Columns that are no padding of the vocabulary."""
+        """Number of columns without the vocabulary's padding."""
         return min(max(self.distribution.vocab_size - self.first, 0), self.num_columns)
 
     def chunks(self) -> list[slice]:
@@ -167,7 +167,7 @@ class Gradients:
         self._weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needed[1] and weight_VD is not None else None
 
     def add(self, chunk: slice, grad: Tensor) -> None:
-        """Adds those by the logits of a chunk, before temperature."""
+        """Adds the gradients by the logits of a chunk, before temperature."""
         columns, num_real = self._columns, self._columns.num_real
         grad = grad.to(columns.inputs.dtype)
         if self.inputs is not None and columns.weight_VD is None:
@@ -184,9 +184,9 @@ class Gradients:
 def scores_of(columns: OutputColumns, labels_T: Tensor) -> TokenScores:
     """Scores of the labels. Logits are divided by the temperature in float32 first, as the sampler does.
 
-    Of hidden states, only `chunk_tokens` rows of logits are ever there, in the backward pass too; their gradient is that of this rank's
-    columns, still to be summed over the group, and the weight's is summed over the chunks in float32. Collective over the tensor-parallel
-    group: every rank calls it, in the same order; the backward pass has no collective.
+    From hidden states, only `chunk_tokens` rows of logits exist at a time, also in the backward pass. The gradient of hidden states comes
+    from this rank's columns and is still to be summed over the group; the weight's is summed over the chunks in float32. Collective over
+    the tensor-parallel group: every rank calls it, in the same order; the backward pass has no collective.
     """
     logprobs_T, untruncated_T, entropy_T, likeliest_T = _Scores.apply(columns.inputs, columns.weight_VD, columns, labels_T)
     return TokenScores(logprobs_T, untruncated_T if columns.distribution.is_truncated else logprobs_T, entropy_T, likeliest_T)
@@ -203,11 +203,11 @@ class _Scores(torch.autograd.Function):
         ctx: Any, inputs: Tensor, weight_VD: Tensor | None, columns: OutputColumns, labels_T: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         distribution, group, (column_T, is_local_T) = columns.distribution, columns.group, columns.place(labels_T)
-        # Sums over this rank's columns first, then over the ranks: a chunk waits for no other rank unless the distribution is truncated.
+        # Sums this rank's columns first, then over ranks: a chunk waits for no other rank unless the distribution is truncated.
         max_T = torch.empty(len(labels_T), device=inputs.device)
         least_kept_T = torch.full_like(max_T, -torch.inf)
-        # Of exp(logit - max) over all tokens and over those that can be drawn, and the latter times logit - max. A label's own logit is
-        # kept apart from the normalizer, which loses fewest bits.
+        # Sums of exp(logit - max) over all tokens and over those that can be drawn, the latter also times logit - max. The label's own
+        # logit stays apart from the normalizer, which loses the fewest bits.
         whole_T, kept_T, moment_T, label_T = sums = torch.zeros(4, len(max_T), device=max_T.device)
         for chunk in columns.chunks():
             scaled = columns.logits(chunk)
@@ -237,7 +237,7 @@ class _Scores(torch.autograd.Function):
         # NaN logits must stay NaN.
         logprobs_T = torch.where(label_T < least_kept_T, -torch.inf, above_T - log_kept_T)
         entropy_T = log_kept_T - moment_T / kept_T
-        # The columns hold the inputs, which the graph alone frees in time.
+        # Not `columns` itself: it holds the inputs, which only the graph frees in time.
         ctx.of_columns = distribution, group, columns.chunk_tokens
         normalizers = global_max_T + log_kept_T, global_max_T + log_whole_T
         ctx.save_for_backward(inputs, weight_VD, column_T, is_local_T, *normalizers, least_kept_T, label_T >= least_kept_T)
@@ -279,14 +279,14 @@ def _local_max(scaled_TV: Tensor) -> Tensor:
 
 
 def _largest_reaching(weight_from: Callable[[Tensor], Tensor], target_T: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The largest float32 at which the columns of all ranks that are not below it weigh at least `target_T`; the lowest if none does.
+    """The largest float32 such that all ranks' columns at or above it weigh at least `target_T`; the lowest if there is none.
 
-    `weight_from(value_T)` is the weight of this rank's columns of at least `value_T`. Bisects all finite floats, so the answer is one of
-    the columns exactly, and neither a sort nor a gather of the vocabulary is needed.
+    `weight_from(value_T)` is the weight of this rank's columns of at least `value_T`. Bisects all finite floats, so the result is exactly
+    one of the columns, without sorting or gathering the vocabulary.
     """
 
     def flipped(bits_T: Tensor) -> Tensor:
-        """The bits of float32 as int32 in the same order, and back: negative numbers have the bits below their sign flipped."""
+        """Converts the bits of float32 to int32 in the same order, and back: flips the bits below the sign of negative numbers."""
         return bits_T ^ ((bits_T >> 31) & 0x7FFFFFFF)
 
     limit = torch.finfo(torch.float32).max

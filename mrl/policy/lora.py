@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA: adapters beside the linear layers of the frozen model, and the merged weights that engines get.
+"""LoRA: adapters for the linear layers of the frozen model, and the merged weights that engines get.
 
-Nothing writes the base weights. What an engine reads of an adapted layer is a second tensor, merged anew whenever weights are settled.
-An adapter cuts A where columns of its layer's weight are cut, and B where rows are; each rank holds the rest whole.
+Nothing writes the base weights. Engines read an adapted layer from a second tensor, merged anew whenever weights are settled.
+An adapter cuts A where columns of its layer's weight are cut, and B where rows are; each rank holds the other factor whole.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ADAPTERS = "adapters"
 
 _EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(.*)")
 
-# As Megatron-Bridge has them.
+# Megatron-Bridge's names.
 _INITS: Mapping[str, Callable[[Tensor, torch.Generator], object]] = {
     "xavier": lambda tensor, generator: nn.init.xavier_normal_(tensor, generator=generator),
     "normal": lambda tensor, generator: nn.init.normal_(tensor, 0.0, 0.2, generator=generator),
@@ -57,10 +57,10 @@ class _Factor(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(layout.shape, dtype=torch_dtype(layout.dtype), device=device))
         self.is_cut, self.is_expert = is_cut, is_expert
-        # Each rank of an expert's group sees only its part of a factor's gradient that all of them hold.
+        # Each rank of an expert's group has only a part of the gradient of a shared factor.
         group = parallel_state.get_expert_tensor_parallel_group() if is_expert and not is_cut else None
         self._partial_group = group if group is not None and group.size() > 1 else None
-        # Experts of other ranks are other experts, so that all count for the gradient norm, but copies of one count once.
+        # The gradient norm counts every rank's experts, but copies of one expert once.
         set_tensor_model_parallel_attributes(self.weight, is_cut or is_expert, 0, 1)
         if self._partial_group is not None and self._partial_group.rank() > 0:
             setattr(self.weight, "shared", True)  # noqa: B010  (Megatron's mark on a parameter)
@@ -85,7 +85,7 @@ class _Factor(nn.Module):
 
 
 class _Adapter(nn.Module):
-    """scale * B A x, which is added to what the linear layer makes of the same `x`."""
+    """Adapter of a linear layer: scale * B A x, to be added to the layer's own output."""
 
     def __init__(
         self, layer: str, settings: PeftConfig, factors: Mapping[str, SlotLayout], device: torch.device, *, sequence_parallel: bool
@@ -98,7 +98,7 @@ class _Adapter(nn.Module):
         self.is_enabled = True
         self._scale = settings.scale
         self._dropout, self._dropout_position = settings.dropout, settings.dropout_position
-        # Experts get the tokens of all their ranks, and their dispatcher sums what comes out.
+        # Experts get the tokens of all their ranks, and their dispatcher sums the outputs.
         self._kind = "whole" if is_expert else kind
         self._sequence_parallel = sequence_parallel
         # Masks of values that differ between tp ranks must differ too.
@@ -106,7 +106,7 @@ class _Adapter(nn.Module):
         self._has_own_output = is_expert or kind == "column" or sequence_parallel
         if sequence_parallel and not is_expert:
             for factor in (self.linear_in, self.linear_out):
-                # A cut factor sees all tokens; of the other, each rank has the gradient of its own tokens.
+                # A cut factor sees all tokens; the other factor's gradient is of this rank's tokens only.
                 setattr(factor.weight, "sequence_parallel", not factor.is_cut)  # noqa: B010  (Megatron's mark on a parameter)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class Lora:
     """The adapters of this rank; none where `megatron_cfg.peft` is not enabled."""
 
     def __init__(self, layout: Layout, adapters: Mapping[Slot, _Adapter], description: Mapping[str, object] | None) -> None:
-        """`layout` has every factor by its slot in the live model; `adapters` are by the slot of the weight that they change."""
+        """`layout` maps slots of the live model to factors; `adapters` maps slots of adapted weights to their adapters."""
         self.layout = layout
         self.description = description
         """Adapted layers and their scaling as plain values, the same wherever factors are used; None = no adapters."""
@@ -151,7 +151,7 @@ class Lora:
         self._merged: dict[Slot, Tensor] = {}
 
     def merged_weights(self, tensors: Mapping[Slot, Tensor]) -> dict[Slot, Tensor]:
-        """The weights that engines read: the live tensors, but adapted ones get memory of their own."""
+        """The weights that engines read: live tensors, with memory of their own for adapted ones."""
         self._merged = {slot: tensors[slot].detach().clone() for slot in self._adapters}
         return self.as_read(tensors)
 
@@ -161,7 +161,7 @@ class Lora:
 
     @torch.no_grad()
     def merge(self, tensors: Mapping[Slot, Tensor]) -> None:
-        """Makes the merged weights from `tensors`, the live ones."""
+        """Merges the adapters into the weights for engines, from the live `tensors`."""
         for slot, adapter in self._adapters.items():
             self._merged[slot].copy_(adapter.merged(tensors[slot]))
 
@@ -178,7 +178,7 @@ class Lora:
 
     @contextmanager
     def without_dropout(self) -> Iterator[None]:
-        """Inside, the model computes what engines do with the merged weights."""
+        """Inside, the model computes without dropout, as engines do with the merged weights."""
         for adapter in self._adapters.values():
             adapter.eval()
         try:
@@ -191,7 +191,7 @@ class Lora:
 def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_config: HfConfig, *, seed: int) -> Lora:
     """Freezes the chunks and gives their linear layers adapters, where `megatron_cfg.peft` is enabled. Call it before DDP.
 
-    Adapters start as a function of `seed` and canonical names alone, whatever the layout.
+    Initial adapters depend on `seed` and canonical names only, not on the layout.
     """
     settings = config.megatron_cfg.peft
     if not settings.enabled:
@@ -208,7 +208,7 @@ def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_confi
     for index, chunk in enumerate(chunks):
         model = unwrap_model(chunk)
         if model.config.moe_shared_expert_overlap and any(".shared_experts." in layer for layer in targets):
-            # These layers get their input gathered already, and their output is reduced elsewhere.
+            # Other code gathers these layers' input and reduces their output.
             raise ValueError(
                 "policy.megatron_cfg.moe_shared_expert_overlap=true: shared experts with adapters cannot overlap with the routed ones; "
                 "set it to false, or policy.megatron_cfg.peft.exclude_modules to ['*.shared_experts.*']"
@@ -257,7 +257,7 @@ class _AdapterTree(nn.Module):
 
 
 def _attach(model: nn.Module, adapters: Mapping[str, _Adapter]) -> dict[str, _Adapter]:
-    """Makes the linear layers add what their adapters give; returns the adapters by the name of the weight that they change."""
+    """Hooks adapters into the linear layers; returns the adapters by the name of the weight that they change."""
     modules, by_weight = dict(model.named_modules()), {}
     by_module: dict[str, list[_Adapter]] = {}
     for layer, adapter in adapters.items():
@@ -281,7 +281,7 @@ def _add_output(module: nn.Module, adapters: list[_Adapter]) -> None:
         from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear
 
         if isinstance(module, TELayerNormColumnParallelLinear):
-            # It norms its input itself; with this it gives the normed one beside its output.
+            # The layer norms its input itself; this makes it return the normed input with its output.
             setattr(module, "return_layernorm_output", True)  # noqa: B010  (torch types attributes of modules as tensors)
 
     def add(module: nn.Module, inputs: tuple[Tensor, ...], result: tuple[Tensor | tuple[Tensor, Tensor], Tensor | None]) -> object:

@@ -38,8 +38,8 @@ def mamba_split_conv1d_scan_combined(
 ) -> Tensor:
     """Convolution, state-space scan and gate of Mamba-2, [batch, tokens, heads * headdim], in the dtype of `zxbcdt`.
 
-    Takes of mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined the arguments with which MambaMixer trains: no initial
-    or final states, and the norm (which `norm_before_gate` is about) and the output projection stand outside.
+    Supports the arguments of mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined with which MambaMixer trains: no initial
+    or final states; the norm (see `norm_before_gate`) and the output projection are separate.
     `zxbcdt` [batch, tokens, z|x|B|C|dt]; `seq_idx` [1, tokens], ascending, resets convolution and state where it changes.
     """
     assert activation == "silu"
@@ -110,7 +110,7 @@ def _scan(xbc_NLC: Tensor, dt_NLH: Tensor, A_H: Tensor, D_H: Tensor, *, num_grou
     u_MGKQP = (x_NLHP * dt_NLH.unsqueeze(-1)).view(*chunked, num_groups, heads_per_group, head_dim).permute(0, 2, 3, 1, 4)
     B_MGQS, C_MGQS = (t.reshape(*chunked, num_groups, state_size).transpose(1, 2) for t in (B, C))
 
-    # Decays are differences of sums over a chunk; float64 keeps those of neighbours exact when the sums are large.
+    # Decays are differences of sums over a chunk; float64 keeps them exact for neighbours when the sums are large.
     decay_MGKQ = (dt_NLH * A_H).double().view(*chunked, num_groups, heads_per_group).permute(0, 2, 3, 1).cumsum(-1)
     weights_MGKQQ = _DecayBetween.apply(decay_MGKQ) * (C_MGQS @ B_MGQS.transpose(-1, -2)).unsqueeze(2)
     y_MGKQP = weights_MGKQQ @ u_MGKQP
@@ -121,7 +121,7 @@ def _scan(xbc_NLC: Tensor, dt_NLH: Tensor, A_H: Tensor, D_H: Tensor, *, num_grou
         states_NJ = states_MGKPS.unflatten(0, (num, -1))
         decay_NJ = decay_MGKQ[..., -1].unflatten(0, (num, -1)).cumsum(1).movedim(1, -1)
         ending = torch.einsum("ngkij,njgkps->nigkps", _DecayBetween.apply(decay_NJ), states_NJ)
-        # A chunk begins with what the one before it ended with.
+        # A chunk begins with the last state of the one before it.
         entering_MGKPS = F.pad(ending[:, :-1], (0, 0) * 4 + (1, 0)).flatten(0, 1)
         reads_MGKQP = C_MGQS.unsqueeze(2) @ entering_MGKPS.transpose(-1, -2)
         y_MGKQP = y_MGKQP + torch.exp(decay_MGKQ).float().unsqueeze(-1) * reads_MGKQP

@@ -15,7 +15,7 @@ WITH_KERNELS = ("megatron.core", "megatron.core.ssm.mamba_mixer")
 
 
 class _Unused(types.ModuleType):
-    """A module in place of one that is not installed. Functions can be decorated with its names, and are never called."""
+    """Stand-in for a module that is not installed. Functions can be decorated with its names, and are never called."""
 
     def __init__(self, name: str, **values: object) -> None:
         super().__init__(name)

@@ -52,8 +52,8 @@ def live_layout(config: PolicyConfig, hf_config: HfConfig, coords: MegatronCoord
 def build_model(config: PolicyConfig, hf_config: HfConfig, *, is_trained: bool = True, trains_mtp: bool = False) -> list[MegatronModule]:
     """Builds this rank's chunks of the model, one for each virtual pipeline stage, randomly initialised, bare of data parallelism.
 
-    In bfloat16 a chunk is wrapped in Megatron's Float16Module. `hf_config` is the contents of a config.json. If it is not trained, no
-    parameter takes a gradient, so that data parallelism and the optimizer keep nothing of it; as of MTP layers without `trains_mtp`.
+    In bfloat16 a chunk is wrapped in Megatron's Float16Module. `hf_config` is the contents of a config.json. Without `is_trained`, no
+    parameter takes a gradient, so that data parallelism and the optimizer keep nothing for it; so with MTP layers without `trains_mtp`.
     """
     model_family, megatron = family(hf_config), config.megatron_cfg
     arguments = model_family.megatron_arguments(hf_config)
@@ -62,7 +62,7 @@ def build_model(config: PolicyConfig, hf_config: HfConfig, *, is_trained: bool =
     for name, value in attributes.items():
         setattr(transformer_config, name, value)
     if attributes:
-        # Transformer Engine's kernels know nothing of the magnitude that YaRN gives the positions of packed rows.
+        # Transformer Engine's kernels ignore YaRN's magnitude for the positions of packed rows.
         transformer_config.apply_rope_fusion = transformer_config.fused_single_qkv_rope = False
     multiple = MEGATRON_VOCABULARY_MULTIPLE * megatron.tensor_model_parallel_size
     model_arguments = dict(arguments["model"])
@@ -105,7 +105,7 @@ def _build_chunk(
         chunk = specs.MambaModel(config, spec, **stage, **arguments)
         if mtp is not None:
             attach_mtp(chunk, spec, mtp)
-    # With stages that do not divide the layers, Megatron's stack drops the rest without a word.
+    # If stages do not divide the layers, Megatron's stack silently drops the rest.
     expected = megatron.parallel.layers_of(parallel_state.get_pipeline_model_parallel_rank(), config.num_layers, index)
     live = [layer.layer_number - 1 for layer in chunk.decoder.layers]
     if live != list(expected):
@@ -153,11 +153,11 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
     arguments = dict(from_model)
     arguments["activation_func"] = ACTIVATIONS[str(arguments["activation_func"])]
     if virtual_stages(megatron) is not None:
-        # Batched, a stage sends forward and backward at once, and of two stages each is both neighbours of the other: transfers to one peer
-        # are matched by their order, by NCCL as by gloo, so that activations would be taken for gradients.
+        # Batching sends forward and backward at once. With two stages both go to the same peer, where NCCL and gloo match transfers by
+        # order: activations would be taken for gradients.
         arguments |= dict(virtual_pipeline_model_parallel_size=virtual_stages(megatron), overlap_p2p_comm=True, batch_p2p_comm=False)
     if megatron.activation_checkpointing and megatron.recompute_granularity == "full":
-        # Keeps the input of every layer, and no other activation.
+        # Keeps only the input of every layer.
         arguments |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     elif megatron.activation_checkpointing:
         arguments |= dict(recompute_granularity="selective", recompute_modules=megatron.recompute_modules)
@@ -193,13 +193,13 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
 def _freeze(chunks: list[MegatronModule], config: PolicyConfig, hf_config: HfConfig) -> None:
     """Excludes from training what `megatron_cfg.freeze_moe_router` and `freeze_config` name. The chunks have no wrappers yet."""
     patterns = config.megatron_cfg.freeze_config.modules
-    # The parts of tp rank 0 are never all padding, so that every rank freezes the same.
+    # Rank 0 of tp never has only padding, so its parts make every rank freeze the same layers.
     layout = live_layout(config, hf_config, replace(parallel.coordinates(), tp=0, etp=0))
     for index, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
             names = {piece.name for piece in layout[Slot(name, index)].pieces}
             matched = {tensor for tensor in names if any(fnmatchcase(tensor, pattern) for pattern in patterns)}
-            # As in NeMo RL, which freezes those of the decoder's layers.
+            # Like NeMo RL, only routers of the decoder's layers.
             is_router = name.startswith("decoder.") and name.endswith("mlp.router.weight") and config.megatron_cfg.freeze_moe_router
             if matched and matched != names and not is_router:
                 raise ValueError(

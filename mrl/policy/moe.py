@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing to experts: the arguments of Megatron's layers, a router that knows its row, a dispatcher for rows of any length, router replay.
 
-Megatron's own router takes a row for one sequence and its padding for tokens, and weights the auxiliary losses of rows by numbers of
-tokens that differ between layouts.
+Megatron's own router treats a row as one sequence and padding as tokens, and weights rows' auxiliary losses by numbers of tokens that
+differ between layouts.
 Shape suffixes: T tokens of a row on this rank, S sequences of the row or the row as a whole, E experts, K experts per token, L layers of
 the whole model, or those with experts on this rank.
 """
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 def routing_arguments(config: MegatronConfig, *, has_experts: bool) -> dict[str, object]:
     """The routing arguments of Megatron's TransformerConfig that are not the model's."""
     if not has_experts:
-        # Megatron checks its default, too.
+        # Set even where unused, because Megatron checks its default.
         return dict(moe_token_dispatcher_type="alltoall")
     return dict(
         moe_router_dtype=config.moe_router_dtype,
@@ -58,7 +58,7 @@ def routing_arguments(config: MegatronConfig, *, has_experts: bool) -> dict[str,
         moe_enable_deepep=config.moe_enable_deepep,
         # The grouped GEMM of experts is Transformer Engine's; without it experts run one after another.
         moe_grouped_gemm=specs.HAVE_TE,
-        # It overlaps streams of a GPU, and changes no number.
+        # Overlaps streams of a GPU without changing results.
         moe_shared_expert_overlap=config.moe_shared_expert_overlap and torch.cuda.is_available(),
     )
 
@@ -122,8 +122,8 @@ def _routers(chunks: Sequence[nn.Module]) -> Iterator[PackedRouter]:
 class PackedRouter(TopKRouter):
     """Megatron's router that counts the tokens of each expert and takes auxiliary losses over sequences, rows or the batch.
 
-    Only passes with gradient are counted, and of a recomputed layer only the recomputation: neither log-probability passes nor padding
-    move a bias. With f the share of the choices that fall on an expert and P its mean score, a loss is E * sum(f * P):
+    Counts only passes with gradient, and of a recomputed layer only the recomputation: neither logprob passes nor padding move a bias.
+    With f an expert's share of the choices and P its mean score, a loss is E * sum(f * P):
 
         seq_aux_loss     of each sequence; the mean over the sequences of the global batch (DeepSeek-V3, arXiv:2412.19437)
         aux_loss         of each packed row; the mean over rows, weighted by their tokens (Switch, arXiv:2101.03961)
@@ -166,7 +166,7 @@ class PackedRouter(TopKRouter):
         assert row is not None, "show_row comes before the forward pass"
         per_sequence = kind == "seq_aux_loss"
         parts = row.num_sequences if per_sequence else 1
-        # Padding is a part of its own, the last one, and weighs nothing.
+        # Padding is the last part, with weight 0.
         part_T = row.sequences_T if per_sequence else (row.sequences_T == row.num_sequences).long()
         tokens_SE = is_chosen_TE.new_zeros(parts + 1, scores_TE.shape[1], dtype=torch.int64)
         tokens_SE = tokens_SE.index_add_(0, part_T, is_chosen_TE.long())
@@ -189,7 +189,7 @@ class PackedRouter(TopKRouter):
 
 
 class RowAllGatherDispatcher(MoEAllGatherTokenDispatcher):
-    """Megatron's allgather dispatcher for ranks whose rows differ in length: each adds tokens that go to no expert.
+    """Megatron's allgather dispatcher for ranks whose rows differ in length: pads them with tokens that go to no expert.
 
     Both methods are collective over the tp-ep group.
     """
@@ -240,17 +240,16 @@ def update_expert_biases(chunks: Sequence[DistributedDataParallel], routing: Rou
 class RouterReplay:
     """Router replay (R3, arXiv:2510.11370): the policy's routers send each token to the experts that the engine chose for it.
 
-    The probabilities are the policy's own scores of those experts, so gradients flow through the gate as ever; a bias that balances experts
-    only takes part in a choice, and there is none. Its statistics count the experts that a token was really sent to. Auxiliary losses rate
-    the scores against the router's own choice, as Megatron computes them.
+    The probabilities are the policy's own scores of those experts, so gradients flow through the gate; the balancing bias has no effect,
+    because it only changes choices. Statistics count the experts that tokens were really sent to. Auxiliary losses rate the scores
+    against the router's own choice, as in Megatron.
 
-    Megatron calls the `router_replay` of a router where it would choose. Its own RouterReplay is not used: it learns from global switches
-    whether a call belongs to a forward pass or to one that is computed again in backward, and takes the routes of the latter from a queue.
-    Under 1F1B both kinds alternate, and passes that compute nothing again leave the queue full.
+    Megatron calls a router's `router_replay` instead of choosing. We do not use Megatron's own RouterReplay: global switches tell it
+    whether a call belongs to a forward pass or to a recomputation, which takes its routes from a queue. Under 1F1B both kinds alternate,
+    and passes without recomputation leave the queue full.
 
-    At any time a rank computes one microbatch: in forward, in backward, or again in backward. `enter` says which one at the start of its
-    forward pass, and the gradient of its output, the first thing that its backward pass computes, says so again: whatever is computed anew
-    from there on follows the same routes, in any schedule.
+    A rank computes one microbatch at a time: forward, backward, or recomputed. `enter` sets it at the start of the forward pass. The
+    gradient of its output, which backward computes first, sets it again, so recomputation follows the same routes in any schedule.
     """
 
     def __init__(self, chunks: Sequence[MegatronModule], expert_layers: Sequence[int]) -> None:
@@ -258,12 +257,12 @@ class RouterReplay:
         self._num_layers = len(expert_layers)
         self._layers: list[int] = []
         self._current: tuple[Tensor, Tensor] | None = None
-        """Routes of the microbatch, for this rank's tokens and layers: expert ids [L, T, K], and which tokens have any, [T]."""
+        """Routes of the microbatch for this rank's tokens and layers: expert ids [L, T, K], and a mask [T] of tokens with routes."""
         self._is_counting = False
         for chunk in unwrap_model(list(chunks)):
             for layer in chunk.decoder.layers:
                 for router in (module for module in layer.modules() if isinstance(module, TopKRouter)):
-                    # Megatron calls it with `scores` [T, E], with the bias where there is one, and its own way to choose.
+                    # Megatron passes `scores` [T, E], any bias, and its own function that chooses.
                     router.router_replay = SimpleNamespace(get_replay_topk=partial(self._choose, len(self._layers)))
                     self._layers.append(expert_layers.index(layer.layer_number - 1))
         self._num_experts, self._topk = chunks[0].config.num_moe_experts, chunks[0].config.moe_router_topk
@@ -284,7 +283,7 @@ class RouterReplay:
                 )
 
     def enter(self, row: PackedRow) -> None:
-        """Starts the microbatch of this row; its routers choose by themselves if it has no routes."""
+        """Starts the microbatch of this row; without routes its routers choose by themselves."""
         if row.routes is None:
             self._current = None
             return
@@ -306,7 +305,7 @@ class RouterReplay:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Inside, forward passes count how often routers would have chosen other experts than their routes."""
+        """Inside, forward passes count how often routers would have chosen other experts than the routes."""
         self._is_counting = True
         try:
             yield
@@ -316,7 +315,7 @@ class RouterReplay:
     def take_metrics(self) -> dict[str, float]:
         """Share of (token, layer) pairs for which the router's own choice was another set of experts, since the last call.
 
-        A router chooses after the layers before it have followed. Collective over all ranks; the same floats on every rank.
+        Earlier layers follow their routes. Collective over all ranks; the same floats on every rank.
         """
         counts = torch.zeros(self._num_layers, 2, dtype=torch.int64)
         counts[self._layers] = self._counts_L2.cpu()
@@ -346,6 +345,6 @@ class RouterReplay:
         if self._is_counting:
             differs_T = (ids_TK.sort(dim=1).values != own_ids_TK.sort(dim=1).values).any(dim=1)
             self._counts_L2[index] += torch.stack([differs_T.sum(), known_T1.sum()])
-        # In the order of topk, so that the same choice gives the same sums, whatever order the engine keeps.
+        # In topk's order, so that the same choice gives the same sums, whatever the engine's order.
         scores_TK, order_TK = scores_TE.gather(1, ids_TK).sort(dim=1, descending=True, stable=True)
         return scores_TK, ids_TK.gather(1, order_TK)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of multi-token prediction (MTP, arXiv:2412.19437, section 2.2) of Megatron's hybrid models, beside the last stage's decoder.
+"""Layers of multi-token prediction (MTP, arXiv:2412.19437, section 2.2) of Megatron's hybrid models, on the last stage.
 
 megatron-core 0.16.1 has them for GPT models only. Names and keys here are those that its later versions give hybrid models.
 Shape suffixes: T tokens of this rank's part of a row (of which a tp rank has its share under sequence parallelism), D hidden size.
@@ -45,7 +45,7 @@ class MtpBlock(MegatronModule):
         """`config` is the model's, `stack` builds its hybrid stack, and `pattern` has one letter for each layer of a step."""
         super().__init__(config)
         groups, config = copy.copy(pg_collection), copy.copy(config)
-        # Every stage's layers count from the first of the model; these are whole on the last stage.
+        # Layers of a stage are numbered within the model; MTP layers are all on the last stage.
         groups.pp = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # rank and size
         num_layers, config.num_layers = config.num_layers, len(pattern)
         config.pipeline_model_parallel_size = 1
@@ -66,12 +66,12 @@ class MtpBlock(MegatronModule):
 
 
 class MtpStep(MegatronModule):
-    """Makes of a token's hidden state, and of the embedding of a later token, the hidden state that predicts the one after that."""
+    """One MTP step: combines a token's hidden state with a later token's embedding into the hidden state that predicts the token after."""
 
     def __init__(
         self, config: TransformerConfig, stack: ModuleSpec, pattern: str, first_layer: int, pg_collection: ProcessGroupCollection
     ) -> None:
-        """`first_layer` is the index that its first layer has for whoever counts experts, from 0, behind the model's own layers."""
+        """`first_layer` is the 0-based index of its first layer in expert statistics, behind the model's own layers."""
         super().__init__(config)
         hidden = config.hidden_size
         self.enorm, self.hnorm, self.final_layernorm = (
@@ -96,13 +96,13 @@ class MtpStep(MegatronModule):
 
     @property
     def transformer_layer(self) -> nn.Module:
-        """The same under the name of megatron-core 0.16.1, whose schedules leave the number of the microbatch there."""
+        """Alias for megatron-core 0.16.1, whose schedules set the microbatch number there."""
         return self.mtp_model_layer
 
     def forward(self, hidden_T1D: Tensor, embedded_T1D: Tensor, packed: PackedSeqParams) -> Tensor:
         """The new hidden states [T, 1, D], normed for the output layer. Collective as the model's layers are.
 
-        With gradient, `hidden_T1D` requires one; otherwise what is computed again would get none.
+        With gradient, `hidden_T1D` must require one; otherwise recomputed layers would get none.
         """
         if self.config.recompute_granularity == "full" and torch.is_grad_enabled():
             joined_T1D = tensor_parallel.checkpoint(self._join, self.config.distribute_saved_activations, hidden_T1D, embedded_T1D)
@@ -137,7 +137,7 @@ def prepare_mtp(chunk: MegatronModule, config: MegatronConfig, *, is_trained: bo
     expect_passes(block, config.mtp_num_layers // len(block.layers))
     if config.mtp_detach_heads:
         for parameter in mtp_parameters([chunk]):
-            # Megatron's mark, which keeps their gradients out of Megatron's norm.
+            # This mark keeps their gradients out of Megatron's norm.
             setattr(parameter, "shared", True)  # noqa: B010
 
 
@@ -156,7 +156,7 @@ def mtp_parameters(chunks: Sequence[nn.Module]) -> list[nn.Parameter]:
 def embedding_on_last_stage(chunks: Sequence[DistributedDataParallel], *, with_gradient: bool) -> Iterator[None]:
     """Inside, MTP layers of the last of several stages have the first stage's embedding. Collective over all ranks.
 
-    `with_gradient` adds the gradients of their copy, summed over all replicas, to those of the embedding, which are summed by then.
+    `with_gradient` adds the copy's gradients, summed over all replicas, to the embedding's, which are summed by then.
     """
     is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     with_gradient = with_gradient and torch.is_grad_enabled()
@@ -164,13 +164,13 @@ def embedding_on_last_stage(chunks: Sequence[DistributedDataParallel], *, with_g
         # All in one stage, or one in the middle.
         yield
         return
-    # Its ranks are those of the two stages, in their order.
+    # The group has the ranks of both stages, in order.
     chunk = chunks[-1 if is_last else 0]
     group, bare = parallel_state.get_embedding_group(), unwrap_model(chunk)
     if is_first:
         weight = bare.embedding.word_embeddings.weight
         if chunk.ddp_config.overlap_param_gather and weight in chunk.param_to_bucket_group:
-            # Otherwise what the last step has updated on other ranks arrives with the forward pass.
+            # Otherwise the last step's updates from other ranks arrive only in the forward pass.
             chunk.param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
         dist.broadcast(weight.detach(), group=group, group_src=0)
         yield
@@ -199,7 +199,7 @@ def embedding_on_last_stage(chunks: Sequence[DistributedDataParallel], *, with_g
 
 
 def _embedding_like(model: MegatronModule) -> LanguageModelEmbedding:
-    """An embedding of the model's vocabulary, of which this rank has the part of its tp rank, with weights of any values."""
+    """This tp rank's part of an uninitialised embedding of the model's vocabulary."""
     config = copy.copy(model.config)
     config.perform_initialization = False
     embedding = LanguageModelEmbedding(

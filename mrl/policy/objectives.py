@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The objective of each algorithm, and of a critic: the loss of a row of a global batch, and its share of the metrics.
 
-The loss of multi-token prediction comes beside that of any objective of tokens. Shape suffixes: T tokens of a row, or of this rank's part
-of it, K steps, D hidden size, V vocabulary columns of this rank.
+The loss of multi-token prediction can be added to any token objective. Shape suffixes: T tokens of a row, or of this rank's part of it,
+K steps, D hidden size, V vocabulary columns of this rank.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Objective:
     finish: Callable[[dict[str, float]], dict[str, float]] = dict
     """Metrics of the global batch from the sums (or extremes) over all rows."""
     around: Callable[[list[DistributedDataParallel]], AbstractContextManager[object]] = nullcontext
-    """Inside, `row_loss` has all that it needs of the chunks. Collective over all ranks."""
+    """Prepares the chunks for `row_loss` inside the `with` block. Collective over all ranks."""
     trains_mtp_apart: bool = False
     """True if MTP layers have a gradient norm of their own, by which alone their gradients are clipped."""
 
@@ -81,14 +81,14 @@ def _objective_of_policy(config: RunConfig, distribution: TokenDistribution, siz
 
 
 def _grpo_objective(config: LossConfig, distribution: TokenDistribution, size: BatchSize) -> Objective:
-    """The policy loss. Rows carry old logprobs unless the config does without them, and reference logprobs where there is a KL term."""
+    """The policy loss. Rows carry old logprobs unless the config needs none, and reference logprobs for a KL term."""
 
     def row_loss(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
         device, scores = output.device, token_scores(model, output, row, distribution)
         entropy_T = whole_row(scores.entropy_T, row)
-        # Readers see the distributions of before the updates, also where rows are trained several times.
+        # Metrics show the distributions before the updates, even if rows are trained several times.
         row.entropy_T = entropy_T if row.entropy_T is None else row.entropy_T
-        # Losses of sequences need whole ones; the gradient is by the tokens of this rank.
+        # Sequence losses need whole sequences; the gradient is by this rank's tokens.
         tokens = Tokens.of(
             whole_row(scores.logprobs_T, row),
             untruncated_logprobs_T=whole_row(scores.untruncated_logprobs_T, row),
@@ -107,12 +107,12 @@ def _grpo_objective(config: LossConfig, distribution: TokenDistribution, size: B
 
 
 def _distillation_objective(config: LossConfig, distribution: TokenDistribution, size: BatchSize) -> Objective:
-    """The divergence from the teacher at the tokens that the policy generated. Rows carry what the teacher says of them."""
+    """The divergence from the teacher at the tokens that the policy generated. Rows carry the teacher's scores."""
 
     def row_loss(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
         local, device = own_positions(row), output.device
         columns = output_columns(model, output, distribution)
-        # A row without sequences has no teacher; its tokens weigh nothing.
+        # A row without sequences has no teacher scores; its tokens have weight 0.
         teacher = row.teacher or PackedTeacher(torch.zeros(len(row.labels_T), 1), torch.zeros(len(row.labels_T), 1, dtype=torch.int64))
         tokens_TK = teacher.token_ids_TK[local].to(device)
         student = student_scores(columns, tokens_TK, needs_vocabulary=needs_vocabulary(config))
@@ -123,7 +123,7 @@ def _distillation_objective(config: LossConfig, distribution: TokenDistribution,
 
 
 def _sft_objective(distribution: TokenDistribution, size: BatchSize) -> Objective:
-    """The mean negative log-likelihood of the tokens that are learned."""
+    """The mean negative log-likelihood of the learned tokens."""
 
     def row_loss(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
         local = own_positions(row)
@@ -167,7 +167,7 @@ def _reward_model_objective(size: BatchSize) -> Objective:
 
 
 def _value_objective(config: ValueLossConfig, size: BatchSize) -> Objective:
-    """The critic's distance from the returns. Rows carry values of before the updates and returns; the model has a head."""
+    """The critic's distance from the returns. Rows carry returns and the values before the updates; the model has a head."""
 
     def row_loss(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
         assert row.values_T is not None and row.returns_T is not None
@@ -228,7 +228,7 @@ def _row_loss(
     packed = packed_params(row, device)
     hidden_T1D = output.transpose(0, 1)
     if config.mtp_detach_heads:
-        # What is recomputed needs an input that requires a gradient.
+        # Recomputation needs an input that requires a gradient.
         hidden_T1D = hidden_T1D.detach().requires_grad_(torch.is_grad_enabled())
     steps = range(1, config.mtp_num_layers + 1)
     # All at once: every copy to a GPU waits for it.
@@ -239,9 +239,9 @@ def _row_loss(
     total, metrics = torch.zeros((), device=device), dict[str, Tensor]()
     for ahead, tokens_T, labels_T, mask_T in zip(steps, tokens_KT, labels_KT, mask_KT, strict=True):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not config.mtp_detach_heads):
-            # Hybrid models have no positions, which the second argument would be.
+            # The second argument, positions, is None: hybrid models have none.
             embedded_T1D = embedding(tokens_T[None], tokens_T[None])
-        # A row's backward pass on the last stage comes right behind its forward pass: routers know the row where layers are recomputed.
+        # On the last stage a row's backward pass directly follows its forward pass, so routers still know the row in recomputation.
         hidden_T1D = block.layers[(ahead - 1) % len(block.layers)](hidden_T1D, embedded_T1D, packed)
         columns = output_columns(model, hidden_T1D.transpose(0, 1), distribution)
         assert columns.weight_VD is not None, "the model returns hidden states where MTP layers are trained"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mrl.config.schema.megatron import MegatronConfig
 
 
-# What a group of parameters holds beside its settings.
+# Entries of a parameter group that are no settings.
 _NO_SETTINGS = ("params", "step")
 CLIP_EPSILON = 1e-6
 """Constant that Megatron adds to a norm by which it divides."""
@@ -75,7 +75,7 @@ def build_optimizer(chunks: list[DistributedDataParallel], config: MegatronConfi
 def build_scheduler(optimizer: MegatronOptimizer, config: MegatronConfig, *, num_train_steps: int) -> OptimizerParamScheduler:
     """The schedule of learning rate and weight decay over a run."""
     settings = config.scheduler
-    # A run may end within its warmup; Megatron wants the decay to end later.
+    # A run may end within its warmup; Megatron requires a later end of the decay.
     num_decay_steps = max(num_train_steps, settings.lr_warmup_iters + 1) if settings.lr_decay_iters is None else settings.lr_decay_iters
     return OptimizerParamScheduler(
         optimizer,
@@ -94,9 +94,9 @@ def build_scheduler(optimizer: MegatronOptimizer, config: MegatronConfig, *, num
 
 @contextmanager
 def own_settings(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Inside, a load may put the settings of another run (rates, betas, epsilon) beside the parameters; afterwards they are this run's.
+    """Restores this run's settings (rates, betas, epsilon) after a load inside the `with` block has brought those of another run.
 
-    How many steps an optimizer has taken is no setting.
+    The optimizer's number of steps is no setting.
     """
     own = parts(optimizer)
     kept = [{key: value for key, value in group.items() if key not in _NO_SETTINGS} for part in own for group in part.param_groups]
@@ -106,7 +106,7 @@ def own_settings(optimizer: MegatronOptimizer) -> Iterator[None]:
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that a chain is made of (dense layers and experts, by chunk), without those that have no parameters."""
+    """The optimizers of a chain (dense layers and experts, by chunk) that have parameters."""
     chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [part for part in chained if part.optimizer is not None]
 
@@ -120,8 +120,8 @@ def main_gradient(parameter: nn.Parameter) -> Tensor:
 def clip_apart(parameters: Sequence[nn.Parameter], optimizer: MegatronOptimizer, rest_norm: float) -> float:
     """Clips the gradients of these parameters by a norm of their own, which it returns. Collective over all ranks.
 
-    Between `prepare_grads` and `step`. The parameters are those of this rank, marked `shared`, so that `rest_norm`, Megatron's, is of all
-    others. Megatron's step will scale all gradients by what clips the others; these get what is missing.
+    Call it between `prepare_grads` and `step`. The parameters are this rank's, marked `shared`, so that `rest_norm`, Megatron's norm,
+    covers all others. Megatron's step then scales all gradients by the others' factor, so these are scaled by the ratio of both factors.
     """
     distributed = [part for part in parts(optimizer) if isinstance(part, DistributedOptimizer)]
     own = {id(parameter): part for part in distributed for parameter in part.model_param_gbuf_map}
@@ -133,7 +133,7 @@ def clip_apart(parameters: Sequence[nn.Parameter], optimizer: MegatronOptimizer,
             continue
         gradient, replicas = main_gradient(parameter).flatten(), 1
         if distributed:
-            # Of a bucket, a rank has the sum in its shard alone.
+            # A rank has a bucket's sum only in its shard.
             part = own.get(id(parameter))
             shard = part._get_model_param_range_map(parameter)["param"] if part is not None else None
             gradient = gradient[shard.start : shard.end] if shard is not None else gradient[:0]
@@ -144,7 +144,7 @@ def clip_apart(parameters: Sequence[nn.Parameter], optimizer: MegatronOptimizer,
         square += gradient.float().square().sum() / replicas
     dist.all_reduce(square)
     norm, limit = math.sqrt(float(square)), optimizer.config.clip_grad
-    # Of gradients that are not finite the train step says so, and goes no further.
+    # The train step reports gradients that are not finite, and stops.
     if limit > 0 and math.isfinite(norm) and math.isfinite(rest_norm):
         scale = min(1.0, limit / (norm + CLIP_EPSILON)) / min(1.0, limit / (rest_norm + CLIP_EPSILON))
         for parameter in parameters:
@@ -158,15 +158,15 @@ def hybrids(optimizer: MegatronOptimizer) -> list[HybridDeviceOptimizer]:
 
 
 class TrainingMemory:
-    """Moves the gradients and the optimizer state of one rank between phases; `mrl.phases` says where they belong. Not collective."""
+    """Moves the gradients and the optimizer state of one rank to their places in each phase (`mrl.phases`). Not collective."""
 
     def __init__(self, state: TrainState, device: torch.device, block: HostBlock | None) -> None:
-        """`device` is where the model computes. `block` is None where that is the host, so that optimizer state stays."""
+        """`device` computes the model. `block` is None if that is the host: optimizer state then stays."""
         self._state, self._device, self._block = state, device, block
         self._is_optimizer_on_device = True
 
     def place(self, residency: Residency) -> None:
-        """Moves both to where `residency` wants them; state keeps its values, new gradients are zero."""
+        """Moves both to their places in `residency`; state keeps its values, new gradients are zero."""
         if residency.gradients == "none":
             # Main gradients may be views into the buffers, or copies that would outlive them.
             self._state.optimizer.zero_grad()
@@ -184,9 +184,9 @@ class TrainingMemory:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside, a load may make or replace optimizer state; afterwards it is where the last `place` put it."""
+        """Lets a load inside the `with` block create or replace optimizer state; afterwards moves it to the last `place`."""
         if hybrids(self._state.optimizer):
-            # Megatron takes a step with it, to have state that it can fill.
+            # Megatron takes an optimizer step to create the state that it fills.
             self._place_optimizer(is_on_device=True)
         yield
         self._place_optimizer(is_on_device=self._is_optimizer_on_device)
@@ -200,12 +200,12 @@ class TrainingMemory:
         else:
             self._block.take_in(tensors)
         torch.cuda.synchronize()
-        # The engine on this GPU needs the memory that has become free.
+        # Frees torch's cache for the engine on this GPU.
         torch.cuda.empty_cache()
 
 
 def optimizer_tensors(state: TrainState) -> list[Tensor]:
-    """Main parameters and moments, each once, without views of the weights and what HybridDeviceOptimizer keeps on the host anyway."""
+    """Main parameters and moments, each once, without views of the weights and without HybridDeviceOptimizer's host tensors."""
     weights = {parameter.untyped_storage().data_ptr() for chunk in state.chunks for parameter in chunk.parameters()}
     tensors: list[Tensor] = []
     for inner in (part.optimizer for part in parts(state.optimizer)):
@@ -213,7 +213,7 @@ def optimizer_tensors(state: TrainState) -> list[Tensor]:
         on_host = inner.gpu_params_map_cpu_copy if isinstance(inner, HybridDeviceOptimizer) else {}
         if isinstance(inner, HybridDeviceOptimizer):
             tensors += [copy for param, copy in inner.param_to_fp32_param.items() if param not in on_host]
-        # A step count is a number that belongs to the host.
+        # Step counts stay on the host.
         tensors += [
             value
             for param, values in inner.state.items()
@@ -221,6 +221,6 @@ def optimizer_tensors(state: TrainState) -> list[Tensor]:
             for key, value in values.items()
             if key != "step" and isinstance(value, Tensor)
         ]
-    # A shard without elements has no memory, so its address says nothing.
+    # An empty shard has no memory, so no meaningful address.
     once = {id(tensor): tensor for tensor in tensors}.values()
     return [tensor for tensor in once if tensor.numel() and tensor.untyped_storage().data_ptr() not in weights]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of the model: the scores of a row's labels, or a reward model's head, from what the model returns.
+"""The end of the model: scores of a row's labels, or a reward model's head, computed from the model's output.
 
 T packed tokens, V vocabulary columns of this rank, D hidden size.
 """
@@ -29,7 +29,7 @@ class ChunkedOutputLayer(ColumnParallelLinear):
     """Megatron's output layer, except that the model returns hidden states: `token_scores` multiplies `chunk_tokens` of them at a time."""
 
     def __init__(self, layer: ColumnParallelLinear, *, chunk_tokens: int) -> None:
-        """Takes the place of `layer` and its weight; that is None where the embedding is tied and on the same rank."""
+        """Replaces `layer` and its weight, which is None where the embedding is tied and on the same rank."""
         super().__init__(
             layer.input_size,
             layer.output_size,
@@ -49,9 +49,9 @@ class ChunkedOutputLayer(ColumnParallelLinear):
 
 
 def token_scores(model: nn.Module, output: Tensor, row: PackedRow, distribution: TokenDistribution) -> TokenScores:
-    """Scores of this rank's labels of a row, from what `model` returned: logits [1, T, V], or hidden states of a `ChunkedOutputLayer`.
+    """Scores of this rank's labels of a row, from the model's `output`: logits [1, T, V], or hidden states of a `ChunkedOutputLayer`.
 
-    On ranks of the last pipeline stage. Collective over the tensor-parallel group: every rank calls it, in the same order.
+    Only on ranks of the last pipeline stage. Collective over the tensor-parallel group: every rank calls it, in the same order.
     """
     return scores_of(output_columns(model, output, distribution), row.labels_T[own_positions(row)].to(output.device))
 
@@ -63,7 +63,7 @@ def output_columns(model: nn.Module, output: Tensor, distribution: TokenDistribu
     if not isinstance(layer, ChunkedOutputLayer):
         return OutputColumns(output[0] if distribution.defer_fp32_logits else output[0].float(), None, distribution, group)
     weight_VD = bare.shared_embedding_or_output_weight() if bare.share_embeddings_and_output_weights else layer.weight
-    # Backward, the gradients of the vocabulary's parts are summed, and with sequence parallelism each rank gets its tokens'.
+    # The backward pass sums the gradients of the vocabulary's parts; with sequence parallelism each rank gets its tokens'.
     spread = gather_from_sequence_parallel_region if layer.sequence_parallel else copy_to_tensor_model_parallel_region
     return OutputColumns(spread(output[0], group=group), weight_VD, distribution, group, layer.chunk_tokens)
 
@@ -72,7 +72,7 @@ class RewardHead(nn.Module):
     """A reward model's head: one weight vector, the same on every rank of the last pipeline stage."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, *, seed: int) -> None:
-        """Starts as a function of `seed` alone, whatever the layout, until a model folder that has a head is loaded."""
+        """Initial weights depend only on `seed`, not on the layout; loading a model folder with a head replaces them."""
         super().__init__()
         start = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) * _INITIAL_STD
         self.weight = nn.Parameter(start.to(dtype))
@@ -82,7 +82,7 @@ class RewardHead(nn.Module):
 
 
 def attach_reward_head(chunks: list[MegatronModule], *, seed: int) -> Layout:
-    """Gives the last stage's chunk a head, so that it returns hidden states in place of logits; returns the head's layout. Before DDP."""
+    """Gives the last stage's chunk a head instead of logits, and returns the head's layout. Call it before DDP."""
     layout: Layout = {}
     for index, chunk in enumerate(chunks):
         model = _bare(chunk)
@@ -91,7 +91,7 @@ def attach_reward_head(chunks: list[MegatronModule], *, seed: int) -> Layout:
         if not isinstance(model.output_layer, ChunkedOutputLayer):
             model.output_layer = ChunkedOutputLayer(model.output_layer, chunk_tokens=1)
         if not model.share_embeddings_and_output_weights:
-            # The layer keeps its weights, which are not used. A tied embedding's copy follows the embedding: its own gradient is 0.
+            # The layer keeps its unused weights. A tied embedding's copy follows the embedding: its own gradient is 0.
             model.output_layer.weight.requires_grad_(False)
         some = next(model.parameters())
         head = RewardHead(model.config.hidden_size, some.dtype, seed=seed).to(some.device)
@@ -103,11 +103,11 @@ def attach_reward_head(chunks: list[MegatronModule], *, seed: int) -> Layout:
 
 
 def token_rewards(model: nn.Module, output: Tensor) -> Tensor:
-    """The head's score at each token of this rank's part of a row, float32 [T]; otherwise as `token_scores`."""
+    """The head's score at each token of this rank's part of a row, float32 [T]; otherwise like `token_scores`."""
     bare = _bare(model)
     hidden_TD = output[0]
     if bare.output_layer.sequence_parallel:
-        # Every rank computes the whole gradient, so each takes its part of it and none are summed.
+        # Every rank computes the whole gradient and keeps its part; nothing is summed.
         group = parallel_state.get_tensor_model_parallel_group()
         hidden_TD = gather_from_sequence_parallel_region(hidden_TD, tensor_parallel_output_grad=False, group=group)
     return getattr(bare, REWARD_HEAD)(hidden_TD)

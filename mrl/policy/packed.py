@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed rows as padded batches, so that sequences of similar length are computed together, and causal attention over them. No Megatron.
+"""Packed rows as padded batches of sequences of similar length, and causal attention over them. No Megatron.
 
-Under context parallelism every sequence of a row is cut into 2 * cp chunks of equal length; rank r holds chunks r and 2 * cp - 1 - r, one
-behind the other, so that causal attention is the same work on every rank. This is the order of Transformer Engine's THD format.
+Under context parallelism every sequence of a row is cut into 2 * cp chunks of equal length; rank r holds chunks r and 2 * cp - 1 - r, in
+this order, so that causal attention is the same work on every rank. This is the order of Transformer Engine's THD format.
 Shape suffixes: T tokens of a row, P rows of the padded buffer, S sequences, N sequences of a bucket, C padded length of a chunk, H heads,
 G groups of heads, D head dim.
 """
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# A mask has this many rows at a time: 512 queries that see 49,152 keys make 25 MB of booleans, all 12,288 of a chunk would make 600.
+# Rows of a mask at a time: 512 queries with 49,152 keys make 25 MB of booleans, all 12,288 queries of a chunk would make 600.
 QUERY_BLOCK = 512
 
 
@@ -115,12 +115,12 @@ def join(parts: list[Tensor], cu_seqlens: Tensor) -> Tensor:
 
 def packed_attention(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, cu_seqlens: Tensor, *, scale: float | None) -> Tensor:
     """Causal attention within each sequence of a whole row, [T, H, D]."""
-    # SDPA blocks its work itself, so long sequences need no coarser padding than short ones.
+    # SDPA splits its work itself, so long sequences need no coarser padding.
     layout = packed_layout(cu_seqlens.diff(), multiple=16, chunk=64)
     outputs = []
     for batches in zip(*(layout.unpack(t) for t in (query_THD, key_TGD, value_TGD)), strict=True):
         q, k, v = (t.transpose(1, 2) for t in batches)
-        # Padding stands after a sequence's tokens, where the causal mask hides it from them.
+        # Padding follows a sequence's tokens, so the causal mask hides it.
         output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         outputs.append(output.transpose(1, 2))
     return layout.pack(outputs)
@@ -131,7 +131,7 @@ def zigzag_attention(
 ) -> Tensor:
     """Causal attention of one rank's queries [T / cp, H, D] within each sequence, over the keys and values of all ranks, rank after rank.
 
-    Masks are made again in the backward pass: kept, they would be the largest tensors of a long row.
+    The backward pass makes masks again: kept, they would be the largest tensors of a long row.
     """
 
     def in_order(of_ranks: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def zigzag_attention(
 
 
 def _chunk_attention(query_NCHD: Tensor, keys: Tensor, values: Tensor, is_token: Tensor, chunk_index: int, scale: float | None) -> Tensor:
-    """Attention of the chunk of this index over itself and what stands before it, [N, C, H, D]."""
+    """Attention of one chunk over itself and all earlier chunks, [N, C, H, D]."""
 
     def masked(query: Tensor, key: Tensor, value: Tensor, is_token: Tensor, first: int) -> Tensor:
         # Query i stands at position `first` + i of its sequence's keys.

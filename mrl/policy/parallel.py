@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups and seeds of the models of one policy rank, whose model is current, and where the rank stands in its layout."""
+"""Process groups and seeds of the models of one policy rank, its current model, and the rank's coordinates in the layout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-# What megatron-core 0.16.1 keeps by module of the model that it computes, besides random states.
+# Per-model state in modules of megatron-core 0.16.1, besides random states.
 _VARIABLES = {
     parallel_state: [name for name in vars(parallel_state) if name.isupper() or name == "_global_process_group_list"],
     moe_utils: ["_MOE_LAYER_WISE_LOGGING_TRACKER"],
@@ -43,20 +43,20 @@ _UNUSED = {(module, name): getattr(module, name) for module, names in _VARIABLES
 class MegatronState:
     """State that Megatron keeps in its modules for one model of this process: process groups, sizes, buffers, random states.
 
-    Megatron has one place for each of these. The models of a process take turns with it: each is made current before it computes.
+    Megatron has one place for each of these, so the models of a process take turns: each is made current before it computes.
     """
 
     _current: MegatronState | None = None
 
     def __init__(self) -> None:
-        """A model that Megatron knows nothing of yet; it becomes current."""
+        """Makes a model current that Megatron does not know yet."""
         self._variables = {place: copy.copy(value) for place, value in _UNUSED.items()}
         self._named_random: dict[str, object] = {}
         self._random = (random.getstate(), torch.get_rng_state(), _device_random())
         self.make_current()
 
     def make_current(self) -> None:
-        """Gives this model Megatron's modules, and keeps what they hold of the model before it. Nothing happens if it has them."""
+        """Puts this model's state into Megatron's modules, and saves the previous model's. Does nothing if it is there."""
         before = MegatronState._current
         if before is self:
             return
@@ -89,7 +89,7 @@ class HasMegatronState(Protocol):
 
 
 def in_turn(kind: type[T]) -> type[T]:
-    """The class, whose objects are `HasMegatronState`, with public methods that make the object's model current first."""
+    """Class decorator: public methods of a `HasMegatronState` class make the object's model current first."""
 
     def wrapped(method: Callable[Concatenate[HasMegatronState, P], R]) -> Callable[Concatenate[HasMegatronState, P], R]:
         @functools.wraps(method)
@@ -124,7 +124,7 @@ class Meeting:
         if self.listener is None:
             return {"init_method": f"tcp://{self.address}:{self.port}"}
         store = dist.TCPStore(self.address, self.port, world_size, True, timeout=timeout, master_listen_fd=self.listener.detach())
-        # As the other ranks' rendezvous names it.
+        # The name that the other ranks' rendezvous uses.
         return {"store": dist.PrefixStore("default_pg", store)}
 
 
@@ -138,9 +138,9 @@ def initialize(
     seed: int,
     device_index: int = 0,
 ) -> MegatronState:
-    """Patches the host and builds the process groups of one model, which becomes current; those of all ranks, the first time.
+    """Patches the host and builds the process groups of one model, which becomes current; the first call also joins all ranks.
 
-    Collective over all ranks, which build their models in the same order. Every collective made later fails after `timeout_s`.
+    Collective over all ranks, which build their models in the same order. Every later collective fails after `timeout_s`.
     """
     if torch.cuda.is_available():
         torch.cuda.set_device(device_index)
@@ -163,7 +163,7 @@ def initialize(
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
-        # Passed on to timedelta(minutes=...), which takes fractions.
+        # Becomes timedelta(minutes=...), which takes fractions.
         distributed_timeout_minutes=timeout_s / 60,
         create_gloo_process_groups=config.use_gloo_process_groups,
     )
@@ -174,7 +174,7 @@ def initialize(
 
 
 def virtual_stages(config: MegatronConfig) -> int | None:
-    """Megatron's virtual_pipeline_model_parallel_size: None without virtual stages, where it would take the schedule for several."""
+    """Megatron's virtual_pipeline_model_parallel_size: None without virtual stages, because 1 would select the interleaved schedule."""
     return config.parallel.vpp if config.parallel.vpp > 1 else None
 
 

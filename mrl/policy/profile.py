@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records what one rank does, for a trace viewer or for Nsight Systems."""
+"""Records one rank's work for a trace viewer or for Nsight Systems."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RankProfiler:
             self._profile = self._recording.enter_context(torch.profiler.profile(record_shapes=True))
 
     def stop(self, path: Path) -> str:
-        """Ends it and writes the trace; "" or why it cannot be written."""
+        """Stops recording and writes the trace; returns "", or why it cannot be written."""
         self._recording.close()
         if self._profile is None:
             return ""

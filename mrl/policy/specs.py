@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of the hybrid stack and of transformers: Transformer Engine's where it is installed, Megatron's own modules elsewhere.
 
-Without Transformer Engine Megatron lacks three modules, which are here: a norm that knows of sequence parallelism, the linear layer of
+This file has the three modules that Megatron lacks without Transformer Engine: a norm for sequence parallelism, the linear layer of
 latent experts, and core attention over packed rows. Checkpoints use Transformer Engine's names in both cases.
 
-This is the one place for names of megatron-core that depend on its version; it is written for 0.16.1. From 0.17 on,
+All version-dependent names of megatron-core are here, for 0.16.1. From 0.17 on,
 megatron.core.models.hybrid holds HybridModel and HybridStack in place of what is imported from mamba here (the pattern argument is
 `hybrid_layer_pattern`, and stages are written into it with "|").
 """
@@ -56,7 +56,7 @@ def hybrid_stack_spec(*, is_recomputed: bool = False) -> ModuleSpec:
         mixer.in_proj = heads.linear_qkv = dense.linear_fc1 = ColumnParallelLinear
         mixer.out_proj = heads.linear_proj = dense.linear_fc2 = RowParallelLinear
         heads.core_attention = PackedCoreAttention
-        # The number of experts comes from the config; the spec only asks that it is not None.
+        # The config gives the number of experts; the spec only needs a value that is not None.
         moe.mlp = get_moe_module_spec_for_backend(LocalSpecProvider(), num_experts=1, moe_grouped_gemm=False)
         mamba.sharded_state_dict_keys_map = {"norm.": "mixer.in_proj.layer_norm_"}
         attention.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
@@ -77,7 +77,7 @@ def gpt_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transform
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = TorchNorm
         if isinstance(parts.mlp.submodules, MoESubmodules):
-            # Megatron maps the norm before experts to a key that Transformer Engine's spec lacks; only dense layers fuse that norm.
+            # Megatron maps the norm before experts to a key that Transformer Engine's spec lacks: only dense layers fuse that norm.
             parts.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     block.layer_norm = TorchNorm
     return block
@@ -118,7 +118,7 @@ class DuplicatedLinear(MegatronModule):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron's mark on a parameter)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        # None is for the bias.
+        # The second value is the missing bias.
         return F.linear(x, self.weight), None
 
     def get_extra_state(self) -> None:
@@ -151,12 +151,14 @@ class PackedCoreAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, *_: object, packed_seq_params: PackedSeqParams | None, **__: object
     ) -> Tensor:
         """Attends from query [tokens, heads, head_dim] to key, value [tokens, groups, head_dim] of this cp rank.
-        // Collective over the cp group."""
+
+        Collective over the cp group.
+        """
         assert packed_seq_params is not None, "packed rows are the only batch format"
         cu_seqlens, size, rank = packed_seq_params.cu_seqlens_q, self.cp_group.size(), self.cp_group.rank()
         if size == 1:
             return packed_attention(query, key, value, cu_seqlens, scale=self.softmax_scale)
-        # Keys and values are small beside the queries where heads share them; their gradients come back summed over the ranks.
+        # Keys and values that heads share are small against the queries; the backward pass sums their gradients over the ranks.
         keys, values = (gather_from_sequence_parallel_region(t, group=self.cp_group) for t in (key, value))
         return zigzag_attention(query, keys, values, cu_seqlens, cp_size=size, cp_rank=rank, scale=self.softmax_scale)
 
@@ -177,7 +179,7 @@ class RecomputedStack(MambaStack):
         packed_seq_params: PackedSeqParams | None = None,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the stage's layers, [tokens, 1, hidden]; a group's second pass draws the random numbers of its first."""
+        """Hidden states after the stage's layers, [tokens, 1, hidden]; recomputing a group repeats its random numbers."""
         assert inference_context is None and not self.config.fp8
         hidden_states = hidden_states if self.pre_process else self.input_tensor
         whole = dict(
@@ -201,5 +203,5 @@ class RecomputedStack(MambaStack):
                 hidden_states = run(hidden_states)
         if self.post_process and self.post_layer_norm:
             hidden_states = self.final_norm(hidden_states)
-        # Schedules free the memory of what they have sent, which must not be a view.
+        # Schedules free sent tensors, which therefore must not be views.
         return make_viewless_tensor(inp=hidden_states, requires_grad=hidden_states.requires_grad, keep_graph=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log-probability pass and the train step of one rank, through megatron's own pipeline schedules, and the objective of each algorithm.
+"""Logprob passes and the train step of one rank, through Megatron's own pipeline schedules.
 
 A packed row is a microbatch. Every function here is collective over all ranks of the policy: all call it, in the same order, with the
-same number of rows. Ranks of a context-parallel group get the same whole rows, take their own tokens of each, and return what belongs to
-whole rows. With a `replay`, the routers follow the rows that have routes. T packed tokens.
+same number of rows. Ranks of a context-parallel group get the same whole rows, compute their own tokens, and return results of whole
+rows. With a `replay`, routers follow the routes of rows that have them. T packed tokens.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def compute_values(chunks: list[DistributedDataParallel], rows: list[PackedRow])
 def compute_top_logits(
     chunks: list[DistributedDataParallel], rows: list[PackedRow], distribution: TokenDistribution, k: int
 ) -> dict[int, TeacherTokens]:
-    """The k likeliest tokens at each generated token, by index of the sequence, on the rank that answers for the row; empty on others."""
+    """The k likeliest tokens at each generated token, by sequence index, on the rank that reports the row; empty on others."""
 
     def top_of(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> dict[int, TeacherTokens]:
         top = top_logits(output_columns(model, output, distribution), k)
@@ -74,7 +74,7 @@ def compute_top_logits(
 def compute_drawn_logprobs(
     chunks: list[DistributedDataParallel], rows: list[PackedRow], distribution: TokenDistribution
 ) -> dict[int, TeacherTokens]:
-    """The logprob of each generated token, by index of the sequence, on the rank that answers for the row; empty on others."""
+    """The logprob of each generated token, by sequence index, on the rank that reports the row; empty on others."""
     logprobs = compute_logprobs(chunks, rows, distribution)
     if not answers_for_rows():
         return {}
@@ -110,7 +110,7 @@ def train_step(
     if is_bad:
         raise RuntimeError(f"the train step gave loss {metrics[LOSS]} and gradient norms {norms}: not finite; no parameter was changed")
     lr = max(group["lr"] for group in optimizer.param_groups)
-    # Prepares the gradients once more, which changes nothing, and clips them.
+    # Clips the gradients; preparing them again changes nothing.
     is_updated, _, _ = optimizer.step()
     assert is_updated
     if megatron.empty_unused_memory_level >= 2:
@@ -146,13 +146,13 @@ def forward_backward(
         show_row(model, tokens)
         output = _forward(model, row, replay)
         if output.requires_grad:
-            # Routers know the row again when its layers are recomputed: this hook comes first in the row's backward pass, before which
-            # other rows may have gone forward.
+            # Tells routers the row again for recomputation: this hook runs first in the row's backward pass, and other rows may have
+            # gone forward since.
             output.register_hook(lambda _: show_row(model, tokens))
 
         def loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             loss, metrics = objective.row_loss(output, row, model)
-            # The count is what megatron would divide gradients by; `model.sum_gradients` drops it.
+            # Megatron would divide gradients by this count; `model.sum_gradients` drops it.
             return loss, torch.ones((), dtype=torch.int, device=output.device), metrics
 
         return output, loss_of
@@ -180,7 +180,7 @@ def _forward(model: DistributedDataParallel, row: PackedRow, replay: RouterRepla
     """Runs the model on this rank's tokens: its last chunk returns the input of `token_scores`, any other hidden states."""
     device = next(model.parameters()).device
     local = own_positions(row)
-    # The log-probabilities make their own float32 copy of the logits, in parts.
+    # The logprob computation makes its own float32 copies of the logits, in parts.
     keep_dtype = {"fp32_output": False} if model.config.bf16 else {}
     if replay is not None:
         replay.enter(row)
@@ -203,7 +203,7 @@ def _run_schedule(forward_step: Callable[..., object], rows: list, chunks: list[
         data_iterator=[iter(rows) for _ in chunks],
         model=chunks,
         num_microbatches=len(rows),
-        # Rows differ in length: the model's variable_seq_lengths makes stages tell each other the shape.
+        # Unused, as rows differ in length: variable_seq_lengths makes stages send the shape first.
         seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,
@@ -212,7 +212,7 @@ def _run_schedule(forward_step: Callable[..., object], rows: list, chunks: list[
 
 
 def _global_metrics(row_metrics: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Metrics of all rows of all ranks, on every rank: the last stage combines them over dp and cp, and sends them to the others."""
+    """Combines the metrics of all rows over dp and cp on the last stage, and sends them to all ranks."""
     metrics: dict[str, float] = {}
     if parallel_state.is_pipeline_last_stage():
         metrics = combine(row_metrics, parallel_state.get_data_parallel_group(with_context_parallel=True))

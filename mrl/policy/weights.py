@@ -23,7 +23,7 @@ from mrl.refit.memory import ArenaHandle, ArenaRow, SharedMemory
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
-# How `perturb` changes a weight. Relative, well above bfloat16's resolution of 2^-8, so that nearly every element changes.
+# Relative change by `perturb`: well above bfloat16's resolution of 2^-8, so that nearly every element changes.
 SCALE = 0.02
 # Added on top, so that zeros change too (a fresh router bias is all zeros).
 OFFSET = 1e-3
@@ -68,14 +68,14 @@ def buffer_views(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
 
 
 class Arena:
-    """Owns the memory of a rank's weights, which the engine workers of its GPU can map. Make it after DDP and before the optimizer."""
+    """Owns the memory of a rank's weights, which the engine workers of its GPU can map. Create it after DDP and before the optimizer."""
 
     @torch.no_grad()
     def __init__(self, slots: Mapping[Slot, Tensor], views: Iterable[Tensor] = (), *, name: str) -> None:
         """Moves the storage of every tensor into shared memory, values unchanged; the tensors stay the same objects.
 
-        Tensors that share a storage move together and go on sharing it. So `views` must name every other tensor into these storages that
-        is still used (Megatron's buffers and buckets); a forgotten one keeps the old memory.
+        Tensors that share a storage move together and still share it. `views` must therefore name every other tensor in use on these
+        storages (Megatron's buffers and buckets); a forgotten one keeps the old memory.
         """
         strided = [str(slot) for slot, tensor in slots.items() if not tensor.is_contiguous()]
         if strided:
@@ -84,7 +84,7 @@ class Arena:
         if len(devices) != 1:
             found = ", ".join(f"{slot} on {device}" for device, slot in devices.items())
             raise ValueError(f"all weights of a rank lie on one device to be shared with the engine; found {found or 'no weights'}")
-        # Tied slots are one tensor under two names; it moves once. Buffers of no slots, such as those of adapters, stay where they are.
+        # Tied slots are one tensor under two names, which moves once. Buffers without slots, such as those of adapters, stay.
         storages = {tensor.untyped_storage().data_ptr() for tensor in slots.values()}
         views = [view for view in views if view.untyped_storage().data_ptr() in storages]
         tensors = {id(tensor): tensor for tensor in [*slots.values(), *views]}.values()
@@ -102,15 +102,15 @@ class Arena:
             start = memory.storage_offset() + offset + tensor.storage_offset() * tensor.element_size()
             home = torch.tensor([], dtype=tensor.dtype, device=memory.device)
             home.set_(memory.untyped_storage(), start // tensor.element_size(), tensor.shape, tensor.stride())
-            # Assigning .data keeps the tensor object, which model and buffers know, and its gradient accumulator, on which DDP's hooks
-            # hang; set_ on the tensor itself would give it a new accumulator, and no gradient would ever reach DDP.
+            # Assigning .data keeps the tensor object, which model and buffers hold, and its gradient accumulator with DDP's hooks;
+            # set_ on the tensor itself would create a new accumulator, and no gradient would reach DDP.
             tensor.data = home
         self._table = {
             slot: ArenaRow(tensor.data_ptr() - memory.data_ptr(), tuple(tensor.shape), dtype_name(tensor.dtype))
             for slot, tensor in slots.items()
         }
         if memory.device.type == "cuda":
-            # The engine on this GPU needs the memory that the weights have left.
+            # Frees the weights' old memory for the engine on this GPU.
             torch.cuda.empty_cache()
 
     def handle(self) -> ArenaHandle:
@@ -121,7 +121,7 @@ class Arena:
         return dict(self._slots)
 
     def check(self, live: Mapping[Slot, Tensor]) -> None:
-        """Checks that `live`, the weights as the model holds them now, are still the ones in the arena."""
+        """Checks that `live`, the model's present weights, are still the ones in the arena."""
         base = self._memory.tensor.data_ptr()
         moved = [str(slot) for slot, row in self._table.items() if slot not in live or live[slot].data_ptr() != base + row.offset]
         added = [str(slot) for slot in live if slot not in self._table]
@@ -140,7 +140,7 @@ class CopyCheck:
         everyone: list[list[tuple[str, str, Box]]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everyone, [(slot.name, piece.name, piece.box) for slot, piece in own])
         self._max_pieces = max(len(pieces) for pieces in everyone)
-        # By tensor and box: slot, rank and place among the rank's pieces of every copy.
+        # Slot, rank and piece index of every copy, by tensor and box.
         copies: dict[tuple[str, Box], list[tuple[str, int, int]]] = defaultdict(list)
         for rank, pieces in enumerate(everyone):
             for index, (slot_name, name, box) in enumerate(pieces):
@@ -148,9 +148,9 @@ class CopyCheck:
         self._shared = {key: held for key, held in copies.items() if len(held) > 1}
 
     def run(self) -> None:
-        """Checks the bytes as they are now. Collective over all ranks."""
+        """Checks the current bytes. Collective over all ranks."""
         start = time.monotonic()
-        # Weights of a model beside the policy come back to the device at other addresses.
+        # Weights of teachers and critics return to the device at other addresses.
         if (addresses := [view.data_ptr() for view in self._views]) != self._addresses:
             self._checksums, self._addresses = Checksums([Summed(view) for view in self._views]), addresses
         sums = torch.full((self._max_pieces,), -1, dtype=torch.int64)
@@ -181,7 +181,7 @@ def perturb(tensors: Mapping[Slot, Tensor], layout: Layout, *, seed: int) -> Non
 
 
 def name_seed(seed: int, name: str) -> int:
-    """A 64-bit seed of its own for each canonical tensor, whatever the layout."""
+    """A 64-bit seed for each canonical tensor, independent of the layout."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big", signed=True)
 
 
@@ -189,7 +189,7 @@ def canonical_noise(name: str, box: Box, *, seed: int) -> Tensor:
     """Numbers in [-1, 1), float32, of the box's shape: a function of seed, canonical name and position in the canonical tensor."""
     state = torch.tensor(name_seed(seed, name))
     for start, stop in box:
-        # Mixed dimension by dimension, so that no two positions of a tensor fall together. 64-bit arithmetic wraps around; the shifts
+        # Mixed dimension by dimension, so that no two positions of a tensor coincide. 64-bit arithmetic wraps around; the shifts
         # keep the sign, which does no harm here.
         state = state[..., None] + torch.arange(start, stop) * _STEP
         state = (state ^ (state >> 30)) * _MIX
