@@ -7,4 +7,4 @@ class RefitError(RuntimeError):
 
 
 class GivenUp(RefitError):
-    """The attempt was given up by others, who say why."""
+    """The attempt was abandoned by another participant, for the reason in the message."""

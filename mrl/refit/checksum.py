@@ -19,7 +19,7 @@ from mrl.refit.copies import as_runs, contiguous_from, converted
 from mrl.refit.device_checksum import word_sum
 
 try:
-    # Three times the speed of zlib on hosts with carry-less multiplication; both give the same number.
+    # Three times as fast as zlib on hosts with carry-less multiplication, with the same results.
     from isal.isal_zlib import crc32
 except ImportError:
     from zlib import crc32
@@ -31,7 +31,7 @@ _MAX_NAMED = 12
 
 
 class Summed(NamedTuple):
-    """A tensor, and how an engine keeps it; by default as it is."""
+    """A tensor, with the transform and dtype of the engine's copy."""
 
     tensor: Tensor
     transform: str | None = None
@@ -48,7 +48,7 @@ class Summed(NamedTuple):
 
 
 class Checksums:
-    """Checksums of tensors that stay where they are, as an engine keeps them; prepared once and taken at every refit."""
+    """Checksums of tensors at fixed addresses, in the engine's form; prepared once and taken at every refit."""
 
     def __init__(self, values: Sequence[Summed]) -> None:
         values = [value._replace(tensor=value.tensor.detach()) for value in values]
@@ -58,7 +58,7 @@ class Checksums:
 
     @torch.no_grad()
     def take(self) -> Tensor:
-        """The checksum of each value as it is now, int64 [number of values], on the host. Waits for the device."""
+        """Current checksum of each value, int64 [number of values], on the host. Waits for the device."""
         if self._on_device:
             return self._on_device.take()
         return torch.tensor([_host_sum(prepared) for prepared in self._on_host], dtype=torch.int64)
@@ -75,10 +75,10 @@ def digest(tensors: Mapping[Slot, Tensor]) -> dict[Slot, int]:
 
 
 def check_unchanged(before: Mapping[Slot, int], after: Mapping[Slot, int], rounded: Collection[Slot] = ()) -> list[Slot]:
-    """Returns if refit zero, the first refit, of unchanged weights, has changed no tensor of the engine; both arguments are digests.
+    """Returns if refit zero (the first refit, of unchanged weights) has changed no tensor of the engine; both arguments are digests.
 
-    The tables of both sides could share one error. What is in the engine before was written by vLLM's own loader, which knows nothing of
-    our tables. Those of `rounded` may change, and are returned if they did: see `RefitInputs.rounded`.
+    The tables of both sides could share one error. The engine's weights before the refit come from vLLM's own loader, which does not use
+    our tables. Tensors in `rounded` may change, and are returned if they did: see `RefitInputs.rounded`.
     """
     found = [slot for slot in before.keys() | after.keys() if before.get(slot) != after.get(slot)]
     changed = sorted(str(slot) for slot in found if slot not in rounded)
@@ -92,7 +92,7 @@ def check_unchanged(before: Mapping[Slot, int], after: Mapping[Slot, int], round
 
 
 class _DeviceSums:
-    """Sums of values on a GPU; those that are computed from the weights first are summed one by one."""
+    """Sums of values on a GPU; values that must be transformed or cast first are summed one by one."""
 
     def __init__(self, values: Sequence[Summed]) -> None:
         # Triton comes with torch for GPUs; hosts without one need not have it.
@@ -117,7 +117,7 @@ class _DeviceSums:
 
 
 _Part = tuple[np.ndarray, np.ndarray, memoryview]
-"""Part of a strided box, where it is gathered, and the bytes there."""
+"""Part of a strided box, its place in the buffer, and its bytes there."""
 
 
 def _host_sum(prepared: memoryview | list[_Part] | Summed) -> int:

@@ -30,7 +30,7 @@ def converted(tensor: Tensor, transform: str | None, dtype: torch.dtype) -> Tens
 
 
 class TensorCopy(NamedTuple):
-    """A box to write and what fills it, of one shape. Both stay where they are in memory."""
+    """A box to write and its source, of one shape. Both stay at their addresses."""
 
     target: Tensor
     source: Tensor
@@ -43,7 +43,7 @@ class TensorCopy(NamedTuple):
 
 
 class Copies:
-    """Copies that run together: on a GPU in one kernel, on the host in no more than one call of native code for each."""
+    """Copies that run together: on a GPU in one kernel, on the host in at most one native call each."""
 
     def __init__(self, copies: Sequence[TensorCopy]) -> None:
         copies = [copy._replace(target=copy.target.detach(), source=copy.source.detach()) for copy in copies]
@@ -60,12 +60,12 @@ class Copies:
 
     @property
     def num_calls(self) -> int:
-        """Calls of native code on the host in one run."""
+        """Native calls on the host in one run."""
         return len(self._on_host) + len(self._changing)
 
     @torch.no_grad()
     def run(self) -> None:
-        """Writes all targets; on a GPU, queues that."""
+        """Writes all targets; on a GPU, queues the writes."""
         for target, source in self._on_host:
             np.copyto(target, source)
         if self._on_device:
@@ -103,7 +103,7 @@ def _host_copies(copies: Sequence[TensorCopy]) -> list[_Arrays]:
         boxes = copy.target.squeeze(), copy.source.squeeze()
         dim = contiguous_from(*boxes)
         target, source = (as_runs(box, dim) for box in boxes)
-        # Distances are only known inside one memory.
+        # Distances are known only within one memory.
         memories = copy.target.untyped_storage().data_ptr(), copy.source.untyped_storage().data_ptr()
         alike[memories, target.shape, target.dtype, target.strides, source.strides].append((target, source))
     return [joined for pairs in alike.values() for joined in _join(sorted(pairs, key=lambda pair: pair[0].ctypes.data))]

@@ -39,14 +39,14 @@ def word_sum(tensor: Tensor) -> Tensor:
         sums.append((rest * weights[: len(rest)]).sum(0, keepdim=True))
     blocks = torch.cat(sums)
     outer = odd_weights(len(blocks) + 1, words.device)
-    # Lengths count too, or a missing zero would not.
+    # The length counts too: a missing zero byte must change the checksum.
     return (blocks * outer[:-1]).sum() + outer[-1] * tensor.nbytes
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The bytes in C order, uint8 [tensor.nbytes]: a view where they lie so."""
     contiguous = tensor.contiguous()
-    # A dimension of length 1 may have any stride, which `view` would mind.
+    # `view` refuses a dimension of length 1 with an odd stride.
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
@@ -63,7 +63,7 @@ def _words(tensor: Tensor) -> Tensor:
 def _weights(num_weights: int, device: torch.device) -> Tensor:
     state = torch.arange(1, num_weights + 1, device=device) * _INCREMENT
     for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, 1), strict=True):
-        # A shift of signed numbers keeps the sign; the mask makes it the shift of unsigned ones.
+        # Shifting a signed number keeps its sign; the mask makes the shift unsigned.
         state = (state ^ (state >> shift & (1 << 64 - shift) - 1)) * multiplier
     return state | 1
 

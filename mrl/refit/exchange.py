@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange of a refit: trainer ranks send packed boxes, so that the memory of each GPU holds what the engine workers there lack.
+"""Exchange of a refit: trainer ranks send packed boxes into the memory of each GPU whose engine workers need them.
 
 It also takes the checksums that those workers verify against, always from the settled weights of the rank that owns the box. A message
 arrives where the workers read it.
@@ -36,11 +36,11 @@ class GpuHandles:
     arena: ArenaHandle | None
     """Arena of the GPU's trainer rank; None on the GPU of a dedicated engine."""
     exchange: MemoryHandle | None
-    """Checksums of own copies, and messages as they arrived. None on the GPU of a dedicated engine, whose worker has it itself."""
+    """Checksums of own copies, and received messages. None on the GPU of a dedicated engine, whose worker owns this memory."""
     pace: MemoryHandle | None = None
-    """There where `exchange` is."""
+    """Round counters of the exchange; None where `exchange` is."""
     peers: Mapping[int, ArenaHandle] = field(default_factory=dict)
-    """Arenas of other ranks of the node, by rank, that the worker reads too."""
+    """Arenas of other ranks on the node that the worker reads, by rank."""
 
 
 def reads_arena(delivery: Delivery, device: torch.device) -> bool:
@@ -71,7 +71,7 @@ class _Sums:
         self._values: list[int] = []
 
     def prepare(self, copies: Sequence[Copy], source_class: int, out: Tensor) -> Callable[[], None]:
-        """A function that writes the checksums of `copies` to `out` (int64). Those prepared earlier must have run earlier."""
+        """Returns a function that writes the checksums of `copies` to `out` (int64). Functions prepared earlier must run earlier."""
         holdings = [copy.holders[source_class] for copy in copies]
         boxes = [(held.slot, held.box, copy.transform, copy.dtype) for copy, held in zip(copies, holdings, strict=True)]
         new = [box for box in dict.fromkeys(boxes) if box not in self._rows]
@@ -99,7 +99,7 @@ class Exchange:
         """Every trainer rank makes one, and every worker of a dedicated engine, of the same schedule; `gpu` is its number there.
 
         `weights` are the live tensors of this rank, in its arena; they are read at each `run`. A dedicated worker has none and no arena.
-        `group` is None where one GPU is all there is.
+        `group` is None on a single GPU.
         """
         self.gpu = gpu
         self._group = group
@@ -107,7 +107,7 @@ class Exchange:
         self._weights = weights
         self._sums = _Sums(weights)
         self._device = group.device if group else next(iter(weights.values())).device
-        # Its own, so that a wait for it is not one for what the worker of a dedicated engine queues meanwhile.
+        # A stream of its own: waiting for it does not wait for the dedicated worker's other work.
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._readers = [number for number, worker in schedule.workers.items() if worker.gpu == gpu]
         self.memory = SharedMemory(schedule.body_bytes.get(gpu, 0), f"mrl-exchange-{gpu}", self._device)
@@ -116,7 +116,7 @@ class Exchange:
         # One buffer serves all rounds: the messages of a round have left before the next ones are packed.
         most = max(sum(delivery.message.num_bytes for delivery in deliveries) for deliveries in sent)
         buffer = torch.empty(most, dtype=torch.uint8, device=self.memory.tensor.device)
-        # In the order in which they run, because a checksum that two of them need is taken by the first.
+        # In the order of running, because the first of two users takes a shared checksum.
         self._outgoing = [self._pack(sent[0], buffer)]
         own_class = schedule.source_class.get(gpu, -1)
         # All own copies run in round 0.
@@ -141,13 +141,13 @@ class Exchange:
         return GpuHandles(self.gpu, self._arena, self.memory.handle(), pace.handle())
 
     def leave(self, attempt: int) -> None:
-        """Leaves the group and an attempt that may be under way in any thread. Not collective; the exchange then needs another group."""
+        """Leaves the group, and any attempt running in another thread. Not collective; the exchange then needs another group."""
         self.pace.give_up(attempt)
         if self._group is not None:
             self._group.close()
 
     def join(self, group: ExchangeGroup | None) -> None:
-        """Leaves its group for another of the same participants, if any. Memory, and what is prepared in it, stays."""
+        """Replaces its group, if any, by another of the same participants. Keeps memory and prepared copies."""
         if self._group is not None:
             self._group.close()
         self._group = group
@@ -160,8 +160,8 @@ class Exchange:
     def run(self, attempt: int, readers: Collection[int], *, timeout_s: float) -> None:
         """Fills the exchange memory with all rounds of an attempt at a refit, each when the `readers` (workers) here have room for it.
 
-        Every participant calls it, with settled weights and a number above that of the attempts before. RefitError: a peer or a reader does
-        not keep up within `timeout_s`, or the driver has given the attempt up; this participant has left its group then.
+        Every participant calls it, with settled weights and a higher number than any earlier attempt. RefitError: a peer or a reader did
+        not keep up within `timeout_s`, or the driver abandoned the attempt; this participant has then left its group.
         """
         deadline = time.monotonic() + timeout_s
         rows = {row: worker for row, worker in enumerate(self._readers) if worker in readers}
@@ -177,14 +177,14 @@ class Exchange:
             raise
 
     def begin(self, attempt: int) -> None:
-        """Begins an attempt: no round of it is there yet, and workers may wake their weights."""
+        """Begins an attempt: none of its rounds is ready yet, and workers may wake their weights."""
         if self._stream is not None:
             # The weights were written, and memory for the workers' was freed, on other streams.
             torch.cuda.synchronize(self._device)
         self.pace.begin(attempt)
 
     def fill(self, round_index: int, deadline: float) -> None:
-        """Writes the messages and checksums of one round where the workers read them, which must have read what is there."""
+        """Writes the messages and checksums of one round. Its workers must have read the buffer's earlier content."""
         outgoing, incoming = self._outgoing[round_index], self._incoming[round_index]
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
             if self._group is not None and (outgoing or incoming):

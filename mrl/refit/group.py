@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process group of the refit exchange: trainer ranks, then the workers of dedicated engines.
 
-It is a group of its own, made without torch's default group: an engine worker has a default group already, vLLM's, that knows nothing of
-the trainer.
+It does not use torch's default group: in an engine worker that is vLLM's, without the trainer's ranks.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from torch import Tensor
 
 from mrl.refit import RefitError
 
-# Pause between two looks at the work of a GPU, and between two looks whether the driver has given an attempt up.
+# Poll intervals: for a GPU's work, and for an attempt abandoned by the driver.
 _POLL_S = 0.001
 _WATCH_S = 0.5
 # Tag of messages that nobody sends.
 _NEVER_SENT = 1
-# The driver has this long to say so; if it cannot, every participant has a deadline.
+# Time for the driver to abandon an attempt; if it cannot, each participant's deadline ends the attempt.
 _SAY_S = 10.0
 
 
@@ -36,7 +35,7 @@ def is_file(address: str) -> bool:
 
 
 def file_store(path: str, timeout: timedelta) -> dist.FileStore:
-    """The store in a file: whoever may not open the file cannot speak to it, unlike a TCPStore, which knows no secret."""
+    """Opens a store in a file, which the file's permissions protect; a TCPStore has no secret."""
     store = dist.FileStore(path)
     store.set_timeout(timeout)
     return store
@@ -54,7 +53,7 @@ class GroupAddress:
     size: int
 
     def store(self, *, timeout_s: float) -> dist.Store:
-        """The group's part of the store. RuntimeError: nobody answers there in time."""
+        """Connects to the group's part of the store. RuntimeError: the store does not answer in time."""
         limit = timedelta(seconds=timeout_s)
         if is_file(self.host):
             store = file_store(self.host, limit)
@@ -93,16 +92,16 @@ class ExchangeGroup:
         self.device = device
         self._size = address.size
         self._is_closed = False
-        # Outlives the receive that waits for it.
+        # Keeps the buffer alive until its receive ends.
         self._never = torch.zeros(1)
         limit = timedelta(seconds=timeout_s)
         deadline = time.monotonic() + timeout_s
         try:
             self._store = store = address.store(timeout_s=timeout_s)
-            # NCCL would wait without end for one that does not come.
+            # NCCL would wait for ever for a missing participant.
             store.set(f"joined/{rank}", "")
             store.wait([f"joined/{peer}" for peer in range(address.size)], limit)
-            # One alone has nothing to send, and no need of NCCL's memory.
+            # A single participant sends nothing and needs none of NCCL's memory.
             device = device if address.size > 1 else torch.device("cpu")
             self._group = _process_group(store, rank, address.size, device, limit)
             # NCCL connects at the first call, in which all must take part; in most rounds some have no messages.
@@ -123,13 +122,13 @@ class ExchangeGroup:
                 try:
                     is_given_up = self._store.check([_given_up(attempt)])
                 except RuntimeError:
-                    # The store has died with the rank that had it.
+                    # The store died with its rank.
                     is_given_up = True
                 if is_given_up and not is_over.is_set():
                     leave()
                     return
 
-        # Nobody waits for it: a store whose process hangs would not answer.
+        # Not joined: the store of a hanging process would not answer.
         threading.Thread(target=watch, daemon=True).start()
         try:
             yield
@@ -141,7 +140,7 @@ class ExchangeGroup:
     ) -> None:
         """Sends and receives all messages of one round, `what`. Between two participants both sides list theirs in the same order.
 
-        `meanwhile` is called when all are packed and on their way. On the host, messages of other peers arrive although one is dead.
+        Calls `meanwhile` when all messages are packed and posted. On the host, a dead peer does not stop the messages of others.
         """
         post = self._post_together if self.device.type == "cuda" else self._post
         faults: list[RuntimeError] = []
@@ -160,13 +159,13 @@ class ExchangeGroup:
             ) from faults[0]
 
     def close(self) -> None:
-        """Leaves the group, whatever is under way in any thread. Not collective; the group cannot be used afterwards."""
+        """Leaves the group, even during a run in another thread. Not collective; the group cannot be used afterwards."""
         self._is_closed = True
         if self.device.type == "cuda":
-            # Kernels that wait for a dead peer end only so.
+            # Nothing else ends kernels that wait for a dead peer.
             self._group.abort()
         elif self._size > 1:
-            # Gloo has no such call; but a receive whose time is up breaks all of its connections, and the waits of the peers with them.
+            # Gloo has no abort; but a timed-out receive breaks all its connections, which ends the peers' waits.
             with suppress(RuntimeError):
                 self._group.recv([self._never], (self.rank + 1) % self._size, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
@@ -196,7 +195,7 @@ class ExchangeGroup:
 
     def _wait(self, work: dist.Work, deadline: float) -> None:
         if self.device.type == "cuda":
-            # When NCCL's own wait with a limit expires, its watchdog may end the process before the group is closed.
+            # If NCCL's own timed wait expires, its watchdog may end the process before the group is closed.
             while not work.is_completed():
                 if self._is_closed or time.monotonic() > deadline:
                     raise RuntimeError("given up" if self._is_closed else "timed out")
@@ -221,7 +220,7 @@ def _process_group(store: dist.Store, rank: int, size: int, device: torch.device
     group = dist.ProcessGroup(store, rank, size)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
-        # Ours comes first: when theirs expires, the watchdogs of all groups end their processes.
+        # Our limit expires first: when NCCL's expires, the watchdogs of all groups end their processes.
         options._timeout = 2 * limit
         with _without_watchdog():
             kind, backend = dist.ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL(store, rank, size, options)

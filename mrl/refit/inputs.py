@@ -23,7 +23,7 @@ RankPlace = tuple[MegatronParallel, MegatronCoords, str, Flavour]
 
 @dataclass(frozen=True)
 class RefitInputs:
-    """All that a schedule follows from. Tables say which boxes a worker has; of which dtype, its live model says."""
+    """Inputs of a schedule. Tables give a worker's boxes, its live model gives their dtypes."""
 
     hf_config: HfConfig
     ranks: tuple[RankPlace, ...]
@@ -52,7 +52,7 @@ class RefitInputs:
         return schedule
 
     def rounded(self, stored: Mapping[str, str]) -> frozenset[Slot]:
-        """Tensors of engines that hold digits which the trainer has not: refit zero changes them. `stored` are the dtypes of the files.
+        """Lists engine tensors with more precision than the trainer's: refit zero changes them. `stored` are the dtypes of the files.
 
         The trainer rounds such a tensor to its precision; vLLM's loader keeps it in a wider dtype. Where both round to one dtype, both have
         the same bytes.
@@ -68,7 +68,7 @@ class RefitInputs:
 
     def _sources(self) -> dict[RankPlace, Layout]:
         tables = family(self.hf_config)
-        # Ranks at one place share one layout object, by which the schedule knows them as equal.
+        # Ranks with the same coordinates share one layout object, by which the schedule sees that they are equal.
         return {
             place: read_by_engines(tables.megatron_layout(self.hf_config, *place), self.parallel) for place in dict.fromkeys(self.ranks)
         }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that a process owns and other processes map: of the host, or of a GPU through CUDA IPC, from the same GPU only.
 
-Host memory is a memfd: it has no name, so it dies with its last user. A page of it precedes the bytes, and stands alone where these are
-on a GPU. It holds the epoch and the owner, so that an old handle is refused without touching the GPU.
+Host memory is a memfd: it has no name, so it dies with its last user. Its first page holds the epoch and the owner, so that an old handle
+is refused without touching the GPU. For memory of a GPU, the memfd is only that page.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HEADER = struct.Struct("<8sQQQ")
 _HEADER_BYTES = mmap.PAGESIZE
 _MAGIC = b"mrl-mem1"
 
-# Epochs of one process never repeat: descriptor numbers are used again, and an old handle must not fit the new memory behind its number.
+# Epochs never repeat in a process: descriptor numbers are reused, and an old handle must not fit the new memory.
 _EPOCHS = itertools.count(1)
 _RELEASED = 0
 
@@ -86,7 +86,7 @@ class ArenaHandle:
 class SharedMemory:
     """Bytes of this process.
 
-    In host memory they stay as long as any tensor or mapping of them; mappings are refused when this object is gone. On a GPU the owner
+    Host memory lives as long as any tensor or mapping of it; new mappings are refused once this object is gone. On a GPU the owner
     keeps the object until the processes that map it have stopped reading.
     """
 
@@ -117,7 +117,7 @@ class SharedMemory:
         torch.cuda.synchronize(self.tensor.device)
 
     def handle(self) -> MemoryHandle:
-        """Handle of the current epoch. From the first one on, memory of a GPU is taken until this process ends."""
+        """Handle of the current epoch. After the first call, memory of a GPU stays allocated until this process ends."""
         if self.tensor.device.type == "cuda" and self._gpu is None:
             # Shared once: each call would add a reference counter that nobody counts down.
             ipc = cast(_IpcHandle, self._storage.untyped_storage()._share_cuda_())
@@ -125,7 +125,7 @@ class SharedMemory:
         return MemoryHandle(self._pid, self._fd, self.num_bytes, self._epoch, self.name, self._gpu)
 
     def bump_epoch(self) -> None:
-        """Makes every handle and mapping given out so far invalid, because what the bytes mean has changed."""
+        """Invalidates all earlier handles and mappings, because the bytes have a new meaning."""
         self._epoch = next(_EPOCHS)
         _HEADER.pack_into(self._map, 0, _MAGIC, self._epoch, start_of(self._pid) or 0, self._mapped_bytes - _HEADER_BYTES)
 
@@ -200,7 +200,7 @@ def bytes_as(memory: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.d
 
 
 def wait_for(device: torch.device) -> None:
-    """Returns when all that this thread has queued on its stream of a GPU is done: another process looks at the memory next."""
+    """Waits for this thread's work on its stream of a GPU, because another process reads the memory next."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -216,7 +216,7 @@ def _without_expandable_segments() -> Iterator[None]:
     if not settings["expandable_segments"]:
         yield
         return
-    # torch resets every option that is not in the string it is handed.
+    # torch resets every option that is missing from the string.
     text = next((str(settings[name]) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if settings.get(name)), "")
     torch._C._accelerator_setAllocatorSettings(with_expandable_segments(text, False))
     try:

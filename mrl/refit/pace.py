@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Round counters of a refit on one GPU, in host memory: a trainer rank and the engine workers there wait for each other by them, without
-the driver.
+"""Round counters shared by a rank and the engine workers on its GPU, in host memory: they wait for each other without the driver.
 
-The owner fills round after round of the exchange memory; every worker says how many it has read. A round may be filled when those that read
-have verified the one that had its place. Nobody waits without a limit, or for an attempt that was given up.
+The owner fills the rounds of the exchange memory in turn; each worker counts the rounds it has read. A round may be filled when its
+readers have verified the round before it in the same buffer. Every wait has a limit, and ends when the attempt is abandoned.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from conversion.schedule import NUM_BUFFERS
 from mrl.refit import GivenUp, RefitError
 from mrl.refit.memory import MappedMemory, SharedMemory
 
-# Words (int64): the newest attempt that was given up, how far the owner is, and then how far each worker is.
+# Words (int64): the newest abandoned attempt, the owner's counter, then each worker's counter.
 _GIVEN_UP, _FILLED, _FIRST_READER = 0, 1, 2
 _WORD_BYTES = 8
-# A word counts rounds in its lower half and attempts in its upper one, so that it never goes back and is written at once.
+# A word has attempts in its upper half and rounds in its lower one: it only grows, and one write updates both.
 _ATTEMPT = 1 << 32
-# Pause between two looks: small against a round, and few of them make a core busy.
+# Poll interval: short against a round, without keeping a core busy.
 _POLL_S = 0.0002
-# Pause between two looks whether who is waited for still lives.
+# Interval of checks that the awaited process is alive.
 _LOOK_S = 0.5
 
 
 class Pace:
-    """The words of one GPU, as the owner of its exchange memory or one of its workers sees them."""
+    """View of one GPU's words, for the owner of the exchange memory or a worker."""
 
     def __init__(self, memory: SharedMemory | MappedMemory, gpu: int) -> None:
         self.memory = memory
@@ -42,7 +41,7 @@ class Pace:
 
     @property
     def is_given_up(self) -> bool:
-        """The owner, or who shares this object with it, has left the present attempt."""
+        """The owner has abandoned the present attempt."""
         return int(self._words[_GIVEN_UP]) >= self.attempt
 
     def give_up(self, attempt: int) -> None:
@@ -50,20 +49,20 @@ class Pace:
         self._words[_GIVEN_UP] = max(attempt, int(self._words[_GIVEN_UP]))
 
     def filled(self, num_rounds: int) -> None:
-        """The owner has written so many rounds."""
+        """Sets the number of rounds that the owner has written."""
         self._words[_FILLED] = self.attempt * _ATTEMPT + num_rounds
 
     def begin(self, attempt: int) -> None:
-        """The owner begins an attempt: its weights are settled, and nothing else of it is in the GPU's way."""
+        """Marks the owner's attempt as begun: its weights are settled, and it uses the GPU for nothing else."""
         self.attempt = attempt
         self.filled(0)
 
     def read(self, reader: int, num_rounds: int) -> None:
-        """The `reader`-th worker of the GPU needs these rounds no more."""
+        """Marks these rounds as done by the `reader`-th worker of the GPU."""
         self._words[_FIRST_READER + reader] = self.attempt * _ATTEMPT + num_rounds
 
     def check_filled(self, round_index: int) -> None:
-        """Returns if the exchange memory holds the round."""
+        """Raises RefitError unless the exchange memory holds the round."""
         num_filled = self._count(_FILLED)
         if not round_index < num_filled <= round_index + NUM_BUFFERS:
             raise RefitError(
@@ -80,7 +79,7 @@ class Pace:
         self._wait_for_owner(round_index + 1, f"policy rank {self._gpu} has not exchanged round {round_index} of its GPU", deadline)
 
     def wait_until_read(self, reader: int, worker: int, num_rounds: int, deadline: float) -> None:
-        """Returns when the `reader`-th worker of the GPU, whose number is `worker`, has read so many rounds."""
+        """Waits until the `reader`-th worker of the GPU, number `worker` in the schedule, has read this many rounds."""
         self._wait(
             lambda: self._count(_FIRST_READER + reader) >= num_rounds,
             f"the engine worker on slot {worker} has not verified round {num_rounds - 1} on GPU {self._gpu}",
@@ -92,7 +91,7 @@ class Pace:
         self._wait(lambda: self._count(_FILLED) >= num_rounds, what, deadline, look)
 
     def _count(self, word: int) -> int:
-        """Rounds of the present attempt; negative while the word is of an earlier one."""
+        """Rounds of the present attempt; negative while the word belongs to an earlier one."""
         return int(self._words[word]) - self.attempt * _ATTEMPT
 
     def _wait(self, is_done: Callable[[], bool], what: str, deadline: float, look: Callable[[], None] | None = None) -> None:

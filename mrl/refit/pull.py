@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine side of a refit: a worker copies boxes from the memory of its GPU into its live tensors, and proves what they hold then."""
+"""Engine side of a refit: a worker copies boxes from the memory of its GPU into its live tensors, and verifies them there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.memory import MappedMemory, bytes_as, wait_for
 from mrl.refit.pace import Pace
 
-# Enough to see a pattern; a wrong layout makes thousands.
+# Enough to show a pattern; a wrong layout makes thousands.
 _MAX_REPORTED = 8
 
 
@@ -48,7 +48,7 @@ class _Round(NamedTuple):
     checksums: Checksums
     """Checksums of the live boxes, in the order of the pulls."""
     expected_words: Tensor
-    """int64: where the expected checksums are in the memory's body, in words."""
+    """Places of the expected checksums in the memory's body, in words (int64)."""
     num_bytes: int
     """Size of the live boxes."""
 
@@ -79,7 +79,7 @@ class Puller:
         self._gpu = handles.gpu
         tensors, rounds, padding = live(), schedule.pulls(worker), schedule.class_of(worker).padding
         check_coverage(tensors, list(chain.from_iterable(rounds)), padding)
-        # CUDA graphs and views of the model hold addresses, so writing elsewhere would change nothing that is read.
+        # CUDA graphs and views of the model hold addresses: writes elsewhere would not be read.
         self.addresses = dict(addresses) if addresses is not None else _addresses(tensors)
         self._check_addresses(tensors)
         self._total_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -102,9 +102,9 @@ class Puller:
         self._reports: dict[int, VerifyReport] = {}
 
     def run(self, attempt: int, *, timeout_s: float) -> int:
-        """Pulls and verifies all rounds of an attempt, each when it is there, and returns the bytes written to the live tensors.
+        """Pulls and verifies each round of an attempt when it is ready, and returns the bytes written to the live tensors.
 
-        In a dedicated engine the exchange runs beside it. RefitError: a round does not come in time, or the attempt was given up.
+        A dedicated engine runs the exchange at the same time. RefitError: a round is late, or the attempt was abandoned.
         """
         if self._own is None:
             return self._run(attempt, timeout_s)
@@ -116,7 +116,7 @@ class Puller:
                 self._own.leave(attempt)
                 raise
             finally:
-                # Its error comes first: the pulls only wait for it. It has ended by its own deadline.
+                # The exchange's error comes first, as the pulls only wait for it. Its own deadline has ended it.
                 receiving.result(2 * timeout_s)
 
     def _run(self, attempt: int, timeout_s: float) -> int:
@@ -131,12 +131,12 @@ class Puller:
         return num_bytes
 
     def begin(self, attempt: int) -> None:
-        """Begins an attempt at a refit, of which nothing is pulled yet."""
+        """Begins an attempt at a refit, with no round pulled."""
         self._pace.attempt = attempt
         self._reports = {}
 
     def wait_for_room(self, attempt: int, *, timeout_s: float) -> None:
-        """Returns when the trainer rank on the GPU has made room for the worker in this attempt; at once where there is none."""
+        """Waits until the trainer rank on the GPU has freed memory for this attempt; returns at once if there is no such rank."""
         if self._own is None:
             self.begin(attempt)
             self._pace.wait_until_begun(time.monotonic() + timeout_s)
@@ -165,7 +165,7 @@ class Puller:
             mismatches.append(f"{pull.copy.target} box {pull.copy.box} differs from source rank {pull.rank} (pulled on GPU {self._gpu})")
         for slot, box, target in self._padding if round_index == 0 else ():
             padding_bytes += target.nbytes
-            # By bytes: a negative zero or a NaN is not what the forward pass of a fresh engine would read.
+            # By bytes: a fresh engine's padding has no negative zeros or NaNs.
             if bytes_of(target).any():
                 mismatches.append(f"padding of {slot} box {box} is not zero on the worker of GPU {self._gpu}")
         report = VerifyReport(plan.num_bytes, padding_bytes, self._total_bytes, tuple(mismatches))
@@ -185,7 +185,7 @@ class Puller:
                 f"refit: the worker of GPU {self._gpu} verified {len(self._reports)} of {len(self._rounds)} rounds, "
                 f"{num_bytes} bytes and {padding_bytes} bytes of padding of {self._total_bytes} live bytes"
             )
-        # Only here: whenever the model has moved, what was written and verified elsewhere is of no use.
+        # Checked last: if the model has moved, the written and verified tensors are not the live ones.
         self._check_addresses(self._live())
         return VerifyReport(num_bytes, padding_bytes, self._total_bytes, ())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boxes as a kernel of a GPU walks through them: runs of words, and the few numbers that say where the runs lie."""
+"""Boxes in the form of a GPU kernel: runs of words, and the strides between the runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# Lengths of a row of a kernel's table; more dimensions than these and the run become boxes of their own.
+# Outer dimensions in a row of a kernel's table; a box with more is split.
 MAX_OUTER = 3
 # Kernels count within a run with 32 bits.
 _MAX_STRIDED_RUN = 1 << 30
@@ -35,7 +35,7 @@ class Strided(NamedTuple):
 
     @property
     def is_walkable(self) -> bool:
-        """A kernel takes it as it is."""
+        """Tells whether a kernel takes the box whole."""
         return len(self.sizes) <= MAX_OUTER and (not self.sizes or self.run < _MAX_STRIDED_RUN)
 
     def parts(self) -> Iterator[Strided]:

@@ -18,8 +18,8 @@ from torch import Tensor
 from mrl.refit.device_checksum import BLOCK_WORDS, odd_weights
 from mrl.refit.strided import Strided, padded, strided
 
-# Words that one program copies, 16 KiB where they are 8 bytes long. With as many threads each keeps few in registers, so that two programs
-# share a multiprocessor.
+# Words that one program copies: 16 KiB of 8-byte words. Each thread then keeps few in registers, so that two programs share a
+# multiprocessor.
 _COPY_WORDS = 2048
 _COPY_WARPS = 16
 # Words of a block that one program adds up at a time.
@@ -73,7 +73,7 @@ class BoxSums:
             if blocks:
                 box = strided([value], max_word_bytes=4)
                 if box.word_bytes < 4:
-                    # Words that end behind a run's end are put together of bytes.
+                    # Words across a run's end are put together from bytes.
                     box = strided([value], max_word_bytes=1)
                 rows.append(_row(num_tiles, box))
             else:
@@ -84,7 +84,7 @@ class BoxSums:
         self._table, self._row_of_tile = _on_device(rows, num_tiles, device)
 
     def take(self) -> Tensor:
-        """The sums as the values are now, int64 [number of values], on the device; queues one kernel."""
+        """Current sums of the values, int64 [number of values], on the device; queues one kernel."""
         sums = self._initial.clone()
         if len(self._row_of_tile):
             with _on(sums.device):
@@ -187,7 +187,7 @@ def _copy_kernel(table, row_of_tile, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load_units(row, start, columns, UNIT: tl.constexpr):
-    """Words or bytes of a value at `start + columns` in C order, zeros behind its end. They pass by the L1 cache: the weights are there."""
+    """Loads words or bytes of a value at `start + columns` in C order, zeros behind its end. Bypasses L1, which holds the weights."""
     address = tl.load(row + 6).to(tl.pointer_type(UNIT))
     num_units = tl.load(row + 2)
     run = tl.load(row + 3)
