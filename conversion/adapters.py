@@ -45,7 +45,7 @@ def linear_layers(family: Family, hf_config: HfConfig) -> list[str]:
 def adapted_layers(
     family: Family, hf_config: HfConfig, *, target_modules: Sequence[str] = (), exclude_modules: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Full names of the layers to adapt: those that a target names or matches; without targets, all but those that are excluded.
+    """Full names of the layers to adapt: those that a target names or matches; without targets, all but the excluded ones.
 
     A pattern is the last part of a full name, or stands for a full name with "*" for any characters.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache of converted models that all nodes and runs share. `ROOT/entries/KEY/mcore` is a Megatron checkpoint as hf-to-mcore writes it.
 
-It takes no locks: a builder fills a folder of its own, and rename(2) publishes it whole, once. Others wait for a builder at work only to
+Takes no locks: a builder fills a folder of its own, and rename(2) publishes it whole, once. Others wait for a running builder only to
 spare themselves the same work. Garbage collection removes leftovers of dead processes and entries unused for long, but none in use.
 """
 
@@ -61,7 +61,7 @@ DAY_S = 86400.0
 ONE_FILE = MegatronParallel()
 
 Build = Callable[[Path], None]
-"""Makes the checkpoint folder, whole or not at all. An interrupted call may leave files beside it, from which the next goes on."""
+"""Makes the checkpoint folder, whole or not at all. An interrupted call may leave files next to it, with which the next call continues."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def mcore_in_use(
     """`cached_mcore`, with a lease: no gc removes the entry inside the `with` block."""
 
     def convert(out: Path) -> None:
-        # Finding an entry must not cost the import of torch.
+        # Finding an entry must not import torch.
         from conversion.convert import convert_hf_to_mcore
 
         convert_hf_to_mcore(hf, out, parallel=parallel, dtype=dtype, progress=log_progress("conversion"))
@@ -140,7 +140,7 @@ def check_entry(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
     if entry is None or not (folder / MANIFEST).exists() or sha256_file(folder / MANIFEST) != entry.manifest_sha256:
         raise ValueError(f"{folder / MANIFEST} is not the one that was published; remove {folder.parent}: it will be converted again")
     files = read_manifest(folder).files
-    # Large files first, so that every part has its share of them.
+    # Large files first, so that each part gets a share of them.
     names = sorted(files, key=lambda name: (-files[name].size, name))
     check_files(folder, names[part::num_parts])
 
@@ -156,10 +156,10 @@ def root_of(folder: Path) -> Path:
 
 
 def remove_entry(entry: Path, may_go: Callable[[Path], bool]) -> bool:
-    """Removes an entry; returns whether it did. `may_go` judges the entry in its place, and again after a rename that hides it."""
+    """Removes an entry; returns whether it did. `may_go` judges the entry before and after the rename that hides it."""
     if not may_go(entry):
         return False
-    # Not under the name of a builder: nobody may inherit an entry that is half removed.
+    # Not under a builder's name: no builder may take over a half-removed entry.
     aside = entry.parent.parent / BUILDING / removal_name(entry.name)
     try:
         entry.rename(aside)
@@ -208,8 +208,8 @@ def _fill(hf: Path, root: Path, key: str, *, dtype: str | None, build: Build) ->
             continue
         aside = root / BUILDING / owned_name(key)
         aside.mkdir()
-        # A builder that sees itself alone is seen by all that come later. Where new names show late two may build; one publishes.
-        # A builder that was at work before has published by now, or has died.
+        # A builder that sees no other is seen by all later ones. Where new names show late, two may build; one publishes.
+        # An earlier builder has published by now, or died.
         if watch.others_at_work(besides=aside) or final.exists():
             aside.rmdir()
             time.sleep(random.uniform(0, MAX_BACKOFF_S))
@@ -218,7 +218,7 @@ def _fill(hf: Path, root: Path, key: str, *, dtype: str | None, build: Build) ->
             with heartbeat(aside):
                 _build(hf, root, key, aside, dtype=dtype, build=build)
         except ValueError:
-            # After any other error, as after a kill, the next builder goes on from what is there.
+            # After any other error, or a kill, the next builder continues with these files.
             shutil.rmtree(aside, ignore_errors=True)
             raise
 
@@ -246,7 +246,7 @@ def _build(hf: Path, root: Path, key: str, aside: Path, *, dtype: str | None, bu
         unchecked.rename(folder)
     for path in aside.iterdir():
         if path != folder:
-            # Left by an interrupted builder, and of no use to this one.
+            # Left by an interrupted builder, useless to this one.
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     sync_tree(aside)
     num_bytes = sum(record.size for record in read_manifest(folder).files.values())
@@ -296,7 +296,7 @@ def _usable(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # Only writing can find no room; errors of the model's folder name a file there.
+        # Only writing fails for lack of space; errors of the model's folder name a file there.
         if not (Path(error.filename).is_relative_to(root) if error.filename else error.errno in (errno.ENOSPC, errno.EDQUOT)):
             raise
         raise ValueError(
@@ -307,7 +307,7 @@ def _usable(root: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Item:
-    """An entry of the cache, or the folder that a builder fills or left behind."""
+    """An entry of the cache, or a builder's folder."""
 
     path: Path
     key: str

@@ -51,7 +51,7 @@ from conversion.tensors import BoxSource, blocks, byte_view, content_checksums, 
 logger = logging.getLogger(__name__)
 
 NO_RANKS = MegatronParallel()
-# What an interruption costs at most: finished files are kept.
+# The most that an interruption costs: finished files are kept.
 MAX_FILE_BYTES = MAX_SHARD_BYTES = 5 * 10**9
 
 # Every GPTModel has this tensor. Without the index of a layer in its key, Megatron has written all layers as one tensor.
@@ -92,7 +92,7 @@ def convert_hf_to_mcore(
         with built_aside(out, plan) as folder:
             iteration = folder / ITERATION_FOLDER
             iteration.mkdir(exist_ok=True)
-            # Taken from the source by another path than what is written, so that `verify` proves the way from one to the other.
+            # Computed from the source by another path than the written data, so that `verify` proves the conversion.
             # One thread would be slower than the writing.
             pool = ThreadPoolExecutor(2)
             try:
@@ -145,7 +145,7 @@ def convert_mcore_to_hf(
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = dtype or dtype_name(opened.folder.dtype(EMBEDDING_KEY))
         if REWARD_HEAD in source.names:
-            # As transformers' models for sequence classification say it.
+            # The words of transformers' models for sequence classification.
             config["num_labels"] = 1
         if opened.paths.tokenizer is None:
             logger.warning("no tokenizer folder beside %s: the export has none", root)
@@ -179,7 +179,7 @@ class OpenCheckpoint:
 def open_checkpoint(mcore: Path) -> OpenCheckpoint:
     """The checkpoint in a step folder, a weights folder or an iter_ folder."""
     paths = find_checkpoint(mcore)
-    # Whoever reads tensors compares them with the checksums of a manifest.
+    # Readers of tensors compare them with the manifest's checksums.
     folder = TorchDistFolder(paths.iteration, verify=not (paths.iteration.parent / MANIFEST).exists())
     rows, vocabulary = folder.shape(EMBEDDING_KEY)[0], paths.hf_config.get("vocab_size")
     if not isinstance(vocabulary, int) or rows < vocabulary:
@@ -205,7 +205,7 @@ def _states(paths: Iterable[Path]) -> dict[str, list[int]]:
 
 
 def _dtypes(source: BoxSource, names: Iterable[str], dtype: str | None, hf_config: HfConfig) -> dict[str, torch.dtype]:
-    """The dtype to write each tensor in: its own, or `dtype`, but not less than its own for those that every holder keeps in float32."""
+    """The dtype to write each tensor in: its own, or `dtype`, which narrows no tensor that every holder keeps in float32."""
     if dtype is None:
         return {name: source.dtype(name) for name in names}
     wanted, kept = torch_dtype(dtype), family(hf_config).float32_tensors(hf_config)
@@ -213,7 +213,7 @@ def _dtypes(source: BoxSource, names: Iterable[str], dtype: str | None, hf_confi
 
 
 def _with_dtypes(layout: Layout, dtypes: Mapping[str, torch.dtype]) -> tuple[Layout, dict[str, str]]:
-    """The layout, each slot in a dtype that holds the values of all its tensors, and the dtype in which each tensor is stored by that."""
+    """The layout with each slot in a dtype that holds the values of all its tensors, and the resulting dtype of each tensor."""
     stored: Layout = {}
     for slot, content in layout.items():
         common = functools.reduce(torch.promote_types, {dtypes[piece.name] for piece in content.pieces})

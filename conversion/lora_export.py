@@ -52,7 +52,7 @@ def find_adapters(paths: CheckpointPaths, folder: TorchDistFolder) -> Checkpoint
     if not layers:
         return None
     path = paths.iteration / RUN_CONFIG_FILE
-    # JSON is YAML, and what mrl writes.
+    # mrl writes JSON, which is YAML too.
     settings = read_config(path).get("peft")
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: no section peft, which gives dim and alpha of the adapters in this checkpoint")
@@ -100,7 +100,7 @@ def write_peft(tensors: BoxSource, adapters: CheckpointAdapters, hf_config: Mapp
     layer, as PEFT has it for what transformers holds in one parameter; it makes that of gated ones itself.
 
     Raises:
-        ValueError: PEFT would refuse adapters of these layers, or pass over them without a word.
+        ValueError: PEFT would refuse adapters of these layers, or ignore them silently.
     """
     canonical = family(hf_config).canonical(hf_config)
     _check_expressible([name.removesuffix(".weight") for name in adapters.factors], canonical)
@@ -114,7 +114,7 @@ def write_peft(tensors: BoxSource, adapters: CheckpointAdapters, hf_config: Mapp
             continue
         content |= {f"{_PREFIX}{module}.lora_A.weight": a, f"{_PREFIX}{module}.lora_B.weight": b}
         last = module.rpartition(".")[2]
-        # The last part of a name, where all modules that end so are adapted; else the name in the layers: transformers calls the rest
+        # The last part of a name, where all modules with this ending are adapted; else the name in the layers: transformers calls the rest
         # of some otherwise.
         alike = [name for name in canonical if name.endswith(f".{last}.weight")]
         targets.add(last if all(name in adapters.factors for name in alike) else module[max(module.find("layers."), 0) :])

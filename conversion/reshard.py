@@ -85,7 +85,7 @@ def reshard(
         last_rounds = [(classes[item.class_index].num_rounds - 1) * item.num_turns + item.turn for item in workers.values()]
         return Schedule(max(1, 1 + max(last_rounds, default=0)), tuple(classes), found.class_of, workers, body_bytes)
     finally:
-        # Puts what is new among the old objects, which are not looked through at once.
+        # Moves the new objects to the oldest generation, which is collected rarely.
         gc.freeze()
         gc.unfreeze()
         if was_enabled:
@@ -217,7 +217,7 @@ def _check_all_read(found: _Sources, layouts: Iterable[Layout]) -> None:
 def _draft(
     found: _Sources, layout: Layout, copies: Sequence[_Parts], own: int | None, near: frozenset[int], num_shares: int, num_targets: int
 ) -> Draft:
-    """Sorts the copies of a class by who may send them, and spreads each group over bins of about equal size."""
+    """Groups the copies of a class by their possible senders, and spreads each group over bins of about equal size."""
     own_copies: list[Copy] = []
     groups: dict[frozenset[int], list[Copy]] = defaultdict(list)
     known: dict[tuple[int, ...], frozenset[int]] = {}
@@ -233,7 +233,7 @@ def _draft(
     bins = []
     for candidates, members in groups.items():
         num_ranks = sum(len(found.ranks[source_class]) for source_class in candidates)
-        # As many sources as there are classes to choose from; more where ranks would otherwise have nothing to send.
+        # One bin for each class to choose from; more where ranks would otherwise have nothing to send.
         num_bins = min(len(members), max(len(candidates), math.ceil(num_ranks / num_targets)))
         link: Link = "node" if candidates <= near else "network"
         group = [Bin(link, candidates) for _ in range(num_bins)]
@@ -267,7 +267,7 @@ def _assign(
     waiting.sort(key=lambda item: item[:4])
     for _, _, num_bytes, bin_index, target, key in waiting:
         heap = queue[key]
-        # Loads only grow, so an entry that is out of date sinks to its place when it comes up.
+        # Loads only grow, so an outdated entry is pushed back when it reaches the top.
         while heap[0][0] != loads[heap[0][1]]:
             heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
         rank = heap[0][1]

@@ -62,7 +62,7 @@ class _Cuts(NamedTuple):
 
 
 def split_copy(copy: Copy, buffer_bytes: int) -> list[Copy]:
-    """The copy in parts that several of fit one buffer."""
+    """Splits a copy into parts, several of which fit one buffer."""
     max_bytes = max(ALIGNMENT, buffer_bytes // _BOXES_PER_BUFFER // ALIGNMENT * ALIGNMENT)
     if copy.num_bytes <= max_bytes:
         return [copy]
@@ -96,7 +96,7 @@ def split(box: Box, max_elements: int) -> Iterator[Box]:
 def cut_rounds(
     drafts: Sequence[Draft], class_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]], buffer_bytes: int
 ) -> tuple[list[WorkerClass], Turns]:
-    """The classes with their messages, such that no worker receives and no rank sends more than `buffer_bytes` in a round.
+    """Gives the classes their messages: no worker receives and no rank sends more than `buffer_bytes` in a round.
 
     `class_of` and `ranks` (the rank behind each bin) are by worker.
     """
@@ -158,7 +158,7 @@ def _cut(order: Sequence[tuple[int, int]], num_bins: int, region_bytes: int) -> 
 
 
 def _take_turns(cuts: Sequence[_Cuts], class_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]], buffer_bytes: int) -> Turns:
-    """Few ranks send to many workers: these take turns, in as many groups as the senders' buffers ask for."""
+    """Lets workers take turns where few ranks send to many of them, in as many groups as the senders' buffers need."""
     groups: list[dict[int, int]] = []
     turn_of = {}
     for worker, index in class_of.items():

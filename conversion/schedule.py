@@ -40,7 +40,7 @@ class Holding(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """One box of an engine worker, and where sources hold what fills it; the same for all workers of a class."""
+    """One box of an engine worker, and the places of its values in the sources; the same for all workers of a class."""
 
     target: Slot
     box: Box
@@ -132,7 +132,7 @@ class EngineWorker:
     checksums_base: int
     """Start of the checksums of its own copies in the body of its GPU's exchange memory, in bytes."""
     region_base: int
-    """Start of the regions of its messages there: one for each of `NUM_BUFFERS` rounds, which take turns."""
+    """Start of its messages' regions there: one for each of `NUM_BUFFERS` rounds, used in turn."""
 
 
 class Delivery(NamedTuple):
@@ -241,7 +241,7 @@ class Schedule:
         )
 
     def casts(self) -> list[str]:
-        """Lines for the log: which tensors the engines keep in another dtype than the trainer, and which of them they round."""
+        """Lines for the log: the tensors that engines keep in another dtype than the trainer, and those that they round."""
         names: dict[tuple[str, str], set[str]] = defaultdict(set)
         for found in self.classes:
             for copy in found.copies():

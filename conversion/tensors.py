@@ -63,14 +63,14 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 def merge_lora(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """base + scale * B A of an adapter's factors, computed in float32, in the dtype of the base; the base's bits where the product is 0."""
+    """Returns base + scale * B A, computed in float32, in the dtype of the base; keeps the base's bits where the product is 0."""
     change = (b.float() @ a.float()).mul_(scale)
     # -0.0 + 0.0 would lose its sign.
     return torch.where(change == 0, base, (base.float() + change).to(base.dtype))
 
 
 def transformed(tensor: Tensor, transform: str | None) -> Tensor:
-    """Canonical values as the holder keeps them, up to its dtype; `tensor` itself without a transform. See `Piece.transform`.
+    """Canonical values in the holder's form, not yet in its dtype; `tensor` itself without a transform. See `Piece.transform`.
 
     `neg_exp` gives vLLM's Mamba decay A = -exp(A_log), computed in float32 as vLLM's loader does.
     """

@@ -98,7 +98,7 @@ class VllmParallel:
 EngineDtypes = tuple[tuple[str, str], ...]
 """Name and dtype of tensors in the live model of an engine worker."""
 
-# What a refit can cast weights to; anything else would be a quantised weight.
+# Dtypes that a refit can cast weights to; any other would be a quantised weight.
 _CASTABLE = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -163,7 +163,7 @@ class Family:
     model: Callable[[HfConfig, int | None], Model]
     """Rules of a config; the second argument is the padded vocabulary size of a checkpoint."""
     megatron_arguments: Callable[[HfConfig], dict[str, dict[str, object]]]
-    """Arguments that follow from config.json, as plain values: "transformer" for TransformerConfig, "model" for the model class. A GPTModel
+    """Arguments derived from config.json, as plain values: "transformer" for TransformerConfig, "model" for the model class. A GPTModel
     also has "attributes", which Megatron reads of a TransformerConfig that has no such fields. "mtp" of a model with MTP layers has the
     letters of the layers of each step ("pattern"), and the number of steps ("num_steps")."""
     model_class: Literal["mamba", "gpt"]
@@ -177,7 +177,7 @@ class Family:
         return {tensor.name: tensor.shape for _, rule in self.model(hf_config, None).all() for tensor in rule.cut.tensors}
 
     def mtp(self, hf_config: HfConfig) -> frozenset[str]:
-        """Names of the tensors of the Hugging Face checkpoint that are of MTP layers."""
+        """Names of the MTP layers' tensors in the Hugging Face checkpoint."""
         return frozenset(tensor.name for rule in self.model(hf_config, None).mtp for tensor in rule.cut.tensors)
 
     def float32_tensors(self, hf_config: HfConfig) -> frozenset[str]:
@@ -200,8 +200,8 @@ class Family:
     def vllm_layout(self, hf_config: HfConfig, parallel: VllmParallel, worker: int, dtype: str, live: EngineDtypes = ()) -> Layout:
         """Every parameter and persistent buffer of one worker of an engine.
 
-        vLLM chooses the dtype of some tensors by the GPU on which it runs. `live` is what the worker says of its own model; tensors that it
-        does not name are of `dtype`.
+        vLLM chooses the dtype of some tensors by the GPU on which it runs. `live` has the dtypes of the worker's live model; tensors that
+        it does not name have `dtype`.
         """
         return _vllm_layout(self, _key(hf_config), parallel, worker, dtype, live)
 
@@ -222,7 +222,7 @@ def read_by_engines(layout: Layout, parallel: VllmParallel) -> Layout:
     return layout if parallel.has_drafter else {slot: content for slot, content in layout.items() if not slot.name.startswith(MTP)}
 
 
-# Enough for the ranks of a large run; beyond it, equal coordinates get equal layouts that are not the same object.
+# Enough for the ranks of a large run; beyond it, equal coordinates get equal layouts in different objects.
 _NUM_LAYOUTS = 1024
 
 

@@ -10,19 +10,19 @@ from conversion.cuts import Canonical, Experts, Gated, Qkv, Replicated, RowParal
 from conversion.families.common import Family, Model, Rule
 from conversion.families.settings import HfConfig, choice, positive_integer, positive_number
 
-# What no family has that we convert, by the only values that mean "without"; the first is the default.
+# Settings that no converted family uses, with the only values that switch them off; the first is the default.
 COMMON_SUPPORTED: dict[str, tuple[object, ...]] = {
     "attention_bias": (False, None),
     "attention_dropout": (0.0, 0, None),
     "dual_chunk_attention_config": (None,),
     "hidden_act": ("silu",),
-    # vLLM makes an encoder of a model that is not.
+    # vLLM builds an encoder from a model that is not causal.
     "is_causal": (True, None),
     "partial_rotary_factor": (1.0, 1, None),
     "quantization_config": (None,),
 }
 
-# Megatron's llama3 scaling has these numbers in its code; only the factor is an argument.
+# Megatron's code fixes these numbers of llama3 scaling; only the factor is an argument.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -114,7 +114,7 @@ def check_no_window(hf_config: HfConfig) -> None:
     window = hf_config.get("sliding_window")
     if not isinstance(window, int) or hf_config.get("use_sliding_window") is False:
         return
-    # Models whose config has this switch are without a window unless it is on.
+    # A config with this switch has a window only if it is on.
     switched = "use_sliding_window" in hf_config or "max_window_layers" in hf_config
     if hf_config.get("use_sliding_window") or (not switched and window < positive_integer(hf_config, "max_position_embeddings")):
         raise ValueError(f"config.json: sliding_window={window} is in use, which is not supported; only full attention is")
@@ -161,7 +161,7 @@ def _read_yarn(given: HfConfig) -> dict[str, object]:
     if given.get("attention_factor") is not None:
         value = given["attention_factor"]
         raise ValueError(f"config.json: attention_factor={value!r} is not supported; Megatron takes it from the factor, or from mscale")
-    # Both magnitudes count only together; without them the magnitude follows from the factor.
+    # The magnitudes count only if both are set; otherwise the factor gives the magnitude.
     has_magnitudes = bool(given.get("mscale") and given.get("mscale_all_dim"))
     mscale, mscale_all_dim = (positive_number(given, key) if has_magnitudes else None for key in ("mscale", "mscale_all_dim"))
     return dict(

@@ -13,7 +13,7 @@ from conversion.families.settings import check_settings, optional_integer, posit
 _SUPPORTED = decoder.COMMON_SUPPORTED | {
     "moe_layer_freq": (1, None),
     "norm_topk_prob": (True,),
-    # Published files count a layer of multi-token prediction here; whoever has none of its tensors sets 0.
+    # Published files count a layer of multi-token prediction here; set 0 where its tensors are missing.
     "num_nextn_predict_layers": (0, None),
     "rope_interleave": (True, None),
     "scoring_func": ("sigmoid", None),
@@ -102,7 +102,7 @@ def _up(hf: str, megatron: str, *shape: int) -> Rule:
 
 
 def _down(hf: str, megatron: str, *shape: int) -> Rule:
-    # Transformer Engine's specs give every rank all of it, the local ones cut it.
+    # Transformer Engine's specs replicate it, the local ones cut it.
     tensor = Canonical(hf + ".weight", shape)
     return Rule(Replicated(tensor), f"self_attention.{megatron}.weight", local_cut=ColumnParallel(tensor))
 

@@ -15,7 +15,7 @@ from conversion.families.settings import check_settings, optional_integer, posit
 # Names of transformers 5 (`layers_block_type`) and letters of NVIDIA's files (`hybrid_override_pattern`).
 _LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "moe": "E", "mlp": "-"}
 
-# Settings that change the computation or the tensors, and the only values that Megatron, vLLM and our rules all take.
+# Settings that change the computation or the tensors, with the only values that Megatron, vLLM and our rules all support.
 _SUPPORTED: dict[str, tuple[object, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -41,10 +41,10 @@ _SIZE_KEYS = (
     *("n_routed_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
 )
 
-# As transformers: what a step of MTP is made of, unless config.json says.
+# transformers' default layers of an MTP step.
 _MTP_PATTERN = "*E"
 
-# Megatron's Mamba mixer has this number in its code.
+# Megatron's Mamba mixer fixes this number in its code.
 _MAMBA_NORM_EPSILON = 1e-5
 
 
@@ -75,7 +75,7 @@ def layer_pattern(hf_config: HfConfig) -> str:
 
 
 def mtp_pattern(hf_config: HfConfig) -> str:
-    """One letter per layer of all steps of multi-token prediction, each of which predicts one token further; "" without."""
+    """One letter per layer of all MTP steps, each of which predicts one token further; "" without MTP."""
     num_steps = hf_config.get("num_nextn_predict_layers") or 0
     if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 0:
         raise ValueError(f"config.json: num_nextn_predict_layers={num_steps!r} must be an integer from 0 on")
@@ -83,7 +83,7 @@ def mtp_pattern(hf_config: HfConfig) -> str:
     if isinstance(kinds, list):
         letters = "".join(_LETTERS.get(str(kind), "?") for kind in kinds)
     if num_steps and (not isinstance(letters, str) or not letters or set(letters) - set("*E")):
-        # Those of vLLM's drafter, and of all published models.
+        # The letters of vLLM's drafter, and of all published models.
         raise ValueError(f"config.json: mtp layers {kinds or letters!r}: only attention and moe, or the letters * E, are known")
     return str(letters) * num_steps
 
@@ -104,7 +104,7 @@ def model(hf_config: HfConfig, padded_vocabulary: int | None = None) -> Model:
 
 
 def _mtp(hf_config: HfConfig, sizes: Sizes) -> tuple[Rule, ...]:
-    """The layers of all steps. Files number them through; Megatron from 0.17 on counts steps, and layers within a step."""
+    """The layers of all MTP steps. Files number layers across steps; Megatron from 0.17 on counts steps, and layers within a step."""
     letters, hidden, rules = mtp_pattern(hf_config), sizes["hidden_size"], list[Rule]()
     steps = optional_integer(hf_config, "num_nextn_predict_layers") if letters else None
     length = len(letters) // (steps or 1)

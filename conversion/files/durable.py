@@ -16,12 +16,12 @@ from pathlib import Path
 from conversion.files.limits import within
 from conversion.files.owners import REMOVED, heartbeat, is_alive, owned, owned_name, remove_leftover
 
-# A file system that does not answer for this long will not.
+# A file system that is silent this long will not answer.
 IO_TIMEOUT_S = 3600.0
 # Of one small file.
 READ_TIMEOUT_S = WRITE_TIMEOUT_S = 600.0
 
-# Names in a folder that is being built: what it is to become, and the content.
+# Names in a folder that is being built: its plan, and its content.
 _PLAN, _CONTENT = "plan.json", "content"
 
 
@@ -105,7 +105,7 @@ def publish(aside: Path, final: Path) -> bool:
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             return False
-        # A file server whose first answer got lost is asked again, and no longer finds what it has renamed.
+        # After a lost answer the client asks the file server again, which no longer finds what it has renamed.
         if error.errno != errno.ENOENT or not final.exists() or not os.path.samestat(folder, final.stat()):
             raise
     sync_file(final.parent)

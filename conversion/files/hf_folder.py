@@ -33,7 +33,7 @@ COMPANIONS = ("*.json", "*.model", "*.model.v*", "*.txt", *TEMPLATES, *OF_THE_MO
 # Those among them that are about weights.
 _OF_WEIGHTS = ("*.index.json", "config.json", "manifest.json", ADAPTER_CONFIG)
 
-# Files of weights that are not read, and how to make those that are.
+# Unsupported weight files, and how to convert them.
 _OTHER_WEIGHTS = {
     ADAPTER_CONFIG: "it holds adapters of the library PEFT alone: merge them into their base model with PEFT's merge_and_unload(), save "
     "that with save_pretrained, and name its folder",
@@ -84,7 +84,7 @@ def weight_files(hf: Path) -> list[Path]:
 
 
 def files_to_hide(hf: Path) -> list[str]:
-    """Names of the files beside the weights that vLLM would read in their place, or with them: an index, and other safetensors files."""
+    """Names of other files that vLLM would read instead of the weights, or with them: an index, and other safetensors files."""
     try:
         read = {path.name for path in weight_files(hf)}
     except ValueError:

@@ -24,8 +24,8 @@ Stored = Mapping[str, tuple[Path, HeaderTensor]]
 def read_model_config(hf: Path) -> dict[str, object]:
     """The contents of config.json as the weights have them.
 
-    Embeddings that are said to be tied are not where the weights have another output layer than the embedding: transformers then keeps
-    both, and vLLM does as config.json says.
+    Tied embeddings count as untied where the weights have an output layer that differs from the embedding: transformers then keeps both,
+    and vLLM follows config.json.
     """
     config = read_config(hf / "config.json")
     if config.get(TIED) is not True:
@@ -41,7 +41,7 @@ def is_tied_copy(name: str, config: HfConfig) -> bool:
 
 
 def check_hf(hf: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors to read of a Hugging Face folder. ValueError: they are not those of its config.json (and perhaps a head)."""
+    """Shapes of the tensors to read from a Hugging Face folder. ValueError: they do not fit its config.json (a head may be added)."""
     config, stored = read_model_config(hf), stored_tensors(hf)
     shapes = dict(family(config).canonical(config))
     if REWARD_HEAD in stored:

@@ -13,7 +13,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _late: set[Future] = set()
-"""Answers for which nobody waits any more."""
+"""Answers of abandoned calls."""
 
 
 def is_waiting() -> bool:

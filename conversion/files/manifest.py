@@ -23,7 +23,7 @@ TABLE_VERSION = 1
 FINISHED_SUFFIX = ".finished"
 """Suffix of the records beside finished files of an incomplete folder; see `FinishedFiles`."""
 
-# The disk works while the rest of the file is made; else it would wait for the end of the file.
+# Syncs often, so that the disk writes while the rest of the file is made.
 SYNC_BYTES = 128 << 20
 # Larger writes are several times slower on Linux 6 with ext4: the kernel looks for large free pages to cache them in.
 _WRITE_BYTES = 512 << 10
@@ -114,13 +114,13 @@ class HashedFile(AbstractContextManager["HashedFile"]):
         self._size += len(content)
         if self._size - self._num_synced >= SYNC_BYTES and (self._sync is None or self._sync.done()):
             if self._sync is not None:
-                # The kernel tells of a failed write only once.
+                # The kernel reports a failed write only once.
                 self._sync.result(timeout=0)
             self._sync, self._num_synced = self._pool.submit(os.fdatasync, self._file.fileno()), self._size
         return len(content)
 
     def flush(self) -> None:
-        """Does nothing: all is with the kernel already. torch.save asks for it."""
+        """Does nothing: the kernel has all data already. torch.save calls it."""
 
     def tell(self) -> int:
         """Number of bytes that were written."""
@@ -183,7 +183,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "files": {name: asdict(record) for name, record in manifest.files.items()},
     }
     text = json.dumps(content, indent=1) + "\n"
-    # Of the manifest itself, with nothing where the checksum stands.
+    # Checksum of the manifest with an empty checksum.
     own = hashlib.sha256(text.encode()).hexdigest()
     (folder / MANIFEST).write_text(text.replace(_NO_CHECKSUM, f'"sha256": "{own}"', 1), encoding="utf-8")
 
@@ -292,6 +292,6 @@ class WriteReport:
     files: dict[str, FileRecord]
     """Records by path below the folder of the weights; the files are flushed to disk."""
     hidden_s: float
-    """Seconds of writing that nobody waited for."""
+    """Seconds of writing in the background."""
     problem: str = ""
     """Reason why there is no checkpoint, the same on all ranks; "" if there is one."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HEARTBEAT_S = 10.0
-# A host may be suspended, its network down, its clock or the file server's wrong: none of them for this long.
+# No suspended host, broken network or wrong clock lasts this long.
 ABANDONED_S = 3600.0
 REMOVED = ".removed"
 """Ends the name of a file or folder that is being removed."""
@@ -75,7 +75,7 @@ def _pid_namespace() -> int:
 def start_of(pid: int) -> int | None:
     """Returns a process's start in clock ticks since the boot; None if the process is gone, or only its exit code is left."""
     try:
-        # The name of the program, in parentheses, may hold anything.
+        # The program's name, in parentheses, may contain any character.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None

@@ -67,7 +67,7 @@ def read_json(path: Path) -> object:
 
 
 def file_state(path: Path) -> list[int]:
-    """Size, times and inode of a file: they change when its content does, also where a tool gives the new content the old times."""
+    """Size, times and inode of a file: they change with its content, even where a tool restores the old times."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
@@ -122,7 +122,7 @@ def _num_threads() -> int:
 
 
 def known_hash(path: Path, memory: Path) -> str | None:
-    """sha256 of a file, where the Hub's name of it or the folder `memory` tells it; None if somebody would have to read the file."""
+    """sha256 of a file from its name in the Hub's cache or from the folder `memory`; None if the file would have to be read."""
     # huggingface_hub keeps large files as `models--NAME/blobs/<sha256>` and links to them from `snapshots/`.
     blob = path.resolve(strict=True)
     if blob.parent.name == "blobs" and blob.parent.parent.name.startswith("models--") and _SHA256.fullmatch(blob.name):
@@ -134,7 +134,7 @@ def known_hash(path: Path, memory: Path) -> str | None:
 def _record(path: Path, state: list[int], memory: Path) -> Path:
     """The file in `memory` that has the sha256 of a file in this state."""
     size, modified, changed, inode = state
-    # Not by device: each node numbers a file system of the network as it likes, and would read all weights once more.
+    # Not by device: each node numbers a network file system differently, and would read all weights again.
     place = hashlib.sha256(os.fsencode(path.resolve(strict=True))).hexdigest()[:16]
     return memory / "-".join(map(str, (place, inode, size, modified, changed)))
 

@@ -32,7 +32,7 @@ EMBEDDING_KEY = "embedding.word_embeddings.weight"
 MAX_OPEN_FILES = 256
 """Far below what a process may have, and what a checkpoint of many ranks has."""
 
-# Training state, under the names of Megatron's trainers and ours. Any other name is a weight, and must have a place.
+# Training state, under the names of Megatron's trainers and ours. Any other name is a weight that the layout must contain.
 _NO_WEIGHT = re.compile(
     r"(chained_\d+\.)?(optimizer|optimizer_state_dict|grad_scaler|opt_param_scheduler|rng|rng_state|rerun_state_machine)\b"
 )
@@ -184,7 +184,7 @@ class TorchDistFolder:
             with self._archive(chunk) as file:
                 tensor = torch.load(file, map_location=device, weights_only=True)
         except pickle.UnpicklingError as error:
-            # torch's message goes on with ways to read it all the same, which would run what it asks for.
+            # The rest of torch's message suggests unsafe loading, which would run the pickle's code.
             asked = re.search(r"GLOBAL (\S+)", str(error))
             reason = f"its pickle asks for {asked[1]}" if asked else str(error)
             raise ValueError(f"{what} is not a plain tensor, so it is not read: {reason}") from error
@@ -199,7 +199,7 @@ class TorchDistFolder:
             yield io.BufferedReader(part)
         except Exception:
             if part.error is not None:
-                # zipfile and torch take an error of the disk for a damaged archive.
+                # zipfile and torch report a disk error as a damaged archive.
                 raise part.error from None
             raise
 
@@ -236,7 +236,7 @@ class _FilePart(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        # As io.BytesIO does. An error would look like one of the disk.
+        # Like io.BytesIO: an error would look like a disk error.
         self._position = max(0, base + offset)
         return self._position
 

@@ -52,11 +52,11 @@ from conversion.tensors import BoxSource, fill_from, read_ahead, torch_dtype
 MAX_CHUNK_BYTES = 1 << 30
 """Larger tensors are cut: one chunk is held in memory."""
 
-# What megatron.core.dist_checkpointing looks for before it opens a folder.
+# megatron.core.dist_checkpointing requires this file.
 _MEGATRON_METADATA = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
-# Modules that keep an `_extra_state` in checkpoints (scales of FP8) where they are Transformer Engine's. It is empty here, but Megatron's
-# loader insists on the keys. Some versions have it in norms too; those that have not ignore it.
+# Transformer Engine's modules keep an `_extra_state` in checkpoints (scales of FP8). It is empty here, but Megatron's loader insists on
+# the keys. Some versions have it in norms too; the others ignore it.
 _MODULES_WITH_EXTRA_STATE = (
     *("in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "fc1_latent_proj", "fc2_latent_proj", "output_layer"),
     *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
@@ -114,7 +114,7 @@ def files_of_size(layout: Layout, max_file_bytes: int, max_bytes: int) -> list[l
 
 
 def files_of_ranks(family: Family, hf_config: HfConfig, parallel: MegatronParallel, layout: Layout, max_bytes: int) -> list[list[Chunk]]:
-    """A file for each (tp, pp, ep, etp) rank with the chunks that it reads; what several ranks read lies in the first one's."""
+    """A file for each (tp, pp, ep, etp) rank with the chunks that it reads; a chunk of several ranks is in the first one's file."""
     holders: dict[str, list[tuple[str, Piece]]] = {}
     for slot, content in layout.items():
         for piece in content.pieces:
@@ -142,9 +142,9 @@ def files_of_ranks(family: Family, hf_config: HfConfig, parallel: MegatronParall
                 rest += left
             files[-1][key] = _joined_up(rest, stacked=stacked)
     for slot, content in layout.items():
-        # Padding has no canonical source, so that no rank's layout has named it. It goes where the last rows of the tensor are.
+        # Padding has no canonical source, so no rank's layout names it. It is stored with the last rows of the tensor.
         holder = next((file for file in reversed(files) if file.get(slot.name)), files[-1])
-        # Nor has a rank's layout named a reward head, which the last one gets whole.
+        # Nor does a rank's layout name a reward head: the last rank stores it whole.
         holder.setdefault(slot.name, [full(content.shape)]).extend(content.padding)
     return [_chunks(layout, boxes, max_bytes) for boxes in files]
 
