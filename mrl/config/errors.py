@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems of a config: their texts, how they name keys, the error that raises them, and values that are not known because of them."""
+"""Problems of a config: their texts and keys, the error that raises them, and values that they leave unknown."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Problems:
     def texts(self) -> list[str]:
         """The problems in the order in which they were added; those that one setting causes are one.
 
-        A setting that breaks several rules has the reasons joined. What it breaks besides, for another key, is left out.
+        Joins the reasons of a setting that breaks several rules. Omits what it breaks for other keys.
         """
         groups: dict[str, list[str]] = {}
         for text, cause in self._texts.items():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Types of the fields of the config schema: numbers with their ranges, values without a choice, and defaults that follow other keys.
 
-The schema needs nothing but the standard library. Whoever loads a config lets pydantic validate it by these types.
+The schema needs only the standard library. Loading a config validates it by these types with pydantic.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Precision = Literal["float32", "bfloat16"]
 
 _LARGEST = 2**31
-"""A size beyond this is a slip of the keyboard; below it no product of sizes loses precision anywhere."""
+"""A larger size is a typing error; below it no product of sizes loses precision."""
 
 
 def follows(expression: str) -> Any:

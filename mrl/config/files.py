@@ -33,7 +33,7 @@ MAX_DIGITS = 1000
 MAX_DESCRIBED = 80
 """Characters of a value in a message: a chat template would fill the screen."""
 
-# Where NeMo RL keeps its configs; a file of such a path that is not there is looked for among the packaged ones.
+# NeMo RL's folders of configs: a missing file below one is looked for among the packaged ones.
 _NEMO_RL_FOLDERS = ("examples/configs", "examples/nemo_gym")
 
 _DIGITS = re.compile(r"[-+.:_0-9a-fA-FoxX]+")

@@ -57,7 +57,7 @@ def load_config(name: str | Path, overrides: Sequence[str] = (), *, secrets: set
 def load_run(
     name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False, secrets: set[str] | None = None
 ) -> tuple[RunConfig, Migration]:
-    """`load_config`, and what became of the keys that NeMo RL has and the schema has not. `to_evaluate`, the config only samples."""
+    """`load_config`, and a report of NeMo RL's keys that the schema lacks. With `to_evaluate`, the config only samples."""
     config, migration, problems = read_run(name, overrides, to_evaluate=to_evaluate, secrets=secrets)
     if config is None or problems:
         raise ConfigError(problems)
@@ -67,10 +67,10 @@ def load_run(
 def read_run(
     name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False, secrets: set[str] | None = None
 ) -> tuple[RunConfig | None, Migration, list[str]]:
-    """`load_run` that returns its problems. Reading a value that they leave unknown raises NotKnown; no config if that is the algorithm.
+    """`load_run` that returns its problems. Reading a value that they leave unknown raises NotKnown; None if the algorithm is unknown.
 
     Raises:
-        ConfigError: a file is missing or unreadable, says how to evaluate and not how to train, or has expressions without end.
+        ConfigError: a file is missing or unreadable, is an evaluation file, or has endless expressions.
     """
     secrets = set() if secrets is None else secrets
     settings = read_settings(find_config(name))
@@ -85,11 +85,11 @@ def read_run(
             raise ConfigError([f"{name} says how to evaluate, and nothing of training; run `python -m mrl.evaluate {name}`"])
         place_evaluation(settings)
     if to_evaluate:
-        # Whatever a file says of training, its rollouts are judged, and all held-out prompts are asked.
+        # An evaluation always judges rollouts, and asks all held-out prompts.
         settings[("algorithm",)] = Setting("grpo", "python -m mrl.evaluate")
         settings["grpo", "max_val_samples"] = Setting(None, "python -m mrl.evaluate")
-        settings.pop(("policy", "train_global_batch_size"), None)  # by default what a step samples
-        settings.pop(("grpo", "num_generations_per_prompt"), None)  # PPO may have one, which is no group
+        settings.pop(("policy", "train_global_batch_size"), None)  # by default the samples of a step
+        settings.pop(("grpo", "num_generations_per_prompt"), None)  # PPO may have a single rollout, which is no group
     use_own_forms(settings)
     note_secrets(((key[-1], setting.value) for key, setting in settings.items()), secrets)
     config, migration, found = _interpret(settings, secrets)
@@ -100,7 +100,7 @@ def read_run(
 
 
 def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None, Migration, list[str]]:
-    """The config without its teachers, what became of NeMo RL's keys, and the problems; no config if the algorithm is not known."""
+    """The config without its teachers, the report of NeMo RL's keys, and the problems; no config if the algorithm is unknown."""
     problems: list[str] = []
     elsewhere = {key: setting for key, setting in settings.items() if key[0] in SAME_KEYS}
     known, unknown, misplaced = _sort_out({key: setting for key, setting in settings.items() if key not in elsewhere}, problems)
@@ -118,7 +118,7 @@ def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None,
     refused: list[str] = []
     translated, migration = migrate(known, value_of, refused)
     named = {name for setting in known.values() for name in REFERENCE.findall(str(setting.value))}
-    # Expressions may name keys that the schema lacks, or that belong to the backend that is not active.
+    # Expressions may name keys that the schema lacks, or keys of the inactive backend.
     beside = {key: written[key] for name in sorted(named) if (key := split_key(name)) in written and key not in translated}
     reader = ValueReader(Tree(beside | translated, secrets), translated, misplaced)
     config = reader.section(RunConfig)
@@ -168,7 +168,7 @@ def choose_algorithm(settings: Settings) -> list[str]:
     if ("algorithm",) in settings and settings["algorithm",].value == "distillation":
         given = ["distillation"]
     if given[:1] == ["distillation"]:
-        # What it means by the rollouts of a step, unless the config says how many make an update.
+        # The rollouts of a step, unless the config gives the number for an update.
         size = "${mul:${distillation.num_prompts_per_step}, ${distillation.num_generations_per_prompt}}"
         settings.setdefault(("policy", "train_global_batch_size"), Setting(size, "section distillation"))
         given = given[:1]
@@ -199,7 +199,7 @@ def _sort_out(settings: Settings, problems: list[str]) -> tuple[Settings, Settin
             problems.append(f"{describe(key, setting)}: {fault}")
         else:
             unknown[key] = setting
-            # The shortest beginning of the key that no known key begins with.
+            # The shortest unknown prefix of the key.
             start = next((key[:end] for end in range(1, len(key)) if key[:end] not in beginnings), key)
             starts.setdefault(start, []).append(key)
     for start, keys in starts.items():
@@ -251,7 +251,7 @@ TRL_NAMES = {
     "vllm_gpu_memory_utilization": "policy.generation.vllm_cfg.gpu_memory_utilization",
     "vllm_tensor_parallel_size": "policy.generation.vllm_cfg.tensor_parallel_size",
 }
-"""Keys by the names that TRL and transformers give them, which are spelt unlike them."""
+"""Keys by their names in TRL and transformers, where the spelling is too different to guess."""
 
 
 def nearest_key(key: Key) -> str | None:
@@ -264,11 +264,11 @@ def nearest_key(key: Key) -> str | None:
     siblings = list(dict.fromkeys(other.removeprefix(prefix).split(".")[0] for other in known if other.startswith(prefix)))
     if alike := difflib.get_close_matches(name, siblings, n=1, cutoff=0.7):
         return prefix + alike[0]
-    # Of all names, and then of the few keys of that name: comparing every whole key takes seconds in a file with many unknown ones.
+    # First the nearest name, then its few keys: comparing every whole key takes seconds in a file with many unknown keys.
     closest = [name] if name in names else difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     if not closest:
         return None
-    # A model beside the policy has the policy's keys, too, and is rarely meant.
+    # Other models have the policy's keys, too, but are rarely meant.
     meant = [other for other in names[closest[0]] if split_key(other)[0] not in LIKE_POLICY] or names[closest[0]]
     return difflib.get_close_matches(prefix + name, meant, n=1, cutoff=0.0)[0]
 

@@ -43,7 +43,7 @@ _FILE_ENDINGS = tuple(f".{name}" for name in "jsonl json parquet arrow gz zst zi
 def is_hub_id(model: str) -> bool:
     """Tells whether `model` can only be an id of the Hub, `organisation/name`. No Hub name begins or ends with a dot or a dash.
 
-    What ends like a file (`data/train.jsonl`) is a path, though a repository could be called so.
+    A name that ends like a file (`data/train.jsonl`) is a path, though a repository could have it.
     """
     name = r"(?![.-])[\w.-]+(?<![.-])"
     is_id = re.fullmatch(f"{name}/{name}", model, re.ASCII) is not None and not model.lower().endswith(_FILE_ENDINGS)
@@ -66,7 +66,7 @@ def cached_folder(model: str, *, with_weights: bool = True) -> Path | None:
 
 
 def _snapshot(model: str, with_weights: bool, *, local_files_only: bool) -> Path | None:
-    """The folder of a Hub id, if all its files are there. Who used only the tokenizer has no weights; without a network, files may lack."""
+    """The folder of a Hub id, if all its files are there. Weights may be missing after use of the tokenizer alone, or without a network."""
     from huggingface_hub import snapshot_download
 
     patterns: list[str] = [*COMPANIONS, *(["*.safetensors"] if with_weights else [])]
@@ -81,11 +81,11 @@ def _snapshot(model: str, with_weights: bool, *, local_files_only: bool) -> Path
 def model_folder(model: str, *, with_weights: bool = True) -> Path:
     """The folder of a model: `model` itself, or the snapshot of a Hub id, from the local cache if it is there, else downloaded.
 
-    What is neither a folder nor looks like an id (`organisation/name`) is returned as it is. Without weights only config and tokenizer
-    are asked for.
+    Returns any other text (neither a folder nor `organisation/name`) unchanged. Without weights only config and tokenizer are
+    downloaded.
 
     Raises:
-        ValueError: neither is to be had.
+        ValueError: the model is neither in the cache nor can be downloaded.
     """
     if not is_hub_id(model):
         return Path(model)
@@ -116,7 +116,7 @@ def with_local_folders(config: RunConfig) -> RunConfig:
 
 
 def with_cached_folders(config: RunConfig) -> RunConfig:
-    """`with_local_folders` as far as the local Hugging Face cache goes; what is not there stays as it is."""
+    """`with_local_folders` for ids in the local Hugging Face cache; others stay unchanged."""
     return _with_folders(config, lambda model: cached_folder(model, with_weights=False) if is_hub_id(model) else None)
 
 
@@ -138,7 +138,7 @@ def _with_folders(config: RunConfig, folder_of: Callable[[str], Path | None]) ->
 
 
 def download_weights(config: RunConfig) -> None:
-    """Downloads the weights of the models that are ids of the Hub, as far as the local cache lacks them. ValueError names the key."""
+    """Downloads the weights of Hub models that the local cache lacks. ValueError names the key."""
     for model, section in config.sections.items():
         try:
             model_folder(section.model_name)
@@ -147,7 +147,7 @@ def download_weights(config: RunConfig) -> None:
 
 
 def find_missing_weights(config: RunConfig) -> list[str]:
-    """A problem for each model whose config.json is here, and whose weights are not, or not all of them. Without it, rules say so.
+    """A problem for each model whose config.json is here and whose weights are incomplete. Rules report a missing config.json.
 
     `config` has the names as they were given: `is_downloaded` tells which problems a start of the run solves.
     """
@@ -169,7 +169,7 @@ def find_missing_weights(config: RunConfig) -> list[str]:
 
 
 def find_wrong_weights(config: RunConfig) -> list[str]:
-    """A problem for each model whose weights are here, and are not those of its config.json, by the headers of their files."""
+    """A problem for each model whose weights do not fit its config.json, by the headers of their files."""
     found: dict[Path, str] = {}
     for model, section in config.sections.items():
         folder = Path(section.model_name)
@@ -178,7 +178,7 @@ def find_wrong_weights(config: RunConfig) -> list[str]:
                 continue
             family(read_config(folder / "config.json"))
         except (OSError, ValueError):
-            # Without weights, or with such a config, other rules say so.
+            # Other rules report missing weights and unreadable configs.
             continue
         try:
             check_hf(folder)
@@ -321,7 +321,7 @@ def sizes_of(hf_config: Mapping[str, object]) -> ModelSizes:
         heads=size("num_attention_heads"),
         kv_heads=size("num_query_groups"),
         head_dim=size("kv_channels") if "*" in kinds else 0,
-        # Mixtures of experts alone may state a width that no layer has.
+        # Models with only MoE layers may state a dense width that no layer has.
         ffn=size("ffn_hidden_size") if "-" in kinds else 0,
         is_gated=bool(given["gated_linear_unit"]),
         experts=size("num_moe_experts"),
@@ -349,7 +349,7 @@ _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 def overridden_config(hf_config: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
     """The contents of config.json with `overrides` in place of its own values, each as a whole.
 
-    Rotary positions may be given as older or newer files give them. YaRN lengthens the context, unless that is overridden, too.
+    Rotary positions may have the older or the newer form. YaRN lengthens the context, unless that is overridden, too.
     """
     merged = {**hf_config, **overrides}
     if not overrides.keys() & set(_ROPE):
@@ -361,7 +361,7 @@ def overridden_config(hf_config: Mapping[str, object], overrides: Mapping[str, o
     rope = new if is_given else {**old, **new}
     rope.setdefault("rope_type", "default")
     rope.setdefault("rope_theta", old.get("rope_theta"))
-    # transformers 4, and what is built on it, reads the older names alone, and takes other positions where they lack, without a word.
+    # transformers 4, and libraries built on it, read only the older names, and silently use other positions without them.
     scaling = None if rope["rope_type"] == "default" else rope
     merged |= {"rope_parameters": rope, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
     factor, length, longest = rope.get("factor"), rope.get("original_max_position_embeddings"), merged.get("max_position_embeddings")
@@ -383,9 +383,9 @@ def _rope(source: Mapping[str, object]) -> dict[str, object]:
 
 
 def find_override_problems(folder: Path, overrides: Mapping[str, object]) -> list[str]:
-    """A problem for every override that nothing here reads, and for those with which the checkpoint is of another model.
+    """A problem for every override that nothing here reads, and for every one that does not fit the checkpoint.
 
-    The folder's own config.json is one that can be trained.
+    The folder's own config.json must be trainable.
     """
     hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     merged = _Reads(overridden_config(hf_config, overrides))
@@ -403,10 +403,10 @@ def find_override_problems(folder: Path, overrides: Mapping[str, object]) -> lis
 
 
 def overridden_folder(folder: Path, overrides: Mapping[str, object], *, beside: Path) -> Path:
-    """`folder` if it is read as it is; else a folder in `beside` that holds links to its files and another config.json.
+    """`folder` if it needs no change; else a folder in `beside` with links to its files and another config.json.
 
-    That has the overrides, and tied embeddings only where those of the weights are. Weights that only vLLM would read have no link.
-    Equal ones are made once. Where `folder` is, all hosts that read the result must have it.
+    That has the overrides, and tied embeddings only where the weights have them. Weights that only vLLM would read have no link.
+    Equal folders are made once. All hosts that read the result must have `folder` at the same path.
     """
     hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     merged, hidden = overridden_config(read_model_config(folder), overrides), files_to_hide(folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions and classes of the user's own, which a config names as `package.module:name` or `package.module.name`."""
+"""The user's own functions and classes, which a config names as `package.module:name` or `package.module.name`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def is_path(name: str) -> bool:
 def find(path: str) -> Callable[..., object]:
     """The function or class that `path` names. A ValueError says why there is none."""
     if os.getcwd() not in sys.path:
-        # `python -m` and Ray's processes have it, console scripts do not.
+        # `python -m` and Ray's processes search the working directory, console scripts do not.
         sys.path.append(os.getcwd())
     try:
         found = pkgutil.resolve_name(path)
@@ -60,7 +60,7 @@ def find(path: str) -> Callable[..., object]:
 
 
 def find_fitting(path: str, kind: Kind) -> Callable[..., object]:
-    """`find`, for an object that takes what mrl calls it with. A ValueError names the signature."""
+    """Finds an object that accepts mrl's arguments. A ValueError names the signature."""
     found = find(path)
     if bool(kind.methods) != isinstance(found, type):
         raise ValueError(f"is a {'class' if isinstance(found, type) else 'function'}; write {_signature(path, kind)}")
@@ -82,7 +82,7 @@ def reward_parameters(function: Callable[..., object]) -> list[str]:
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     unknown = [parameter for parameter in needed if parameter not in REWARD_VALUES]
-    # Up to the first unknown name: it has a default, and so has every parameter behind it.
+    # Up to the first unknown name, which has a default, as do all parameters after it.
     known = [p.name for p in itertools.takewhile(lambda p: p.name in REWARD_VALUES, plain)]
     if not unknown and len(known) >= len(needed):
         return known

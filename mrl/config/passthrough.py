@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of keys that go to a library by its own names: which names it knows, which values, and which of them are not the user's to set."""
+"""Groups of keys that are passed to a library under its own names: known names and values, and those that mrl sets itself."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ FIXED_SPECULATIVE_ARGUMENTS: Mapping[str, str] = {
 }
 """Field of `speculative_config` with one value that works -> why."""
 OVERRIDABLE: frozenset[str] = frozenset(_TABLES["overridable"])
-"""Fields of Megatron's TransformerConfig that say how something is computed."""
+"""Fields of Megatron's TransformerConfig that change how the model is computed, not what."""
 
 RESERVED_VARIABLES = re.compile(
     "RAY_.*|CUDA_VISIBLE_DEVICES|CUDA_DEVICE_MAX_CONNECTIONS|MASTER_(ADDR|PORT)|(LOCAL_)?RANK|WORLD_SIZE|PYTHONPATH"
     "|VLLM_ENABLE_V1_MULTIPROCESSING|VLLM_CPU_ATTN_SPLIT_KV"
 )
-"""Environment variables that say where a process is, and those without which it does something else."""
+"""Environment variables that place a process, or that mrl needs at its own value."""
 
 DESCRIBED: Mapping[Library, str] = {
     "EngineArgs": "vLLM's engine",
@@ -56,7 +56,7 @@ _SCALARS = {bool: "true or false", int: "whole number", float: "number", str: "t
 
 
 def check_arguments(config: RunConfig, problems: Problems) -> None:
-    """Each library knows the arguments that go to it, takes their values, and leaves them to the user."""
+    """Checks the arguments passed to each library: it knows their names and values, and mrl does not set them itself."""
     megatron, vllm = config.policy.megatron_cfg, config.policy.generation.vllm_cfg
     prefix, given = "policy.generation.vllm_kwargs", config.policy.generation.vllm_kwargs
     for name, value in given.items():

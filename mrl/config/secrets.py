@@ -64,7 +64,7 @@ def redact(value: object, secrets: AbstractSet[str] = frozenset(), key: str = ""
 def redact_text(text: str, secrets: AbstractSet[str] = frozenset()) -> str:
     """`text` without `secrets`, the values of secret environment variables, and passwords in URLs."""
     known = env.secret_values() | secrets
-    # Of a key of several lines (PEM), a message may quote one.
+    # A message may quote a single line of a multi-line key (PEM).
     lines = {line for secret in known for line in map(str.strip, secret.splitlines()) if len(line) >= env.MIN_SECRET_LENGTH}
     for secret in sorted(known | lines, key=len, reverse=True):
         text = text.replace(secret, REDACTED)
@@ -72,13 +72,13 @@ def redact_text(text: str, secrets: AbstractSet[str] = frozenset()) -> str:
 
 
 def split_secrets(variables: Mapping[str, str], secrets: AbstractSet[str] = frozenset()) -> tuple[dict[str, str], dict[str, str]]:
-    """Environment variables that anybody may see, and those that nobody may."""
+    """Environment variables that are public, and those that are secret."""
     hidden = {name: value for name, value in variables.items() if env.SECRET_NAME.search(name) or redact_text(value, secrets) != value}
     return {name: value for name, value in variables.items() if name not in hidden}, hidden
 
 
 class SecretsFormatter(logging.Formatter):
-    """Writes log lines and their tracebacks without secrets, and without characters that steer a terminal: errors quote rows."""
+    """Writes log lines and tracebacks without secrets and terminal control characters, because errors quote rows."""
 
     def __init__(self, style: LogStyle = "plain", secrets: AbstractSet[str] = frozenset()) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class SecretsFormatter(logging.Formatter):
 
 class _Handler(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Goes on in silence once nobody reads any more, as `head` does after its lines."""
+        """Ignores a closed reader, such as `head` after its lines."""
         if isinstance(sys.exc_info()[1], BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
         else:
@@ -108,9 +108,9 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 def start_logging(style: LogStyle = "plain", stream: TextIO | None = None) -> set[str]:
-    """Lets all loggers of this process write to `stream` (by default standard output) from INFO on, without secrets.
+    """Makes all loggers of this process write to `stream` (by default standard output) from INFO on, without secrets.
 
-    Returns the set of secrets that the lines lack besides those of the environment. Loading a config adds to it.
+    Returns the set of secrets to blank out besides those of the environment. Loading a config adds to it.
     """
     secrets: set[str] = set()
     output: TextIO = stream or sys.stdout
@@ -122,7 +122,7 @@ def start_logging(style: LogStyle = "plain", stream: TextIO | None = None) -> se
 
 
 def run_entry(main: Callable[[], int]) -> int:
-    """Returns the exit code of `main`. An error that ends it goes to stderr, without secrets, its reason as the last line; then it is 1."""
+    """Returns the exit code of `main`. A fatal error goes to stderr, without secrets, with its reason as the last line, and gives 1."""
     try:
         return main()
     except Exception as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections of teachers: `teacher`, and those that `on_policy_distillation` describes. Each is read as if it was the policy's."""
+"""Sections of teachers: `teacher`, and those described in `on_policy_distillation`. Each is read like the policy's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Interpret = Callable[[Settings, set[str]], "tuple[RunConfig | None, Migration, l
 
 SIZES = tuple(f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model"))
 ELSEWHERE = {"precision": "precision", "micro_batch_size": "logprob_batch_size", "hf_config_overrides": "hf_config_overrides"}
-"""Key of a teacher's place -> key of `policy` that it stands for."""
+"""Key of a teacher's place -> the corresponding key of `policy`."""
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32"}
 GPUS = ("num_nodes", "gpus_per_node")
 """Keys of NeMo RL's teachers for their own GPUs; here teachers work on the policy's."""
@@ -46,7 +46,7 @@ class Own:
 
 
 def read_teachers(config: RunConfig, settings: Settings, secrets: set[str], *, known: list[str], interpret: Interpret) -> list[str]:
-    """Sets the config's teachers, and returns what is wrong with them. `known` are its problems without them."""
+    """Sets the config's teachers, and returns their problems. `known` are the config's problems without them."""
     problems: list[str] = []
     if any(key[0] == TEACHER and (key[1:] or setting.value is not None) for key, setting in settings.items()):
         written = _written(settings, secrets, problems)
@@ -70,7 +70,7 @@ def _written(settings: Settings, secrets: set[str], problems: list[str]) -> Sett
         if key[0] != TEACHER:
             continue
         try:
-            # What it refers to is what the whole config says, not what it would say of a policy.
+            # Its references mean keys of the whole config, not of a policy.
             own[(STUDENT, *key[1:])] = replace(setting, value=tree.value(".".join(key)), written_as="")
         except (MissingMandatoryValue, Unresolved) as error:
             problems.append(f"{describe(key, setting)}: {error}")
@@ -88,7 +88,7 @@ def _described(given: OnPolicyDistillationConfig, splits_sequences: bool, origin
         megatron: dict[str, object] = {**dict.fromkeys(SIZES, 1), **dict.fromkeys(OWN_CUT), "enabled": True, "peft.enabled": False}
         megatron |= {key: value for key, value in place.items() if key not in (*ELSEWHERE, *GPUS, "megatron_cfg_overrides")}
         megatron |= _mapping(place.get("megatron_cfg_overrides"))
-        # As with the policy's, Megatron splits sequences where it splits tensors.
+        # Like the policy's, a teacher's sequences are split where its tensors are.
         megatron.setdefault("sequence_parallel", splits_sequences and megatron["tensor_model_parallel_size"] != 1)
         own: dict[str, object] = {"model_name": model, "tokenizer.name": model, "dtensor_cfg.enabled": False}
         own |= {f"megatron_cfg.{key}": value for key, value in megatron.items()}
@@ -134,7 +134,7 @@ def _read(
         return None
     for key, origin in inner.origins.items():
         is_set, origin = split_key(key) in own.settings or origin != config.origins.get(key), origin or own.origin
-        # What a YAML alias repeats of another section has a file, and no line.
+        # Settings repeated by a YAML alias have a file, and no line.
         if key.startswith(f"{STUDENT}.") and is_set and (":" in origin or origin == COMMAND_LINE):
             config.origins[prefix_of(own.model) + key.removeprefix(f"{STUDENT}.")] = origin
     return inner.policy

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes text from outside harmless: what a model writes, what rows hold, what reward functions answer. Standard library only."""
+"""Makes text from outside harmless: from models, rows and reward functions. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud
 
 
 def safe_text(text: str, max_characters: int = MAX_TEXT_CHARACTERS) -> str:
-    """The text with one replacement character for each that could steer a terminal, reorder a line, or not be encoded; newlines are `\\n`.
+    """Replaces each character that could control a terminal, reorder a line, or not be encoded; newlines become `\\n`.
 
-    Of a text that is longer than `max_characters` the middle is cut out, for answers stand at the end.
+    Cuts the middle out of a text longer than `max_characters`, because answers are at the end.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     if len(text) > max_characters:

@@ -37,7 +37,7 @@ _INDIRECT = re.compile(r"\$\{\s*\.|\$\{[^{}:]*\$\{|\[")
 """A reference that is relative, has another inside its name, or an index."""
 _NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{0,30})?([eE][-+]?\d{1,3})?")
 
-# The start of an error's type in pydantic -> what a config's author is told.
+# The start of an error's type in pydantic -> the message for the config's author.
 _MESSAGES = {
     "int": "must be a whole number; correct the value",
     "float": "must be a number; correct the value",
@@ -58,7 +58,7 @@ def find_long_expressions(values: Mapping[str, object]) -> list[str]:
     known: dict[str, int] = {}
 
     def length(name: str, above: tuple[str, ...]) -> int:
-        """Characters that a reference to a key, or to a section, stands for. One that leads back to itself is refused elsewhere."""
+        """Characters that replace a reference to a key or a section. Other code refuses circular references."""
         if name in above or len(above) > MAX_DEPTH:
             return 0
         if name not in known:
@@ -94,7 +94,7 @@ class Tree:
             MissingMandatoryValue: it is required and not set.
         """
         written = self.written(dotted)
-        # OmegaConf's grammar takes milliseconds an expression, and most are nothing but the name of another key.
+        # OmegaConf's grammar takes milliseconds an expression, and most expressions are just the name of another key.
         for _ in range(MAX_DEPTH):
             if written is not _ABSENT and written != "???" and "${" not in repr(written):
                 return copy.deepcopy(written)
@@ -149,10 +149,10 @@ class Tree:
 
 
 class ValueReader:
-    """Reads the sections of a config from a tree, and collects what is wrong with their values."""
+    """Reads the sections of a config from a tree, and collects the problems of their values."""
 
     def __init__(self, tree: Tree, settings: Settings, misplaced: set[str]) -> None:
-        """`settings` say where the values were written. Of the keys in `misplaced` there are problems already."""
+        """`settings` has the origins of the values. Keys in `misplaced` have problems already."""
         self._tree, self._settings, self._misplaced = tree, settings, misplaced
         self._problems: dict[str, str] = {}
 
@@ -214,7 +214,7 @@ class ValueReader:
         return self.section(kind, f"{dotted}.")
 
     def _described(self, dotted: str, value: object) -> str:
-        """The key as it was set, with its origin. Of an item in a list, the list says the origin; a default has none."""
+        """The key as it was set, with its origin. An item of a list has the list's origin; a default has none."""
         setting = self._settings.get(split_key(dotted))
         if setting is None:
             above = self._settings.get(split_key(dotted.partition("[")[0]))
@@ -229,7 +229,7 @@ def _adapter(hint: Any) -> TypeAdapter[object]:
 
 
 def _message(error: ValidationError) -> str:
-    """The first thing that is wrong, and the way out."""
+    """The first problem, and the way out."""
     first = error.errors(include_url=False)[0]
     where, context = "".join(f"[{part}] " for part in first["loc"]), first.get("ctx", {})
     if first["type"] == "value_error":
@@ -254,7 +254,7 @@ def _defaults(section: type) -> dict[str, Any]:
         if field.default_factory is dataclasses.MISSING:
             found[field.name] = field.default
         else:
-            # Of its own: sections of one class have their values apart.
+            # A copy: sections of one class have separate values.
             found[field.name] = copy.deepcopy(_defaults(inner)) if inner else field.default_factory()
     for name in LIKE_POLICY if section is RunConfig else ():
         found[name] = {key: _moved(value, name) if isinstance(value, dict) else value for key, value in found[name].items()}
@@ -262,7 +262,7 @@ def _defaults(section: type) -> dict[str, Any]:
 
 
 def _moved(content: dict[str, Any], section: str) -> dict[str, Any]:
-    """The defaults of a class, which refer to `policy`, as they refer to `section`."""
+    """The defaults of a class, with references to `policy` replaced by `section`."""
     return {
         key: _moved(value, section)
         if isinstance(value, dict)
@@ -297,7 +297,7 @@ def _register_resolvers(secrets: set[str]) -> None:
 
     def read(name: str, *default: object) -> str | None:
         value = oc.env(name, *default)
-        # Places and sizes are no secrets, nor are defaults, unless the variable is called like a secret.
+        # Paths, sizes and defaults are no secrets, unless the variable is named like a secret.
         if value is not None and (env.SECRET_NAME.search(name) or (env.variable(name) and not env.PLACE_NAME.fullmatch(name))):
             note_texts(value, secrets)
         return value
@@ -315,7 +315,7 @@ def _register_resolvers(secrets: set[str]) -> None:
 
 
 def _of_numbers(operation: Callable[[Number, Number], Number]) -> Callable[[object, object], Number]:
-    """An operation that takes nothing but numbers, and gives none that no key can have. OmegaConf would warn beside the error."""
+    """An operation that takes only numbers, and returns only numbers that a key can have. OmegaConf would add a warning to the error."""
 
     def number(value: object) -> Number:
         if isinstance(value, str) and _NUMBER.fullmatch(value):  # environment variables give text

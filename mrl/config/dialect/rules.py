@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translations of NeMo RL's keys that take more than another name: the DTensor backend, its optimizer and schedule, and a few old forms.
+"""Translations of NeMo RL's keys that need more than another name: the DTensor backend, its optimizer and schedule, and a few old forms.
 
-As in NeMo RL, one backend is active, and what a config says to the other has no effect.
+One backend is active, as in NeMo RL, and keys of the other have no effect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LORA = f"{DTENSOR}.lora_cfg"
 OPTIMIZER, SCHEDULER = "policy.optimizer", "policy.scheduler"
 OPTIMIZERS = ("torch.optim.AdamW",)
 LORA_INITS = {"xavier": "xavier", "uniform": "kaiming"}
-# Layers of Hugging Face models that Megatron fuses, and how they are called there.
+# Layers of Hugging Face models that Megatron fuses, and Megatron's names.
 FUSED_LAYERS: dict[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
@@ -50,7 +50,7 @@ ENGINE_ARGUMENTS = {
 _GYM_MODEL = "env.nemo_gym.policy_model.responses_api_models.vllm_model"
 _SERVED = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
 TEMPLATE_VARIABLES = {
-    # What NeMo Gym's server in front of the engines adds to every request.
+    # Values that NeMo Gym's server adds to every request to the engines.
     f"{_GYM_MODEL}.extra_body.chat_template_kwargs": "policy.tokenizer.chat_template_kwargs",
     f"{_GYM_MODEL}.chat_template_kwargs": "policy.tokenizer.chat_template_kwargs",
     f"{_SERVED}.chat_template_kwargs": f"{_SERVED}.default_chat_template_kwargs",
@@ -73,7 +73,7 @@ class Translation:
     settings: Settings = field(default_factory=dict)
     """The new settings; they replace any for the same keys."""
     dropped: set[Key] = field(default_factory=set)
-    """Keys of the config that belong to the backend that is not active."""
+    """Keys of the inactive backend."""
     lines: list[str] = field(default_factory=list)
     """One for each translated key."""
     problems: list[str] = field(default_factory=list)
@@ -120,7 +120,7 @@ def translate(settings: Settings, value_of: Callable[[str], object]) -> Translat
 
 
 def _choose_backend(found: Translation) -> None:
-    """Translates what the config says to DTensor, or drops it if Megatron is active."""
+    """Translates DTensor's keys, or drops them if Megatron is active."""
     dtensor, megatron = found.given(f"{DTENSOR}.enabled"), found.given(f"{MEGATRON}.enabled")
     uses_dtensor = dtensor is not None and found.value_of(f"{DTENSOR}.enabled") is True
     uses_megatron = megatron is not None and found.value_of(f"{MEGATRON}.enabled") is True
@@ -140,7 +140,7 @@ def _choose_backend(found: Translation) -> None:
     for key, setting in found.written.items():
         if key[:3] == ("policy", "dtensor_cfg", "env_vars") and setting.value != {}:
             found.put_same(".".join(key), ".".join(("policy", "megatron_cfg", *key[2:])))
-    # Megatron trains experts under tensor parallelism only with sequence parallelism, and that changes no value, so it follows the size.
+    # Megatron trains experts under tensor parallelism only with sequence parallelism, which changes no value: it follows the size.
     size_key = f"{DTENSOR}.tensor_parallel_size"
     parallel = found.given(f"{DTENSOR}.sequence_parallel") or found.given(size_key)
     if parallel is not None:
@@ -192,7 +192,7 @@ def _optimizer(found: Translation) -> None:
     schedule = [setting for key, setting in found.written.items() if key[:2] == ("policy", "scheduler") and setting.value is not None]
     if not schedule and name is None:
         return
-    # A rate that does not decay ends where it is.
+    # A rate without decay ends unchanged.
     scheduler: dict[str, object] = {"lr_decay_style": "constant", "lr_warmup_iters": 0, "lr_warmup_init": 0.0}
     end: object = f"${{{MEGATRON}.optimizer.lr}}"
     setting = schedule[0] if schedule else name
@@ -216,7 +216,7 @@ def _schedule(found: Translation) -> tuple[dict[str, object], float | None]:
     """Megatron's schedule and last rate for a warmup by LinearLR, if any, then one of ConstantLR, LinearLR, CosineAnnealingLR.
 
     Raises:
-        KeyError, TypeError, ValueError: it is another one.
+        KeyError, TypeError, ValueError: the schedule is another one.
     """
     written = found.value_of(SCHEDULER)
     parts = [part for part in (written if isinstance(written, list) else [written]) if isinstance(part, dict)]
@@ -246,10 +246,10 @@ def _schedule(found: Translation) -> tuple[dict[str, object], float | None]:
 
 
 def _old_forms(found: Translation) -> None:
-    """Older keys whose present form is another key: a switch of vLLM's compiler, rows of NeMo Gym, a verifier, a norm of gradients."""
+    """Translates older keys into present ones: a switch of vLLM's compiler, rows of NeMo Gym, a verifier, a norm of gradients."""
     inductor, compiler = found.given(USE_INDUCTOR), found.given(f"{COMPILATION}.backend")
     if inductor is not None:
-        # vLLM had a switch for what is now the name of a compiler.
+        # vLLM's former switch is now the name of a compiler.
         backend = "inductor" if found.value_of(USE_INDUCTOR) else "eager"
         if compiler is not None and compiler.value != backend:
             rule = f"it means backend={backend}, and {COMPILATION}.backend={compiler.value}"
@@ -269,10 +269,10 @@ def _old_forms(found: Translation) -> None:
         for key, name in {("data", "default", "env_name"): "math", **named}.items():
             if kind in CHOICES and name == "math":
                 found.put(VERIFIER, verifier, ".".join(key), "mcqa")
-    # In files that give both, NeMo RL's Megatron reads the optimizer's; who names the other on the command line means that.
+    # If a file has both, NeMo RL's Megatron reads the optimizer's. A user who names the other on the command line means that.
     clip, norm = found.given(CLIP), found.given(NORM)
     if clip is not None and found.value_of(f"{DTENSOR}.enabled") is not True and (norm is None or norm.origin != COMMAND_LINE):
         value = found.value_of(CLIP) or 0.0
-        # Of any other value the problem is said once.
+        # Reports a problem with any other value once.
         if isinstance(value, int | float) and value >= 0 and value != (found.value_of(NORM) or 0.0):
             found.put(CLIP, clip, NORM, value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo RL's dialect: what becomes of keys that have another name, another place or no meaning here, and the report of it.
+"""NeMo RL's dialect: keys that have another name, another place or no meaning here, and the report of them.
 
 Every key of NeMo RL is a field of the schema or stands in exactly one table of tables.yaml. docs/config.md shows the tables.
 """
@@ -23,7 +23,7 @@ from mrl.config.schema.run import LIKE_POLICY
 logger = logging.getLogger(__name__)
 
 DIALECT_KEYS = frozenset([*FOREIGN, *TRANSLATED, *REWRITTEN, *RENAMED])
-"""Every key that is accepted in a config beside those of the schema."""
+"""Every key that a config may have besides the schema's."""
 HF_HOME = "${oc.env:HF_HOME}"
 
 SECTIONS = {"generation": "policy.generation", "tokenizer": "policy.tokenizer"}
@@ -53,7 +53,7 @@ class Migration:
     """Settings that change nothing, and why."""
 
     def sections(self) -> dict[str, list[str]]:
-        """The lines by what became of the keys, empty groups left out.
+        """Groups the lines by the fate of the keys, without empty groups.
 
         Keys without effect have one line each, or one for all those of a section that have one reason and stand in files.
         """
@@ -70,7 +70,7 @@ class Migration:
         return {title: lines for title, lines in found.items() if lines}
 
     def log(self) -> None:
-        """Logs what was renamed and translated line by line, and of what has no effect only the number."""
+        """Logs renamed and translated keys line by line, and the number of keys without effect."""
         for line in (*self.renamed, *self.translated):
             logger.info("Config: %s", line)
         if self.without_effect:
@@ -84,7 +84,7 @@ def use_own_forms(settings: Settings) -> None:
             settings[(*key, "datasets")] = settings.pop(key)
     for key, setting in settings.items():
         if isinstance(setting.value, str) and HF_HOME in setting.value and not env.HF_HOME.read():
-            home = str(Path("~/.cache/huggingface").expanduser())  # the folder that the Hugging Face libraries use then
+            home = str(Path("~/.cache/huggingface").expanduser())  # the Hugging Face libraries' default
             settings[key] = replace(setting, value=setting.value.replace(HF_HOME, home))
 
 
@@ -97,7 +97,7 @@ def is_evaluation(settings: Settings) -> bool:
 
 
 def place_evaluation(settings: Settings) -> None:
-    """Gives the settings of an evaluation file the schema's names, in place. What is set by its own name, as on the command line, stays."""
+    """Gives the settings of an evaluation file the schema's names, in place. Settings under those names, as on the command line, stay."""
     moved: Settings = {}
     for key in list(settings):
         old = settings[key].written_as or ".".join(key)
@@ -106,7 +106,7 @@ def place_evaluation(settings: Settings) -> None:
             continue
         setting = settings.pop(key)
         if old.startswith("generation.val_") and setting.value == f"${{{old.replace('val_', '')}}}":
-            continue  # what it refers to has its name here
+            continue  # references have the schema's names
         value = None if new.endswith(".val_top_k") and setting.value == -1 else setting.value
         if old == "data.dataset_name" and value not in DATASETS:
             new = "data.validation.data_path"
@@ -118,7 +118,7 @@ def place_evaluation(settings: Settings) -> None:
             text = _REFERENCE.sub(lambda match: f"${{{_name(match[1])}}}", setting.value)
             settings[key] = replace(setting, value=text)
         if key[:2] == ("data", "validation"):
-            # Nothing is trained, but a config has training rows.
+            # An evaluation trains nothing, but a config must have training rows.
             settings.setdefault(("data", "train", *key[2:]), replace(settings[key], written_as=""))
     if (context := settings.get(split_key(CONTEXT))) is not None:
         whole = replace(context, value=f"${{{CONTEXT}}}", written_as="")
@@ -188,7 +188,7 @@ def migrate(settings: Settings, value_of: Callable[[str], object], problems: lis
             elif not is_foreign(key, value):
                 kept[key] = _in_own_words(key, setting, report)
             continue
-        # What has no effect at any value need not be an expression that can be resolved here.
+        # A key without effect at any value may have an expression that cannot be resolved here.
         value = value if entry.same is None else value_of(".".join(key))
         same = [value_of(other[2:-1]) if isinstance(other, str) and other.startswith("${") else other for other in entry.same or ()]
         if entry.same is None or value in same:
@@ -218,7 +218,7 @@ def _translate_all(settings: Settings, value_of: Callable[[str], object]) -> Tra
 
 
 def _moved(text: str, section: str) -> str:
-    """A text that names keys of `policy`, as it names those of `section`."""
+    """A text with keys of `policy` replaced by those of `section`."""
     return text.replace("policy.", f"{section}.")
 
 
@@ -228,7 +228,7 @@ def _in_own_words(key: Key, setting: Setting, report: Migration) -> Setting:
     if isinstance(old, Hashable):
         new = VALUES.get((setting.written_as, old), VALUES.get((".".join(as_policy(key)), old), old))
     if key[0] == "data" and key[-1] in ("prompt_file", "system_prompt_file") and isinstance(old, str):
-        # Of a file `.../prompts/NAME` that is not there, the packaged one is meant, if there is one.
+        # A missing `.../prompts/NAME` means the packaged file of this name, if there is one.
         packaged = packaged_configs() / "prompts" / Path(old).name
         if not os.path.exists(old) and Path(old).parent.name == "prompts" and os.path.isfile(packaged):
             new = str(packaged)

@@ -25,7 +25,7 @@ VALIDATION_METRICS = {
 
 
 def check_algorithm(config: RunConfig, problems: Problems) -> None:
-    """The keys of the loss, the advantages and the rewards of GRPO and PPO go together."""
+    """Checks that the keys of the loss, the advantages and the rewards of GRPO and PPO fit together."""
     if config.algorithm not in ("grpo", "ppo"):
         return
     loss = config.loss_fn
@@ -118,7 +118,7 @@ def _check_rewards(config: RunConfig, problems: Problems) -> None:
 
 
 def check_batch(config: RunConfig, problems: Problems) -> None:
-    """Groups can be compared, the rollouts of a step divide into global batches, and these into the data-parallel ranks."""
+    """Checks that groups can be compared, and that a step's rollouts divide into global batches, and these into data-parallel ranks."""
     section = "distillation" if config.algorithm == "distillation" else "grpo"
     if config.rollouts.num_generations_per_prompt < 2 and (
         config.algorithm == "grpo" and config.compares_rollouts or config.rollouts.use_dynamic_sampling
@@ -139,7 +139,7 @@ def check_batch(config: RunConfig, problems: Problems) -> None:
 
 
 def check_rollout_queue(config: RunConfig, problems: Problems) -> None:
-    """Sampling ahead of the training, dynamic sampling and validation have what they need."""
+    """Checks the needs of sampling ahead, dynamic sampling and validation."""
     grpo = config.rollouts
     lag = grpo.async_grpo.max_lag_steps
     if lag > 0 and config.policy.generation.colocated.enabled:
@@ -158,7 +158,7 @@ def check_rollout_queue(config: RunConfig, problems: Problems) -> None:
 
 
 def check_early_stop(config: RunConfig, problems: Problems) -> None:
-    """The metric at which the run stops is measured, and has a threshold."""
+    """Checks that the metric which stops the run is measured, and has a threshold."""
     metric, threshold = config.grpo.stop_at_validation_metric, config.grpo.stop_at_validation_threshold
     if (metric is None) != (threshold is None):
         given, missing = ("metric", "threshold") if threshold is None else ("threshold", "metric")
@@ -170,7 +170,7 @@ def check_early_stop(config: RunConfig, problems: Problems) -> None:
 
 
 def check_supervised(config: RunConfig, problems: Problems) -> None:
-    """A run without engines trains something, and can rank its checkpoints."""
+    """Checks that a run without engines trains something, and can rank its checkpoints."""
     algorithm, (stage, _, metric) = config.algorithm, (config.checkpointing.metric_name or "").partition(":")
     known = {"train": METRICS[algorithm], "val": VALIDATION_METRICS[algorithm]}
     if config.checkpointing.enabled and stage in known and metric not in known[stage]:
@@ -189,7 +189,7 @@ def check_supervised(config: RunConfig, problems: Problems) -> None:
 
 
 def check_reward_model(config: RunConfig, problems: Problems) -> None:
-    """The model has a reward head if, and only if, the algorithm trains one, and it can be trained."""
+    """Checks that the model has a reward head exactly if the algorithm trains one, and that it can be trained."""
     is_trained = config.algorithm == "rm"
     if config.policy.reward_model_cfg.enabled not in (None, is_trained):
         problems.add("policy.reward_model_cfg.enabled", f"it follows from algorithm={config.algorithm}", "leave it out")
@@ -198,14 +198,14 @@ def check_reward_model(config: RunConfig, problems: Problems) -> None:
 
 
 def check_head(config: RunConfig, problems: Problems) -> None:
-    """A model with a head in place of its output layer can be trained."""
+    """Checks that a model with a head in place of its output layer can be trained."""
     if config.policy.megatron_cfg.peft.enabled:
         rule = "adapters freeze all that is not a linear layer of the model, its reward head included"
         problems.add("policy.megatron_cfg.peft.enabled", rule, "set it to false")
 
 
 def check_evaluation(config: RunConfig, problems: Problems) -> None:
-    """There is something to ask, and enough answers for the score."""
+    """Checks that an evaluation has prompts, and enough answers for the score."""
     if not config.data.has_validation:
         problems.add("data.validation", "there is nothing to ask", "give data.validation.data_path")
     if config.eval.k_value > config.eval.num_tests_per_prompt:

@@ -43,7 +43,7 @@ def find_problems(config: RunConfig, *, to_evaluate: bool = False) -> list[str]:
 
 
 def check_folders(config: RunConfig, problems: Problems) -> None:
-    """The tokenizer is there, and the run may write its folders."""
+    """Checks that the tokenizer is there, and that the run may write its folders."""
     tokenizer = config.policy.tokenizer.name
     if not os.path.isdir(tokenizer):
         if is_hub_id(tokenizer):
@@ -59,7 +59,7 @@ def check_folders(config: RunConfig, problems: Problems) -> None:
 
 
 def check_checkpointing(config: RunConfig, problems: Problems) -> None:
-    """Checkpoints can be ranked and kept as section `checkpointing` says."""
+    """Checks that checkpoints can be ranked and kept by section `checkpointing`."""
     section, metric_name, limit = config.checkpointing, config.checkpointing.metric_name, config.checkpointing.checkpoint_must_save_by
     if section.ft_save_period is not None and section.ft_keep_latest_k is None:
         rule = "it needs checkpointing.ft_keep_latest_k, the number of these checkpoints that are kept"
@@ -90,7 +90,7 @@ def checkpoint_demand(config: RunConfig, num_parameters: int) -> CheckpointDeman
     """Estimates the disk space for checkpoints. If all are kept, their number is unknown before the end: then one has to fit."""
     section, sizes = config.checkpointing, {"policy": num_parameters}
     if config.has_critic:
-        with suppress(ValueError):  # its rules say that it cannot be read
+        with suppress(ValueError):  # other rules report an unreadable model
             sizes["critic"] = read_model(Path(config.value.model_name)).num_parameters
     each = sum(checkpoint_bytes(config, sizes).values())
     num_present = sum(1 for path in Path(section.checkpoint_dir).glob("step_*") if path.is_dir())
@@ -100,7 +100,7 @@ def checkpoint_demand(config: RunConfig, num_parameters: int) -> CheckpointDeman
 
 
 def check_disk(config: RunConfig, num_parameters: int, problems: Problems) -> None:
-    """The checkpoints of the run fit on their disk."""
+    """Checks that the checkpoints of the run fit on their disk."""
     if not config.checkpointing.enabled:
         return
     demand = checkpoint_demand(config, num_parameters)
@@ -115,7 +115,7 @@ def check_disk(config: RunConfig, num_parameters: int, problems: Problems) -> No
 def num_kept_at_most(config: RunConfig) -> int | None:
     """Returns the largest number of checkpoints kept at once, if fewer than the run's steps bound it; otherwise None."""
     section = config.checkpointing
-    # keep_top_k of a million is how NeMo RL's files say "all".
+    # NeMo RL's files write "all" as a keep_top_k of a million.
     if section.keep_top_k is None or section.keep_top_k >= config.rollouts.max_num_steps // section.save_period:
         return None
     return section.keep_top_k + (section.ft_keep_latest_k or 1)
@@ -183,8 +183,8 @@ _OPTIMIZER_BYTES = 12
 def checkpoint_bytes(config: RunConfig, num_parameters: Mapping[ModelName, int]) -> dict[ModelName, int]:
     """Bytes of each of these models in a checkpoint: its weights, and with `save_optimizer` the states of its optimizer.
 
-    `num_parameters` has those of `RunConfig.trained_models`, or of some of them. All count as trained, but with adapters (LoRA) none: the
-    adapters' own states are next to nothing.
+    `num_parameters` is by model, of all or some `RunConfig.trained_models`. All parameters count as trained, but none with adapters
+    (LoRA), whose own states are negligible.
     """
     found: dict[ModelName, int] = {}
     for model, number in num_parameters.items():

@@ -34,7 +34,7 @@ def _installed(_path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def environment_of_agent(agent_name: str) -> str | None:
-    """The environment that does what this agent of NeMo Gym does; None if there is none."""
+    """The environment that replaces this agent of NeMo Gym; None if there is none."""
     return SERVERS.get(agent_name.removesuffix("_simple_agent"))
 
 
@@ -44,7 +44,7 @@ def key_of(name: str, default: DataDefaultConfig, dataset: DatasetConfig, key: s
 
 
 def check_environments(config: RunConfig, problems: Problems) -> None:
-    """The environments of section `env`, and the one of `data.default.env_name`, exist."""
+    """Checks that the environments of section `env`, and the one of `data.default.env_name`, exist."""
     section = config.env
     for server in section.gym_servers:
         if server not in SERVERS:
@@ -66,7 +66,7 @@ def check_environments(config: RunConfig, problems: Problems) -> None:
 
 
 def check_data(config: RunConfig, problems: Problems) -> None:
-    """The data sets can be found and read."""
+    """Checks that the data sets can be found and read."""
     data = config.data
     for key, dataset in (data.train_sets | data.validation_sets).items():
         _check_dataset(key, dataset, data.default, problems)

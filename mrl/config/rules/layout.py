@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of parallel layouts, which divide the model, the batch and the cluster, and of what engines need to start."""
+"""Rules of parallel layouts, which divide the model, the batch and the cluster, and of the engines' start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPERT_SIZES = {
     "expert_tensor_parallel_size": "expert tensor",
     "pipeline_model_parallel_size": "pipeline",
 }
-"""Keys of policy.megatron_cfg whose product is the number of ranks that hold all layers, and all experts, once; and their names."""
+"""Keys of policy.megatron_cfg whose product is the number of ranks with all experts once; and their names."""
 PARSERS_OF_MODELS = {"nemotron_json": "NVIDIA-Nemotron-Nano-9B-v2 and -12B-v2"}
 """Parsers that plugins in the repositories of models register, and these models."""
 
@@ -28,7 +28,7 @@ _RESOURCES = f"{_GENERATION}.colocated.resources"
 
 
 def check_cluster(config: RunConfig, problems: Problems) -> None:
-    """The cluster has enough slots for whole replicas of the policy and whole engines. Needs no model."""
+    """Checks that the cluster has enough slots for whole replicas of the policy and whole engines. Needs no model."""
     if _misses_dedicated(config, problems):
         return
     cluster, ranks = config.cluster, config.num_policy_ranks
@@ -76,7 +76,7 @@ def _check_engine_slots(config: RunConfig, problems: Problems) -> None:
 
 
 def check_profiler(config: RunConfig, problems: Problems) -> None:
-    """Rules of section `profiler`."""
+    """Checks section `profiler`."""
     if any(step < 1 for step in config.profiler.steps):
         problems.add("profiler.steps", "the first step is 1", "use steps from there on")
     if absent := [rank for rank in config.profiler.ranks if not 0 <= rank < config.num_policy_ranks]:
@@ -86,9 +86,9 @@ def check_profiler(config: RunConfig, problems: Problems) -> None:
 
 
 def check_layout(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
-    """Every parallel size divides the sizes of the model that it cuts."""
+    """Checks that every parallel size divides the sizes of the model that it cuts."""
     if _misses_dedicated(config, problems):
-        return  # how many slots trainer and engines have is not known
+        return  # the slots of trainer and engines are unknown
     if config.policy.router_replay.enabled and model.experts == 0:
         problems.add("policy.router_replay.enabled", "the model has no experts, so nothing is routed", "set it to false")
     check_trainer(config, model, problems)
@@ -115,13 +115,13 @@ def check_layout(config: RunConfig, model: ModelSizes, problems: Problems) -> No
 
 
 def check_trainer(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
-    """Every parallel size of the trainer divides the sizes of the model that it cuts."""
+    """Checks that every parallel size of the trainer divides the sizes of the model that it cuts."""
     _check_trainer(config, model, problems)
     _check_stages(config, model, problems)
 
 
 def _divisors(*totals: int) -> str:
-    """The sizes that divide all totals, as a way out; one total at least is not 0."""
+    """The sizes that divide all totals, as a way out; at least one total is not 0."""
     largest = math.gcd(*totals)
     return _use([size for size in range(1, min(largest, MAX_SUGGESTED_SIZE) + 1) if largest % size == 0])
 
@@ -131,7 +131,7 @@ def _use(sizes: list[int]) -> str:
 
 
 def _misses_dedicated(config: RunConfig, problems: Problems) -> bool:
-    """Adds what is wrong with the GPUs that dedicated engines take from the policy: none, GPUs of one node, or whole nodes."""
+    """Checks the GPUs that dedicated engines take from the policy: none, GPUs of one node, or whole nodes."""
     colocated, cluster = config.policy.generation.colocated, config.cluster
     given = {"gpus_per_node": colocated.resources.gpus_per_node, "num_nodes": colocated.resources.num_nodes}
     if not config.has_engines:
@@ -231,7 +231,7 @@ def _check_stages(config: RunConfig, model: ModelSizes, problems: Problems) -> N
 
 
 def check_ports(config: RunConfig, problems: Problems) -> None:
-    """The range of ports of the policy ranks has both ends, in their order."""
+    """Checks that the range of ports of the policy ranks has both ends, in their order."""
     low, high = config.cluster.master_port_range_low, config.cluster.master_port_range_high
     if (low, high) != (None, None) and (low is None or high is None or low >= high):
         rule = f"must be below cluster.master_port_range_high={spell(high)}"
@@ -239,7 +239,7 @@ def check_ports(config: RunConfig, problems: Problems) -> None:
 
 
 def check_lengths(config: RunConfig, problems: Problems) -> None:
-    """Rollouts fit into the sequences that are trained."""
+    """Checks that rollouts fit into the sequences that are trained."""
     total, generation = config.policy.max_total_sequence_length, config.policy.generation
     if generation.max_new_tokens > total:
         rule = f"must be at most policy.max_total_sequence_length={total}, which holds prompt and rollout"
@@ -250,7 +250,7 @@ def check_lengths(config: RunConfig, problems: Problems) -> None:
 
 
 def check_engines(config: RunConfig, problems: Problems) -> None:
-    """The engines can follow their keys on these hosts."""
+    """Checks that engines support their keys on these hosts."""
     generation, vllm = config.policy.generation, config.policy.generation.vllm_cfg
     if config.cluster.gpus_per_node == 0 and not vllm.enforce_eager:
         problems.add(f"{_ENGINE}.enforce_eager", "CUDA graphs need GPUs, and cluster.gpus_per_node=0", "set it to true")
@@ -268,7 +268,7 @@ def check_engines(config: RunConfig, problems: Problems) -> None:
 
 
 def check_servers(config: RunConfig, problems: Problems) -> None:
-    """The engines' HTTP servers, if there are any, find their parsers and ports."""
+    """Checks that the engines' HTTP servers, if any, find their parsers and ports."""
     generation, vllm = config.policy.generation, config.policy.generation.vllm_cfg
     if not vllm.expose_http_server:
         return

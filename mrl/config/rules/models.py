@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the models beside the policy: those of the policy's own section, and what critics and teachers need besides."""
+"""Rules of critics and teachers: those of the policy's section, and their own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRAINED_MODEL_RULES: tuple[ModelCheck, ...] = (
     lambda config, model, problems: training.check_trained(config, problems),
 )
 """Counterparts of `RULES` and `TRAINED_RULES` that need the model's config.json."""
-# Keys that are the policy's alone, whatever stands in another section.
+# Keys that only the policy uses, whatever another section sets.
 _OF_ENGINES = ("policy.generation.", "policy.router_replay.")
 
 
@@ -54,7 +54,7 @@ def check_critic(config: RunConfig, problems: Problems) -> None:
 
 
 def check_heads(config: RunConfig, problems: Problems) -> None:
-    """No model that is used without a head has one. As far as the weights are here."""
+    """Checks, as far as the weights are here, that models used without a reward head have none."""
     used = {"policy.model_name": config.policy.model_name} if config.algorithm != "rm" else {}
     used |= {f"{prefix_of(model)}model_name": section.model_name for model, section in config.teachers.items()}
     for key, name in used.items():
@@ -65,7 +65,7 @@ def check_heads(config: RunConfig, problems: Problems) -> None:
 
 
 def read_sizes(config: RunConfig, problems: Problems, unchecked: str) -> ModelSizes | None:
-    """Sizes of the policy's model with its overrides; None, and a problem that names what is `unchecked`, if they cannot be read."""
+    """Sizes of the policy's model with its overrides; None, and a problem that names the `unchecked` rules, if they cannot be read."""
     name, overrides = config.policy.model_name, config.policy.hf_config_overrides
     try:
         model = read_model(Path(name))
@@ -84,9 +84,9 @@ def read_sizes(config: RunConfig, problems: Problems, unchecked: str) -> ModelSi
 
 
 def check_sections(config: RunConfig, problems: Problems) -> None:
-    """The section of each model beside the policy keeps the rules of `policy`, and its model reads what the policy does.
+    """Checks the sections of critics and teachers by the rules of `policy`, and that their models read the policy's tokens.
 
-    Comes last: what a rule says of the policy is not said again of a value that a section has from there.
+    Runs last: a problem of the policy is not repeated for a value that a section takes from there.
     """
     said = problems.texts
     for model, section in config.sections.items():
@@ -101,9 +101,9 @@ def check_sections(config: RunConfig, problems: Problems) -> None:
 
 
 def _check_section(config: RunConfig, model: ModelName, said: list[str], problems: Problems) -> None:
-    """Applies rules of `policy` to the section of a model, and adds what is not `said` yet; problems name keys of that section."""
+    """Applies rules of `policy` to a model's section, and adds problems that are not `said` yet, under keys of that section."""
     seen, prefix, is_trained = config.of_model(model), prefix_of(model), model in config.trained_models
-    # The keys that the section sets itself, as those of the policy.
+    # The section's own keys, named like the policy's.
     own = {f"policy.{key.removeprefix(prefix)}": origin for key, origin in config.origins.items() if key.startswith(prefix)}
     inner = Problems(seen, {key: origin for key, origin in config.origins.items() if key not in own} | own)
     for check in RULES + (TRAINED_RULES if is_trained else ()):
@@ -115,7 +115,7 @@ def _check_section(config: RunConfig, model: ModelName, said: list[str], problem
     values, rules = {text.partition(": ")[0] for text in said}, "\n".join(said)
     for text in inner.texts:
         value, _, rule = text.partition(": ")
-        # A value that the section has from the policy is at fault once, and so is a setting of the whole run.
+        # Values from the policy, and settings of the whole run, are reported once.
         is_said = value.partition("=")[0] not in own and (value in values or rule in rules)
         if is_said or value.startswith(_OF_ENGINES):
             continue
@@ -128,14 +128,14 @@ LOSS_KEYS = ("kl_type", "mixed_kl_weight", "zero_outside_topk")
 
 
 def check_teacher(config: RunConfig, problems: Problems) -> None:
-    """A run that distils has a teacher, and what its command line says of the loss is read."""
+    """Checks that a distillation has a teacher, and that loss keys on its command line are read."""
     _check_on_policy(config, problems)
     if config.algorithm == "distillation":
-        # What a config inherits from one of GRPO may stay there.
+        # Keys inherited from a GRPO config may stay.
         for key in (f"loss_fn.{name}" for name in vars(config.loss_fn) if name not in LOSS_KEYS):
             if config.origins.get(key, "").startswith("command line"):
                 problems.add(key, "it belongs to GRPO's loss, and algorithm=distillation", f"use {', '.join(LOSS_KEYS)}")
-        # A section that could not be read has problems of its own.
+        # An unreadable section has problems already.
         if config.teacher is None and not any(key.startswith("teacher.") for key in config.origins):
             problems.extend(
                 ["teacher: algorithm=distillation has nobody to learn from; give teacher.model_name, the folder of a model or its id"]
@@ -147,7 +147,7 @@ def check_teacher(config: RunConfig, problems: Problems) -> None:
 
 
 def _check_on_policy(config: RunConfig, problems: Problems) -> None:
-    """Advantages come of teachers' logprobs if both sections say so, and both compare the whole vocabulary."""
+    """Checks that both sections, or none, ask for advantages from teachers' logprobs, and that both models score the whole vocabulary."""
     given, estimator, key = config.on_policy_distillation, config.grpo.adv_estimator.name, "on_policy_distillation"
     if given is None or not given.enabled:
         if estimator == "opd":

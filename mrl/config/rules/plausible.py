@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that no rule forbids and hardly anybody means. A run starts with them, after a warning."""
+"""Likely mistakes that no rule forbids: a run starts with them, after a warning."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ DOUBTS: tuple[Doubt, ...] = (
 
 
 def find_doubts(config: RunConfig) -> list[str]:
-    """A warning for every value that is probably a slip. Those that are not known are passed over."""
+    """A warning for every value that is probably a mistake; unknown values are skipped."""
     problems = Problems(config, config.origins)
     for key, is_doubtful, reason, way_out in DOUBTS:
         with suppress(NotKnown):
@@ -104,7 +104,7 @@ def _check_experts(config: RunConfig, problems: Problems) -> None:
 
 
 def _check_memory(config: RunConfig, problems: Problems) -> None:
-    """Weights, gradients and optimizer fit into the GPUs that most people have. ValueError: the model is not known."""
+    """Warns if weights, gradients and optimizer do not fit into common GPUs. ValueError: the model is not known."""
     megatron, ranks = config.policy.megatron_cfg, config.num_policy_ranks
     if config.cluster.gpus_per_node == 0 or ranks < 1:
         return
@@ -114,7 +114,7 @@ def _check_memory(config: RunConfig, problems: Problems) -> None:
     optimizer = 12 * (1 - megatron.optimizer.optimizer_offload_fraction * megatron.optimizer.optimizer_cpu_offload)
     if megatron.peft.enabled:
         gradients, optimizer = 0, 0.0
-    # At the least: as if all parameters were experts, and all ranks shared the optimizer.
+    # A lower bound: as if all parameters were experts, and all ranks shared the optimizer.
     cuts = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.expert_model_parallel_size
     num_bytes = num_parameters * ((weights + gradients) / min(cuts, ranks) + optimizer / ranks)
     if num_bytes > COMMON_GPU_BYTES:

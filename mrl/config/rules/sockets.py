@@ -12,18 +12,18 @@ from mrl.config.schema.run import RunConfig
 MAX_PATH_BYTES = 107
 """sun_path of unix(7), without the zero at its end."""
 RAY_SOCKET = "mrl-ray-12345678/ray/session_2000-01-01_00-00-00_123456_4194304/sockets/plasma_store"
-"""The longest path of Ray below the folder: with a process id of seven digits. Of a run on one node; others have the launcher's Ray."""
+"""Ray's longest path below the folder, with a process id of seven digits, for a run on one node; others use the launcher's Ray."""
 ENGINE_SOCKET = "00000000-0000-0000-0000-000000000000"
 """Longest socket name of vLLM's processes. Those of Python's multiprocessing, pymp-12345678/listener-12345678, are shorter."""
 
 
 def longest_folder(socket: str) -> int:
-    """Bytes that the folder of a socket of this name may have."""
+    """Longest folder, in bytes, for a socket of this name."""
     return MAX_PATH_BYTES - len(socket) - 1
 
 
 def check_sockets(config: RunConfig, problems: Problems) -> None:
-    """The folders for temporary files leave room for the names of sockets."""
+    """Checks that the folders for temporary files leave room for the names of sockets."""
     socket, whose = (RAY_SOCKET, "Ray's sockets") if config.cluster.num_nodes == 1 else (ENGINE_SOCKET, "the engines' sockets")
     folders = [("TMPDIR", tempfile.gettempdir(), socket, whose)]
     for key, variables in (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the tokens that the models of a run read: they are one tokenizer's, and each model's embedding has all of them."""
+"""Rules of the models' tokens: all models share one tokenizer, and each embedding has all of its tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHOWN = 3
 
 
 def check_vocabulary(config: RunConfig, problems: Problems) -> None:
-    """The policy has an embedding of each token of its tokenizer, as far as the files are here."""
+    """Checks that the policy has an embedding for each token of its tokenizer, as far as the files are here."""
     try:
         problem = beyond_vocabulary(config, num_tokens(Path(config.policy.tokenizer.name)))
     except ValueError as error:
@@ -26,7 +26,7 @@ def check_vocabulary(config: RunConfig, problems: Problems) -> None:
 
 
 def beyond_vocabulary(config: RunConfig, needed: int) -> str:
-    """Says that a tokenizer of so many tokens has some of which the policy has no embedding; "" if it has not, or nobody knows."""
+    """Describes tokens of the tokenizer beyond the policy's embedding; "" if there are none, or if that is unknown."""
     columns = vocabulary_size(Path(config.policy.model_name))
     if not 0 < columns < needed:
         return ""
@@ -36,21 +36,21 @@ def beyond_vocabulary(config: RunConfig, needed: int) -> str:
 
 
 def num_choices(config: RunConfig) -> int:
-    """Tokens among which the policy draws: those of its tokenizer. Embeddings are rounded up, and further rows stand for no text.
+    """Number of tokens that the policy draws from: those of its tokenizer, as rounded-up embeddings have rows without text.
 
-    0: no file tells.
+    0: no file has the number.
     """
     return num_tokens(Path(config.policy.tokenizer.name))
 
 
 def check_tokens(config: RunConfig, model: ModelName, problems: Problems) -> None:
-    """A model beside the policy reads the policy's tokens, and has an embedding of each. As far as the files are here.
+    """Checks, as far as the files are here, that another model reads the policy's tokens, and has an embedding for each.
 
-    Of its embedding's rows, a teacher may have more than the student: it chooses among the student's.
+    A teacher's embedding may have more rows than the student's: it chooses among the student's tokens.
     """
     given, is_teacher = config.of_model(model).policy, role_of(model) == "teacher"
     folder, tokenizer = Path(given.model_name), Path(config.policy.tokenizer.name)
-    # A critic has no tokenizer of its own.
+    # A critic uses the policy's tokenizer.
     own = Path(given.tokenizer.name) if is_teacher else folder
     try:
         difference, needed = token_difference(tokenizer, own), num_tokens(tokenizer)
@@ -125,7 +125,7 @@ def _ids(tokenizer: object) -> dict[str, int]:
         return {}
     model = tokenizer.get("model", {"vocab": tokenizer})
     vocabulary = model.get("vocab", {}) if isinstance(model, dict) else {}
-    if isinstance(vocabulary, list):  # with scores, in the order of ids
+    if isinstance(vocabulary, list):  # pairs with scores, in the order of ids
         vocabulary = {str(entry[0]): index for index, entry in enumerate(vocabulary)}
     added = tokenizer.get("added_tokens", [])
     return vocabulary | {str(token["content"]): int(token["id"]) for token in added if isinstance(token, dict)}

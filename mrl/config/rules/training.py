@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the trainer: rows, optimizer, log-probabilities, what is recomputed, routed, adapted and frozen, and speculation."""
+"""Rules of the trainer: rows, optimizer, logprobs, recomputation, routing, adapters, frozen weights, and speculation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts
 
 
 def check_rows(config: RunConfig, problems: Problems) -> None:
-    """The longest sequence fits into a row."""
+    """Checks that the longest sequence fits into a row."""
     policy, packing, dynamic = config.policy, config.policy.sequence_packing, config.policy.dynamic_batching
     total, multiple = policy.max_total_sequence_length, policy.row_multiple
     if packing.enabled and dynamic.enabled:
@@ -49,7 +49,7 @@ def check_logprobs(config: RunConfig, problems: Problems) -> None:
 
 
 def check_optimizer(config: RunConfig, problems: Problems) -> None:
-    """The keys of optimizer and schedule agree with each other."""
+    """Checks that the keys of optimizer and schedule agree with each other."""
     policy, megatron = config.policy, config.policy.megatron_cfg
     optimizer, scheduler, ddp = megatron.optimizer, megatron.scheduler, megatron.distributed_data_parallel_config
     overlap = f"{_MEGATRON}.distributed_data_parallel_config.overlap_param_gather"
@@ -82,7 +82,7 @@ def check_optimizer(config: RunConfig, problems: Problems) -> None:
 
 
 def check_recomputing(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
-    """Megatron can recompute every part that the config names."""
+    """Checks that Megatron can recompute every part that the config names."""
     modules, key = config.policy.megatron_cfg.recompute_modules, f"{_MEGATRON}.recompute_modules"
     if modules is None:
         return
@@ -108,7 +108,7 @@ def check_recomputing(config: RunConfig, model: ModelSizes, problems: Problems) 
 
 
 def check_routing(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
-    """The keys of routing have an effect, and trainer and engines route alike. Of a model without experts nobody reads them."""
+    """Checks that the keys of routing have an effect, and that trainer and engines route alike. Skips models without experts."""
     megatron = config.policy.megatron_cfg
     if model.experts == 0:
         return
@@ -127,7 +127,7 @@ def check_routing(config: RunConfig, model: ModelSizes, problems: Problems) -> N
 
 
 def check_dispatch(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
-    """Tokens can reach their experts as the config says. Of a model without experts nobody reads these keys."""
+    """Checks the dispatch of tokens to experts. Skips models without experts."""
     megatron = config.policy.megatron_cfg
     if model.experts == 0:
         return
@@ -180,7 +180,7 @@ def check_mtp(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
 
 
 def check_trained(config: RunConfig, problems: Problems) -> None:
-    """The keys of `peft` and `freeze_config` leave something of the model to train. The model's folder is readable."""
+    """Checks that `peft` and `freeze_config` leave something to train. The model's folder must be readable."""
     peft, patterns = config.policy.megatron_cfg.peft, config.policy.megatron_cfg.freeze_config.modules
     hf_config = json.loads((Path(config.policy.model_name) / "config.json").read_text(encoding="utf-8"))
     if peft.enabled:
@@ -216,14 +216,14 @@ def _check_adapters(config: RunConfig, hf_config: dict[str, object], problems: P
 
 
 METHODS = ("mtp", "ngram")
-"""The model's own layers of multi-token prediction, and n-grams of the tokens so far: no other weights than a refit brings."""
+"""Methods of speculation without other weights than a refit brings: the model's own MTP layers, and n-grams of earlier tokens."""
 
 _KWARGS = "policy.generation.vllm_kwargs"
 _SECTION = f"{_KWARGS}.speculative_config"
 
 
 def check_speculation(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
-    """The method is one of those that a refit keeps right, and the model has what it needs."""
+    """Checks that refits support the method of speculation, and that the model has the layers for it."""
     generation = config.policy.generation
     speculation = generation.vllm_kwargs.get("speculative_config")
     if not config.has_engines or not isinstance(speculation, dict):

@@ -142,12 +142,12 @@ class GrpoConfig:
     val_num_generations_per_prompt: Positive = 1
     """Rollouts of each validation prompt. From 2 on, validation also measures `val/pass_k` and `val/pass_at_1`, `val/pass_at_2` ..."""
     use_dynamic_sampling: bool = False
-    """Train only on groups whose rewards differ, and ask further prompts until a step has enough (arXiv:2503.14476)."""
+    """Train only on groups whose rewards differ, and ask more prompts until a step has enough (arXiv:2503.14476)."""
     dynamic_sampling_max_gen_batches: Positive = 10
-    """The run ends if so many batches of prompts do not fill a step; used only with `use_dynamic_sampling`."""
+    """The run ends if this many batches of prompts do not fill a step; used only with `use_dynamic_sampling`."""
     max_steps_without_signal: Positive | None = None
-    """The run saves and ends, as failed, after so many steps in a row whose rollouts are all masked, or have all the same reward; null =
-    it only says so."""
+    """The run saves and ends, as failed, after this many steps in a row whose rollouts are all masked, or all have the same reward; null =
+    it only warns."""
     batch_multiplier: Annotated[float, Range(1, 2**15)] = 1.0
     """Prompts asked for at a time, in multiples of `num_prompts_per_step`; 1 without `use_dynamic_sampling`."""
     seed: Count = 42
@@ -220,7 +220,7 @@ class OnPolicyDistillationConfig:
     use_orm_advantage: bool = False
     """The reward counts, too."""
     orm_advantage_weight: NotNegative = 0.0
-    """Weight of the advantage that the rollout's reward gives against its group, beside 1 for the teacher's; with use_orm_advantage."""
+    """Weight of the advantage of the rollout's reward in its group, against 1 for the teacher's; with use_orm_advantage."""
     non_colocated_teachers: TeacherPlacesConfig | None = None
 
     @property
@@ -246,12 +246,12 @@ class LossConfig:
     mixed_kl_weight: Share = 0.5
     """Weight of the forward KL with kl_type=mixed; the reverse one has the rest."""
     zero_outside_topk: bool = False
-    """The student's probabilities are those of the whole vocabulary, and where the teacher's top k end its logprob is -100.
+    """Use the student's probabilities over the whole vocabulary, with a teacher logprob of -100 outside its top k.
 
-    false: both are renormalised over the teacher's top k, and what the student does beside them does not count.
+    false: both are renormalised over the teacher's top k, and the student's other tokens do not count.
     """
     token_loss: str | None = None
-    """Your own loss of a token, `package.module:name` (docs/extend/loss.md); null = PPO's, or what the keys below switch on."""
+    """Your own loss of a token, `package.module:name` (docs/extend/loss.md); null = PPO's, or the one that keys below switch on."""
     reference_policy_kl_penalty: NotNegative = 0.01
     """Weight of the KL term to the frozen starting model; 0 = no reference model is kept."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
@@ -401,7 +401,7 @@ class RmConfig(SupervisedConfig):
 @dataclass
 class EvalConfig:
     metric: Literal["pass@k", "cons@k"] = "pass@k"
-    """The score that is reported first: whether one of k answers is right, or the most frequent of them."""
+    """Score that is reported first: one of k answers is right, or the most frequent one is."""
     num_tests_per_prompt: Positive = 1
     """Answers sampled for each held-out prompt, as `policy.generation.val_temperature` and its like say."""
     k_value: Positive = 1

@@ -164,19 +164,19 @@ class TrainDatasetConfig(DatasetConfig):
 @dataclass
 class TrainDataConfig(TrainDatasetConfig):
     datasets: list[TrainDatasetConfig] | None = None
-    """Several data sets, read one after the other, in place of the keys beside this one: what a list under `data.train` means."""
+    """Several data sets, read in this order, instead of the other keys of this section; a list at `data.train` means this."""
 
 
 @dataclass
 class ValidationDataConfig(DatasetConfig):
     datasets: list[DatasetConfig] | None = None
-    """Several data sets, read one after the other, in place of the keys beside this one: what a list under `data.validation` means."""
+    """Several data sets, read in this order, instead of the other keys of this section; a list at `data.validation` means this."""
 
 
 @dataclass
 class DataConfig:
     max_input_seq_length: Positive | None = None
-    """Longest prompt in tokens; null = what the context leaves beside `max_new_tokens`."""
+    """Longest prompt in tokens; null = the context less `max_new_tokens`."""
     add_bos: bool = True
     """Put the tokenizer's begin token before a conversation to learn, unless the chat template has; without such a token, nothing."""
     add_eos: bool = True

@@ -95,7 +95,7 @@ class GenerationConfig:
     backend: Literal["vllm"] = "vllm"
     """The generator."""
     max_new_tokens: Positive = 256
-    """Longest rollout in tokens, the stop token included. As much as `vllm_cfg.max_model_len` or more = what the prompt leaves of it."""
+    """Longest rollout in tokens, the stop token included. `vllm_cfg.max_model_len` or more = the rest of the context after the prompt."""
     temperature: AboveZero = 1.0
     """Sampling temperature, above 0."""
     top_p: ShareAboveZero = 1.0
@@ -113,7 +113,7 @@ class GenerationConfig:
     stop_strings: list[str] | None = None
     """Texts that end a rollout with the token that completes one; null = none."""
     compare_at_start: bool = True
-    """Compare trainer and engine on a few tokens before the first step, and end a run in which they compute different models."""
+    """Compare trainer and engine on a few tokens before the first step, and end the run if they compute different models."""
     longest_first: bool = True
     """Ask for the rollouts first that were the longest in an earlier epoch. The metric `rollout/engine_idle_fraction` shows the effect."""
     num_cpu_engines: Positive = 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section `logger`: where metrics go besides the run folder. Names and defaults as in NeMo RL; each service is optional."""
+"""Section `logger`: destinations of metrics besides the run folder. Names and defaults as in NeMo RL; each service is optional."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ FactorInit = Literal["xavier", "normal", "kaiming", "zero"]
 @dataclass
 class PeftConfig:
     enabled: bool = False
-    """Train low-rank adapters (LoRA) beside the linear layers and nothing else. Engines get the merged weights."""
+    """Train only low-rank adapters (LoRA) of the linear layers. Engines get the merged weights."""
     target_modules: list[str] = field(default_factory=list)
     """Layers with adapters: names such as linear_qkv, linear_fc1, in_proj, or full names with wildcards. Empty = all linear layers."""
     exclude_modules: list[str] = field(default_factory=list)
@@ -169,7 +169,7 @@ class MegatronConfig:
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
     """Auxiliary loss that spreads tokens over experts: per packed row, per sequence, or over the global batch. Padding does not count."""
     moe_aux_loss_coeff: NotNegative = 0.0
-    """Weight of the auxiliary loss beside the policy's; 1 is its value at perfect balance."""
+    """Weight of the auxiliary loss, added to the policy's; 1 is its value at perfect balance."""
     moe_router_enable_expert_bias: bool | None = None
     """Add a bias per expert, by which routers choose. The model says so; a value that contradicts it is refused."""
     moe_router_bias_update_rate: NotNegative = 0.0
@@ -193,13 +193,13 @@ class MegatronConfig:
     use_fused_weighted_squared_relu: bool = False
     """Compile squared ReLU and router weights of Nemotron's experts into one kernel. No effect without a GPU and Transformer Engine."""
     model_overrides: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of Megatron's TransformerConfig that say how something is computed; the model and other keys say what."""
+    """Further arguments of Megatron's TransformerConfig that change how the model is computed; the model and other keys decide what."""
     mtp_num_layers: Count = 0
-    """Tokens beyond the next that the policy's MTP layers learn to predict, of the tokens that it learns; 0 = leave them as they are."""
+    """Tokens beyond the next that the policy's MTP layers learn to predict, of the tokens that it learns; 0 = do not train them."""
     mtp_loss_scaling_factor: NotNegative = 0.1
-    """Weight of the MTP layers' mean loss beside the policy's; 0 = leave them as they are."""
+    """Weight of the MTP layers' mean loss, added to the policy's; 0 = do not train them."""
     mtp_use_repeated_layer: bool = False
-    """Predict all these tokens with one MTP layer, each from what it made for the one before; false = with a layer for each."""
+    """Predict all these tokens with one MTP layer, each from its output for the one before; false = with a layer for each."""
     mtp_detach_heads: bool = False
     """Keep the MTP layers' loss from the rest of the model, and clip their gradients by a norm of their own."""
     gradient_accumulation_fusion: bool = False

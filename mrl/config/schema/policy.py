@@ -45,7 +45,7 @@ class SequencePackingConfig:
 @dataclass
 class RouterReplayConfig:
     enabled: bool = False
-    """Train with the experts that the engine chose, so that routing adds no mismatch. The reference model routes by itself. MoE only."""
+    """Train with the engine's choice of experts, so that routing adds no mismatch. The reference model routes by itself. MoE only."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class DynamicBatchingConfig:
     enabled: bool = False
     """Fill rows with sequences of similar length. Excludes sequence_packing.enabled, which fills them better."""
     train_mb_tokens: Positive = follows("mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}")
-    """Tokens of a row in training, every sequence counted as long as the longest beside it."""
+    """Tokens of a row in training, every sequence counted as long as the row's longest."""
     logprob_mb_tokens: Positive = follows("mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}")
     """The same in logprob passes."""
     sequence_length_round: Positive = 64
@@ -107,7 +107,7 @@ class PolicyConfig:
         """Tokens for which the output layer is computed at a time; None = a whole packed row."""
         megatron = self.megatron_cfg
         given = megatron.fused_linear_logprobs_chunk_size if megatron.use_fused_linear_logprobs else self.logprob_chunk_size
-        # The logits of all steps of MTP at once would be several times those of the model.
+        # The logits of all MTP steps at once would be several times the model's.
         return given or (_MTP_CHUNK_TOKENS if megatron.trains_mtp else None)
 
     @property

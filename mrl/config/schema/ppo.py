@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections of PPO beside `grpo`, which says how rollouts are drawn and rewarded: `ppo`, `value`, `value_loss_fn`."""
+"""Sections of PPO: `ppo`, `value`, `value_loss_fn`. Section `grpo` has the keys of rollouts and rewards."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ValueLossConfig:
     scale: NotNegative = 1.0
     """Weight of the loss of values."""
     cliprange: NotNegative | None = None
-    """Values farther than this from those of before the step's updates have no gain from it; 0 or null = no bound."""
+    """The loss does not reward moving values farther than this from those before the step's updates; 0 or null = no bound."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class ValueConfig:
     """
 
     model_name: str = follows("policy.model_name")
-    """Folder of the model that the critic starts as, or its id on the Hub; of the policy's tokenizer."""
+    """Folder of the critic's starting model, or its id on the Hub; it must have the policy's tokenizer."""
     train_global_batch_size: Positive = follows("policy.train_global_batch_size")
     """Sequences per optimizer step of the critic."""
     train_micro_batch_size: Positive = follows("policy.train_micro_batch_size")

@@ -33,7 +33,7 @@ from mrl.config.schema.ppo import PpoConfig, ValueConfig, ValueLossConfig
 from mrl.phases import ModelName, role_of
 
 LIKE_POLICY = ("value",)
-"""Sections of other models, with keys of `policy`: what a shared class takes from `policy` by default, it takes here from the section."""
+"""Sections of other models, with keys of `policy`: here a shared class takes defaults from the section instead of `policy`."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class CheckpointingConfig:
     checkpoint_dir: str = "results/grpo"
     """Folder of the run. A run resumes from the newest complete checkpoint in it."""
     metric_name: str | None = "val:accuracy"
-    """Ranks checkpoints: `train:<metric>` or `val:<metric>`; null = the newer, the better. One without the metric is the worst."""
+    """Metric that ranks checkpoints: `train:<metric>` or `val:<metric>`; null = newer is better. A checkpoint without it is the worst."""
     higher_is_better: bool = True
     """Direction of that metric."""
     keep_top_k: Positive | None = 3
@@ -57,7 +57,7 @@ class CheckpointingConfig:
     save_optimizer: bool = True
     """Save optimizer state; without it a run cannot resume exactly."""
     allow_changes: list[Literal["model", "tokenizer", "data", "teacher", "critic"]] = field(default_factory=list)
-    """A run resumes although these are others than before. Data: also their order, which files, split, seed and shuffle decide."""
+    """Changes with which a run may resume. Data: also their order, which files, split, seed and shuffle decide."""
     checkpoint_must_save_by: str | None = None
     """DD:HH:MM:SS after the start of the Slurm job or process: the run saves and ends before a step that would end later; null = never."""
 
@@ -141,7 +141,7 @@ class RunConfig:
     further_teachers = dict[str, PolicyConfig]()
     """Teachers of `on_policy_distillation`, by name: each has the keys of `policy`. No key; `load_config` sets it."""
     num_steps = 0
-    """Steps that the run takes at most, as the data end it earlier than its config; 0 until the data are read. No key."""
+    """Most steps of the run, which the data may end earlier than the config; 0 until the data are read. No key."""
     algorithm: Literal["grpo", "ppo", "distillation", "sft", "dpo", "rm"] = "grpo"
     """Source from which the policy learns: rewards (grpo; ppo with a critic), a teacher (distillation), conversations (sft), or pairs (dpo,
     and rm for a reward model)."""
@@ -158,8 +158,8 @@ class RunConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     value: ValueConfig = field(default_factory=ValueConfig)
     teacher: PolicyConfig | None = None
-    """The model that the policy learns from in distillation. It has the keys of `policy`, and that section's value for every key but
-    model_name and tokenizer that it leaves out; parallel sizes may be others."""
+    """The model that the policy learns from in distillation. It has the keys of `policy`; keys that it leaves out, except model_name and
+    tokenizer, have that section's value. Parallel sizes may differ."""
     data: DataConfig = field(default_factory=DataConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
@@ -174,24 +174,24 @@ class RunConfig:
         return self.grpo if self.algorithm == "ppo" else getattr(self, self.algorithm)
 
     def of_model(self, model: ModelName) -> RunConfig:
-        """The config as one of the run's models sees it: its own section stands as `policy`, but engines are the policy's alone."""
+        """The config for one of the run's models: its own section becomes `policy`; only the policy has engines."""
         if model == "policy":
             return self
         seen, section = copy.copy(self), self.value.beside(self.policy) if model == "critic" else self.teachers[model]
         generation = dataclasses.replace(self.policy.generation, temperature=section.generation.temperature)
-        # MTP layers learn in the policy alone, and engines chose experts of the policy alone.
+        # Only the policy trains MTP layers, and engines choose experts only for the policy.
         megatron = dataclasses.replace(section.megatron_cfg, mtp_num_layers=0)
         seen.policy = dataclasses.replace(section, generation=generation, megatron_cfg=megatron, router_replay=RouterReplayConfig())
         return seen
 
     @property
     def sections(self) -> dict[ModelName, PolicyConfig | ValueConfig]:
-        """The section of each model that policy ranks hold: of the policy first, then of those beside it."""
+        """The section of each model that policy ranks hold: the policy's first, then the others'."""
         return {"policy": self.policy, **self.teachers, **({"critic": self.value} if self.has_critic else {})}
 
     @property
     def models_beside(self) -> tuple[ModelName, ...]:
-        """The models that policy ranks hold beside the policy."""
+        """The models, other than the policy, that policy ranks hold."""
         return tuple(model for model in self.sections if model != "policy")
 
     @property
@@ -201,7 +201,7 @@ class RunConfig:
 
     @property
     def teachers(self) -> dict[ModelName, PolicyConfig]:
-        """The models that say something of the policy's tokens, and are not trained."""
+        """Teacher models, which are not trained."""
         if self.algorithm == "distillation":
             return {} if self.teacher is None else {"teacher": self.teacher}
         return {} if self.teaching is None else {f"teacher:{name}": section for name, section in self.further_teachers.items()}
@@ -292,7 +292,7 @@ class RunConfig:
 
     @property
     def mtp_steps(self) -> int:
-        """Tokens beyond the next that the policy's MTP layers learn to predict, of those that it learns; 0 = they are left alone."""
+        """Tokens beyond the next that the policy's MTP layers learn to predict, of the tokens that it learns; 0 = not trained."""
         megatron = self.policy.megatron_cfg
         return megatron.mtp_num_layers if megatron.trains_mtp and self.algorithm != "rm" else 0
 
