@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that Transformer Engine's kernels keep of one packed row for the backward pass, by layer kind and by what is recomputed.
+"""Bytes that Transformer Engine's kernels keep of one packed row for the backward pass, by kind of layer and recomputed modules.
 
 Letters are those of `hybrid_override_pattern`: `*` attention, `-` MLP, `E` experts, `M` Mamba. A layer is a string of its parts, so that a
 decoder layer is `*-` or `*E`. A kept tensor counts once, where it is made.
@@ -30,7 +30,7 @@ class Row:
     offloaded: frozenset[str] = frozenset()
     """Tensors that wait on the host for the backward pass, as `letter.name`."""
     scores_length: int = 0
-    """Keys of each query whose scores are kept: that of a sequence without a fused attention kernel, else 0."""
+    """Keys per query with kept scores: a sequence's length without a fused attention kernel, else 0."""
     hidden_dropout: bool = False
     attention_dropout: bool = False
 
@@ -48,7 +48,7 @@ RECOMPUTED = {
     "moe": ("E.router", "E.dispatched", "E.fc1", "E.activation", "E.shared"),
     "shared_experts": ("E.shared",),
     "mla_up_proj": ("*.qkv",),
-    # Other norms are one kernel with the projection behind them.
+    # The other norms share a kernel with the projection after them.
     "layernorm": ("E.norm",),
 }
 
@@ -87,7 +87,7 @@ def _attention(shape: ModelSizes, row: Row) -> dict[str, float]:
     if row.scores_length:
         tensors["scores"] = heads * row.tokens * row.scores_length * (BF16 + (3 if row.attention_dropout else 0))
     if mla is None:
-        # More tensor-parallel ranks than key heads: each has a part of a head, and computes with the whole.
+        # With more tensor-parallel ranks than key heads, each holds a part of a head and computes with the whole.
         kv_heads = max(1.0, shape.kv_heads / row.tp)
         width = shape.head_dim
         return tensors | {"qkv": BF16 * row.tokens * (heads + 2 * kv_heads) * width, "core": BF16 * row.tokens * heads * width}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time limits of a start, a train step and a checkpoint: the values of section `deadlines`, else by bytes, tokens, nodes and GPUs.
 
-Without Ray and torch: `--check` prints them. Rates are those of a bad day; a deadline is for what hangs, not for what is slow.
+Imports neither Ray nor torch, as `--check` prints them. Rates are pessimistic: a deadline is for hangs, not for slow work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.data.planning import sequence_cost
 from mrl.phases import ModelName
 
-# Ray, the imports of vLLM and Megatron, and process groups, on a host that is busy.
+# Starting Ray, importing vLLM and Megatron, and making process groups on a busy host.
 PROCESSES_S = 300.0
 # With empty caches vLLM, Triton and FlashInfer compile kernels of a GPU, and CUDA graphs are captured.
 KERNELS_S = 300.0
@@ -26,12 +26,12 @@ KERNELS_S = 300.0
 BUSY_S = 600.0
 # One node's share of a file system that all nodes read at once: 1.6 GB/s over 32 nodes.
 READ_BYTES_PER_S = 50e6
-# What one node gets alone, and all of them together.
+# The rate of one node alone, and of all together.
 NODE_BYTES_PER_S, SHARED_BYTES_PER_S = 200e6, 1.6e9
 # A tenth of an A100's peak in bfloat16 and in float32, and a core of a laptop.
 GPU_FLOPS = {"bfloat16": 30e12, "float32": 2e12}
 CPU_FLOPS = 1e9
-# In forward passes: a backward pass is two, and activations may be computed again.
+# Forward passes in a train step: a backward pass counts as two, and recomputation as one.
 TRAIN_PASSES = 4
 # bfloat16, in which large models are published.
 BYTES_PER_PARAMETER = 2
@@ -39,7 +39,7 @@ BYTES_PER_PARAMETER = 2
 
 @dataclass(frozen=True)
 class Deadline:
-    """Seconds, and how they add up."""
+    """A deadline in seconds, and its breakdown."""
 
     what: str
     seconds: float
@@ -57,7 +57,7 @@ def all_deadlines(config: RunConfig) -> list[Deadline]:
 def start_deadline(config: RunConfig) -> Deadline:
     """The deadline of each wait at the start, for slots, engines, policy ranks and rewards: deadlines.start_s, or by the weights' size.
 
-    Policy ranks load one model after the other, each within it.
+    Policy ranks load their models one after another, each within this deadline.
     """
     parts = {f"{PROCESSES_S:g} s for processes": PROCESSES_S}
     if config.cluster.gpus_per_node:
@@ -85,9 +85,9 @@ def _train_deadline(config: RunConfig) -> Deadline:
     policy, parts = config.policy, {f"{BUSY_S:g} s for a busy host": BUSY_S}
     num_sequences = TRAIN_PASSES * policy.train_global_batch_size * (2 if config.learns_pairs else 1)
     if config.has_engines:
-        # The pass before a step's first update is over all of its rollouts.
+        # The pass before a step's first update covers all of its rollouts.
         num_sequences = max(num_sequences, config.rollouts.num_rollouts_per_step)
-    # A layout that is refused may leave none.
+    # A refused layout may have no ranks.
     length, ranks, rest = policy.max_total_sequence_length, max(config.num_policy_ranks, 1), ""
     flops, rate = CPU_FLOPS, f"{CPU_FLOPS / 1e9:g} GFLOPS"
     if config.cluster.gpus_per_node:
@@ -106,7 +106,7 @@ def _train_deadline(config: RunConfig) -> Deadline:
 def checkpoint_deadline(config: RunConfig) -> Deadline:
     """The deadline to save, to check and to load a checkpoint: deadlines.checkpoint_s, or by its bytes and the nodes that share them.
 
-    Its models are written at once, so that each of them may take the time of all.
+    Models are written at the same time, so each may take the time of all.
     """
     parts, missing = {f"{BUSY_S:g} s for a busy file system": BUSY_S}, list[str]()
     rate = min(config.cluster.num_nodes * NODE_BYTES_PER_S, SHARED_BYTES_PER_S)

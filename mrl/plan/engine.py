@@ -47,7 +47,7 @@ def token_bytes(shape: ModelSizes, tp: int, element_bytes: int = BF16) -> int:
 
 
 def state_bytes(shape: ModelSizes, tp: int, element_bytes: int = BF16, ssm_bytes: int = BF16, num_proposed: int = 0) -> int:
-    """State of one sequence in one Mamba layer on a worker: the end of the convolution's input, with proposed tokens', and the scan's."""
+    """State of a sequence in a Mamba layer on a worker: the end of the convolution's input, also for proposed tokens, and the scan's."""
     # A single group is copied to every worker.
     groups = shape.mamba_groups if shape.mamba_groups == 1 else shape.mamba_groups // tp
     channels = shape.mamba_inner // tp + 2 * groups * shape.mamba_state
@@ -66,7 +66,7 @@ def cache_layout(
     num_proposed: int = 0,
     drafter: str = "",
 ) -> CacheLayout:
-    """The layout of a model's cache on a worker, beside a drafter with layers of these letters.
+    """The layout of a model's cache on a worker, with a drafter of layers with these letters.
 
     A sequence has a Mamba state, and one after each proposed token; with prefixes shared two more, of its last whole block and of the end
     of its prompt (`MambaSpec.max_memory_usage_bytes` of vllm/v1/kv_cache_interface.py).
@@ -79,7 +79,7 @@ def cache_layout(
     page, states = state_bytes(shape, tp, element_bytes, ssm_bytes, num_proposed), 1 + num_proposed + (2 if shares_prefixes else 0)
     if not attention:
         return CacheLayout(1, page * mamba, 0, 1, states)
-    # Blocks of both kinds have one size: attention blocks grow to that of a state, and states are padded to them.
+    # Both kinds of blocks have one size: attention blocks grow to a state's size, and states are padded to theirs.
     block = kernel_block * math.ceil(page / (kernel_block * per_token))
     fewest, most = sorted((attention, mamba))
     group = most if most < 1.5 * fewest else fewest
@@ -97,5 +97,5 @@ def forward_bytes(shape: ModelSizes, tp: int, *, batched_tokens: int) -> float:
 
 
 def sampler_bytes(shape: ModelSizes, num_rows: int) -> float:
-    """Logits of tokens that are drawn or checked at once, their copy in float32, and the sorted one of the sampler."""
+    """Logits of tokens that are drawn or checked at once, their float32 copy, and the sampler's sorted copy."""
     return 3.0 * FP32 * num_rows * shape.vocabulary

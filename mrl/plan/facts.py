@@ -25,7 +25,7 @@ IMBALANCE = 1.3
 
 
 class PlanModel:
-    """A model of config.json, with what is computed of it once, and the models that policy ranks hold beside it."""
+    """A model of config.json, with values computed once, and the other models that policy ranks hold."""
 
     def __init__(
         self, hf_config: Mapping[str, object], beside: Mapping[ModelName, PlanModel] = MappingProxyType({}), folder: Path | None = None
@@ -46,17 +46,17 @@ class PlanModel:
 
     @property
     def by_name(self) -> dict[ModelName, PlanModel]:
-        """The policy and the models beside it."""
+        """The policy and all other models."""
         return {"policy": self, **self.beside}
 
     def _engine_bytes(self, parallel: VllmParallel, dtype: str) -> int:
-        """Weights of the first worker of an engine, which has as many experts as any."""
+        """Weights of an engine's first worker, which has the most experts."""
         layout = self.family.vllm_layout(self.hf_config, parallel, 0, dtype)
         return sum(math.prod(slot.shape) * DTYPE_BYTES[slot.dtype] for slot in layout.values())
 
 
 def read_model(config: RunConfig) -> PlanModel:
-    """The policy of a run and the models beside it, with the config's overrides; ValueError if a config.json cannot be read."""
+    """The policy of a run and its other models, with the config's overrides; ValueError if a config.json cannot be read."""
     return _read(config, "policy", {name: _read(config, name) for name in config.models_beside})
 
 
@@ -111,6 +111,6 @@ def state_rules(config: RunConfig) -> StateRules:
 
 
 def num_microbatches(config: RunConfig) -> int:
-    """Rows of an update on a data-parallel rank at most: each sequence in a row of its own."""
+    """Most rows of an update on a data-parallel rank: each sequence in a row of its own."""
     per_row = 1 if config.policy.sequence_packing.enabled else config.policy.train_micro_batch_size
     return max(1, config.policy.train_global_batch_size // config.data_parallel_size // per_row)

@@ -22,13 +22,13 @@ _STEP_TOKENS = 256
 
 
 def section_at_work(config: RunConfig, phase: Phase) -> str:
-    """The section of the model that computes in a phase."""
+    """Section of the model that computes in a phase."""
     # Several teachers have the policy's values.
     return {"critic": "value", "teacher": "policy" if config.teacher is None else "teacher"}.get(WORKERS.get(phase, "policy"), "policy")
 
 
 def with_least_rows(config: RunConfig, *, keeps_full: bool) -> RunConfig:
-    """The config with rows of one sequence; with `keeps_full`, those that are filled up to a number of tokens stay as long as they are."""
+    """The config with rows of one sequence; with `keeps_full`, rows that are filled up to a number of tokens keep their length."""
 
     def least(section: Section) -> Section:
         if not _filling(section):
@@ -73,7 +73,7 @@ def _in_each_section(config: RunConfig, change: Callable[[Section], Section]) ->
 
 
 def _cut(section: Section, tokens: int) -> Section:
-    """The section with rows of at most as many tokens."""
+    """The section with rows of at most `tokens` tokens."""
     if name := _filling(section):
         filling = getattr(section, name)
         train, logprob = min(tokens, filling.train_mb_tokens), min(tokens, filling.logprob_mb_tokens)

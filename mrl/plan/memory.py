@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a run by phase: which rank needs most of its GPU, what a host holds, what the disk holds."""
+"""Memory of a run by phase: the rank that needs most of its GPU, host memory, and disk space."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mrl.plan.states import States, state_bytes
 
 # Outside of torch's allocator: CUDA context, NCCL's buffers, cuDNN. Cards of Megatron-Bridge keep 3 to 6 GB of 80 GB free.
 POLICY_CONTEXT, ENGINE_CONTEXT = 2.5e9, 0.7e9
-# Of vLLM: 1.34 GiB with a model of 35 billion parameters (vLLM issue 50722).
+# vLLM's memory outside of torch: 1.34 GiB with a model of 35 billion parameters (vLLM issue 50722).
 GRAPHS = 1.34 * GIB
 # Reserved but not allocated, as a share of what is allocated: 2 to 8 % on the cards of Megatron-Bridge.
 SLACK = 0.05
 _WORKSPACE = 32 * 2**20
 # Bytes of a logit without gradient: docs/performance.md, "Memory of log-probabilities".
 _FORWARD_LOGIT = 5
-# The parts that come and go, by the beginning of their names.
+# The transient parts, by the beginning of their names.
 _PASSING = ("gradients", "optimizer", "activations", "logits or one layer")
 
 Parts = dict[str, float]
@@ -42,7 +42,7 @@ class EngineMemory:
     activations: float
     """Activations as vLLM measures them at its start, to give the cache the rest."""
     unmeasured: float
-    """Logits that checking all proposed tokens takes beyond that."""
+    """Further logits for checking all proposed tokens."""
     graphs: float
     cache: float
     layout: CacheLayout
@@ -86,7 +86,7 @@ def engine_memory(config: RunConfig, model: PlanModel, gpu: Gpu) -> EngineMemory
         drafter=model.mtp_pattern if generation.parallel.has_drafter else "",
     )
     weights = model.engine_bytes(generation.parallel, vllm.precision)
-    # It measures with one proposal for each sequence (`GPUModelRunner._dummy_sampler_run`), however many there will be.
+    # vLLM always measures with one proposal per sequence (`GPUModelRunner._dummy_sampler_run`).
     measured, all_rows = (vllm.max_num_seqs * (1 + number) for number in (min(num_proposed, 1), num_proposed))
     activations = forward_bytes(shape, tp, batched_tokens=vllm.max_num_batched_tokens) + sampler_bytes(shape, measured)
     graphs = 0.0 if vllm.enforce_eager else GRAPHS
@@ -101,12 +101,12 @@ class Work:
     states: States
     persistent: float
     forward: Parts
-    """Besides, in a pass without gradients."""
+    """Further memory in a pass without gradients."""
     train: Parts
 
 
 def work_of(config: RunConfig, model: PlanModel, pp_rank: int, role: Role = "policy", *, imbalance: float = IMBALANCE) -> Work:
-    """The same for a rank of a pipeline stage of a model of this role, as whose `policy` the config sees it (`RunConfig.of_model`)."""
+    """Memory of one rank of a model of this role, at a pipeline stage; `config` has the model as `policy` (`RunConfig.of_model`)."""
     megatron, shape = config.policy.megatron_cfg, model.shape
     parallel, is_last, chunk_tokens = megatron.parallel, pp_rank == megatron.parallel.pp - 1, config.policy.output_chunk_tokens
     states = stage_states(config, model, pp_rank, role)
@@ -123,10 +123,10 @@ def work_of(config: RunConfig, model: PlanModel, pp_rank: int, role: Role = "pol
     widest = max(sum(part_bytes(shape, letter, forward_row).values()) for layer in set(shape.layers) for letter in layer)
     columns = min(chunk_tokens or forward_row.tokens, forward_row.tokens) * shape.vocabulary / row.tp
     forward = max(widest, _FORWARD_LOGIT * columns if has_logits else 0.0)
-    # What the kernels keep is counted in bfloat16.
+    # The kernels' tensors are counted in bfloat16.
     wider = 1 if config.policy.precision == "bfloat16" else 2
     if steps:
-        # Of each step what is joined, and the output layer's gathered input. For as long as an update takes, a copy of the embedding.
+        # For each MTP step the joined input, and the output layer's gathered input; during an update a copy of the embedding.
         gathered = row.tokens if row.is_sequence_parallel else 0
         train["activations"] += steps * BF16 * shape.hidden * (3 * row.sharded_tokens + gathered)
         of_each = BF16 + (0 if megatron.mtp_detach_heads else FP32 / wider)
@@ -171,7 +171,7 @@ def rank_memory(
         workers = [name for name in works if role_of(name) == WORKERS.get(phase, "policy")]
         if not workers or (not config.has_engines and phase in ("generate", "refit")):
             continue
-        # Teachers work one after another.
+        # Teachers compute one after another.
         worker = max(workers, key=lambda name: _needed_by_teachers(works[name]))
         parts = {"weights": states.weights, "buffers": mine.persistent, "outside torch": POLICY_CONTEXT + sleeping}
         if residency.gradients == "device" or stays:
@@ -180,7 +180,7 @@ def rank_memory(
             parts["optimizer"] = states.optimizer
         for name, work in beside.items():
             place = residency.of(name)
-            # Loading, they come one after another, before the policy: each has left by then.
+            # Teachers load one after another before the policy, and each has left the GPU by then.
             if phase == "load" or place.weights != "device" or (role_of(name) == "teacher" and name != worker):
                 continue
             parts[f"weights of the {name}"] = work.states.weights
@@ -196,9 +196,9 @@ def rank_memory(
         if engine and sleeping and residency.kv_cache == "device":
             parts |= {"engine activations": engine.activations + engine.unmeasured, "KV cache": max(0.0, engine.cache)}
         if phase == "refit":
-            # Rounds arrive in one, and are packed in another that holds one round.
+            # Rounds arrive in one buffer, and are packed in another that holds one round.
             parts["exchange buffer"] = (1 + 1 / NUM_BUFFERS) * config.policy.refit_buffer_size_gb * 1e9
-        # Cached blocks that torch cannot use are as large as what comes and goes.
+        # Unusable cached blocks are as large as the transient parts.
         parts["slack"] = SLACK * sum(size for name, size in parts.items() if name.startswith(_PASSING))
         phases[phase] = parts
     return RankMemory(pp_rank, phases)
@@ -207,7 +207,7 @@ def rank_memory(
 def all_ranks(
     config: RunConfig, model: PlanModel, gpu: Gpu, *, imbalance: float = IMBALANCE
 ) -> tuple[list[RankMemory], EngineMemory | None]:
-    """A rank of each pipeline stage, and the engine beside it. Of inner stages with equal layers the first: it keeps most microbatches."""
+    """A rank of each pipeline stage, with the engine on its GPU. Of equal inner stages only the first, which has the most microbatches."""
     engine = engine_memory(config, model, gpu) if config.has_engines else None
     parallel, layers = config.policy.megatron_cfg.parallel, model.shape.layers
     stages: dict[object, int] = {}
@@ -218,7 +218,7 @@ def all_ranks(
 
 
 def stage_states(config: RunConfig, model: PlanModel, pp_rank: int, role: Role = "policy") -> States:
-    """States of a rank of a pipeline stage; for other roles than the policy's as for `work_of`."""
+    """States of a rank of a pipeline stage; `config` as in `work_of`."""
     rules = state_rules(config)
     rules = replace(rules, is_trained=False) if role == "teacher" else rules
     what = {"trains_mtp": config.mtp_steps > 0, "has_head": _has_head(config, role)}
@@ -236,10 +236,10 @@ def least_peak(rank: RankMemory) -> float:
 
 
 def host_memory(config: RunConfig, model: PlanModel, states: States) -> Parts:
-    """Bytes of the first node: what leaves its GPUs, a checkpoint's copy that is being written, model files in the page cache, rollouts.
+    """Host memory of the first node: tensors moved off its GPUs, the copy of a checkpoint in writing, page cache of model files, rollouts.
 
-    What leaves at a change of phase goes into one pinned block (`mrl.policy.host_block`), which torch does not round up. What Megatron's
-    optimizer keeps there it does.
+    Tensors moved between phases share one pinned block (`mrl.policy.host_block`), which torch does not round up, unlike the host tensors
+    of Megatron's optimizer.
     """
     ranks = config.cluster.slots_per_node
     away = states.optimizer + states.host_optimizer if config.frees_training_memory else states.host_optimizer

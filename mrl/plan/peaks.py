@@ -23,7 +23,7 @@ class Stage:
     """Layers, and microbatches whose activations are kept at the worst moment."""
     is_last: bool = True
     extra_outputs: int = 0
-    """Depths of multi-token prediction, each with logits of its own."""
+    """MTP depths, each with logits of its own."""
 
 
 def microbatches_in_flight(pp_rank: int, pp: int, vpp: int, num_microbatches: int, group: int | None = None) -> list[float]:
@@ -44,7 +44,7 @@ def microbatches_in_flight(pp_rank: int, pp: int, vpp: int, num_microbatches: in
 
 
 def activation_bytes(shape: ModelSizes, stage: Stage, row: Row) -> float:
-    """Kept by all microbatches in flight."""
+    """Bytes kept by all microbatches in flight."""
     ends = 2 * BF16 * row.sharded_tokens * shape.hidden * (1 + stage.extra_outputs) if stage.is_last else 0.0
     kinds = [(layer, number * count) for layers, count in stage.chunks for layer, number in Counter(layers).items()]
     return ends + sum(number * kept_bytes(shape, layer, row) for layer, number in kinds)

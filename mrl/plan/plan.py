@@ -56,12 +56,12 @@ class Plan:
 
 
 def mean_tokens_of(config: RunConfig, given: float | None) -> float:
-    """Tokens of a rollout with its prompt for which times are given: half of the longest unless the user knows better."""
+    """Assumed tokens of a rollout with its prompt: half of the longest unless the user gives a number."""
     return given or config.policy.max_total_sequence_length / 2
 
 
 def with_config_json(config: RunConfig) -> RunConfig:
-    """The config with a folder that holds the model's config.json in place of an id of the Hub."""
+    """Replaces an id of the Hub by a folder that holds the model's config.json."""
     return with_value(config, "policy.model_name", str(model_folder(config.policy.model_name, with_weights=False)))
 
 
@@ -88,10 +88,10 @@ def search_layouts(config: RunConfig, gpu: Gpu, refit: RefitTraffic | None, *, m
 
 
 def prediction(config: RunConfig, gpu: Gpu | None) -> str:
-    """One line for the start of a run. `gpu` is None where it is not known; then the largest of `GPUS` is asked whether all fits.
+    """One line for the start of a run. `gpu` is None if unknown; the largest of `GPUS` then decides whether all fits.
 
     Raises:
-        ValueError: a phase does not fit by a clear margin: without slack, with balanced experts, and with the rows that are sure to come:
+        ValueError: a phase exceeds the GPU by a clear margin: without slack, with balanced experts, and with rows that are sure to occur:
             of one sequence where rows are padded, full ones where they are filled and the GPU is known.
     """
     asked, model = gpu or LARGEST, read_model(config)
@@ -113,8 +113,8 @@ def prediction(config: RunConfig, gpu: Gpu | None) -> str:
 
 
 def predicted_bytes(config: RunConfig, gpu: Gpu | None) -> dict[Phase, float]:
-    """Bytes of a GPU in each phase, on the policy rank that needs most then. Without `generate` where the GPU, which its cache fills, is
-    not known; empty for a run without GPUs."""
+    """Bytes of a GPU in each phase, on the policy rank that needs most then. Without `generate` if the GPU is unknown, as its cache fills
+    that; empty for a run without GPUs."""
     if not config.cluster.gpus_per_node:
         return {}
     ranks, _ = all_ranks(config, read_model(config), gpu or LARGEST)
@@ -127,7 +127,7 @@ def spell_parts(parts: Parts) -> str:
 
 
 def describe(plan: Plan) -> list[str]:
-    """The plan as lines of text. Memory is in GiB, what is moved or stored in GB."""
+    """The plan as lines of text: memory in GiB, traffic and files in GB."""
     config, gpu, worst = plan.config, plan.gpu, plan.worst
     stages = config.policy.megatron_cfg.pipeline_model_parallel_size
     lines = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All layouts of a run on its GPUs: those that divide and fit, fastest first, and why the others do not."""
+"""All layouts of a run on its GPUs: legal ones that fit, fastest first, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Layouts:
 
 
 def worst_rank(config: RunConfig, model: PlanModel, gpu: Gpu) -> tuple[RankMemory, str | None]:
-    """The policy rank whose GPU is fullest, and what does not fit; None if all does."""
+    """The policy rank with the fullest GPU, and a description of what does not fit; None if all does."""
     ranks, engine = all_ranks(config, model, gpu)
     worst = max(ranks, key=lambda rank: rank.peak)
     if engine and engine.concurrency(config.policy.max_total_sequence_length) < 1:
@@ -70,9 +70,9 @@ def worst_rank(config: RunConfig, model: PlanModel, gpu: Gpu) -> tuple[RankMemor
 
 
 def search(config: RunConfig, model: PlanModel, gpu: Gpu, refit: RefitTraffic | None, *, mean_tokens: float) -> Layouts:
-    """Every layout of the trainer, each with the fastest engines beside which it fits.
+    """Every layout of the trainer, each with the fastest engines that fit with it.
 
-    `refit` stands for those of all layouts: a schedule for each would take minutes.
+    One `refit` stands for all layouts: a schedule for each would take minutes.
     """
     refused: Counter[str] = Counter()
     best: list[Candidate] = []

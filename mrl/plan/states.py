@@ -15,7 +15,7 @@ from mrl.plan.activations import BF16, FP32
 
 # The rule's name of the layer that a model with a head keeps and does not use (`mrl.policy.output.attach_reward_head`).
 _OUTPUT = "output_layer.weight"
-# torch rounds pinned memory up to a power of two, tensor by tensor: for sizes spread evenly between two powers, by 1 / ln 2 in the mean.
+# torch rounds each pinned tensor up to a power of two: by 1 / ln 2 on average, if sizes are spread evenly between two powers.
 PINNED_ROUNDING = 1 / math.log(2)
 
 
@@ -48,7 +48,7 @@ class StateRules:
     offloaded: float = 0.0
     """Share of the elements that the host updates."""
     is_trained: bool = True
-    """False: only adapters are trained, whose states are small beside the weights and not counted."""
+    """False: only adapters are trained, whose states are small against the weights and not counted."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class ModelElements:
         self._of_layer = cache(self._layer)
 
     def stage(self, parallel: MegatronParallel, pp_rank: int, *, trains_mtp: bool = False, has_head: bool = False) -> Elements:
-        """Elements of a pipeline stage on any of its ranks; all hold the same number. That of a head is not counted."""
+        """Elements of a pipeline stage on each of its ranks; all hold the same number. A reward head is not counted."""
         sizes = (parallel.tp, parallel.ep, parallel.etp)
         total = Elements()
         for chunk in range(parallel.vpp):
@@ -129,7 +129,7 @@ def _count(rules: Iterable[Rule], tp: int, ep: int, etp: int) -> Elements:
             start, stop = AxisRank(ep, 0, "expert_model_parallel_size").part(rule.cut.num_experts, "experts")
             experts += (stop - start) * math.prod(rule.cut.cut.megatron(AxisRank(etp, 0, "expert_tensor_parallel_size")).shape)
         elif rule.dtype is not None:
-            # A tensor with a dtype of its own is a buffer: the bias of routers.
+            # Only buffers have a dtype of their own: the bias of routers.
             buffers += math.prod(rule.cut.megatron(AxisRank(tp, 0)).shape)
         else:
             dense += math.prod(rule.cut.megatron(AxisRank(tp, 0)).shape)

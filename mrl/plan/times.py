@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of a step by phase, as a low and a high figure: operations and bytes against the GPU's peaks at a stated share.
 
-The shares are those of published runs (docs/plan.md), not of mrl on GPUs, where nothing is measured yet.
+The shares come from published runs (docs/plan.md), not from mrl, which is not measured on GPUs yet.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ EXPERT_PRODUCTS, DENSE_PRODUCTS, DECODING = (0.36, 0.19), (0.50, 0.28), (0.60, 0
 # Of links and memory in a refit, high as measured and low as half of it: 370 of 450 GB/s over NVLink (github.com/NVIDIA/nccl/issues/1374),
 # 48.5 of 50 GB/s over InfiniBand (github.com/NVIDIA/nccl-tests/issues/267). That of memory is assumed.
 NVLINK, NETWORK, MEMORY = (0.82, 0.41), (0.97, 0.48), (0.80, 0.40)
-# Seconds of a layer in a decode step beside its bytes: kernels that start one after another, two exchanges between workers.
+# Seconds of a layer in a decode step, added to those of its bytes: kernel launches, and two exchanges between workers.
 LAYER_LATENCY = TimeRange(40e-6, 90e-6)
 # Seconds of a switch between phases, rewards and data together.
 SWITCHES = TimeRange(10.0, 18.0)
 # Seconds of a refit on the host: a kernel's launch from Python, a wait for a stream or for another process, and a call of an actor by the
 # driver (docs/performance.md; the high figure is for a slower host).
 LAUNCH, WAIT, CALL = TimeRange(15e-6, 50e-6), TimeRange(50e-6, 300e-6), TimeRange(0.4e-3, 0.8e-3)
-# Of a round, in the exchange of a rank and in the pull and verification of a worker: kernels besides those of messages, and waits. Then
+# Kernels and waits of a round besides those of messages, in a rank's exchange and in a worker's pull and verification. Then
 # kernels of a message.
 EXCHANGE_LAUNCHES, EXCHANGE_WAITS, PULL_LAUNCHES, PULL_WAITS = 1, 2, 3, 3
 MESSAGE_LAUNCHES = 2
@@ -101,7 +101,7 @@ def decode_seconds(
     # Experts that no token chooses are not read.
     idle = (1 - shape.topk / shape.experts) ** at_once if shape.experts else 0.0
     experts = letters.count("E") * shape.experts * (shape.fc1_factor + 1) * (shape.latent or shape.hidden) * shape.expert_ffn * BF16 / tp
-    # Of its states a step reads one and writes one.
+    # A decode step reads one state and writes one.
     per_rollout = letters.count("*") * token_bytes(shape, tp) * mean / 2 + 2 * engine.layout.state_groups * engine.layout.block_bytes
     num_bytes = engine.weights - idle * experts + at_once * per_rollout
     step = seconds(num_bytes, gpu.bandwidth, DECODING).plus(LAYER_LATENCY.times(len(shape.layers)))
@@ -155,10 +155,10 @@ def refit_calls(config: RunConfig) -> int:
 def refit_times(
     refit: RefitTraffic, gpu: Gpu, *, engine_weights: float, num_calls: int, network: tuple[float, float] = NETWORK
 ) -> RefitTimes:
-    """Times of a refit of engine workers with so many bytes of weights, by `num_calls` of the driver.
+    """Times of a refit for engine workers with `engine_weights` bytes each, by `num_calls` calls of the driver.
 
-    A sender reads what it sends twice, for packing and checksums, and writes it once; a worker reads its weights where they arrive, writes
-    them, and reads them once more to compare. Waking memory and settling weights are no part.
+    A sender reads its messages twice, for packing and checksums, and writes them once; a worker reads arriving weights, writes them, and
+    reads them again to compare. Waking memory and settling weights are not included.
     """
     rounds, sent = refit.num_rounds, refit.busiest["node"] + refit.busiest["network"]
     launches = MESSAGE_LAUNCHES * refit.most_messages + EXCHANGE_LAUNCHES * rounds
@@ -186,7 +186,7 @@ def step_times(
     megatron, gpus = config.policy.megatron_cfg, config.num_policy_ranks
     rollouts = config.rollouts.num_rollouts_per_step if config.has_engines else config.policy.train_global_batch_size
     tokens = rollouts * mean_tokens
-    # Full recomputation is one forward pass more, and stages of a pipeline wait for each other.
+    # Full recomputation adds a forward pass, and pipeline stages wait for each other.
     recomputed = megatron.activation_checkpointing and megatron.recompute_granularity == "full"
     passes = 1 + (1 if megatron.peft.enabled else BACKWARD) + recomputed
     rows = max(1, num_microbatches(config)) * (megatron.virtual_pipeline_model_parallel_size or 1)
@@ -196,7 +196,7 @@ def step_times(
     if forward := config.needs_old_logprobs + config.keeps_reference:
         phases["logprobs"] = train_seconds(shape, cost, gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=forward).times(bubble)
     for name, other in model.beside.items():
-        # A pass without gradients, over a teacher's share of the rows; of a trained model two over all of them, and a backward pass.
+        # A teacher: one pass without gradients over its share of the rows. A trained model: two passes over all rows, and a backward pass.
         parts = 1.0 / len(config.teachers) if role_of(name) == "teacher" else 2.0 + BACKWARD
         phases[name] = train_seconds(other.shape, other.cost(), gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=parts)
     if engine is None:

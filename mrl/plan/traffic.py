@@ -42,7 +42,7 @@ def refit_ends(config: RunConfig, model: PlanModel) -> Ends:
     parallel, world, vllm = config.policy.megatron_cfg.parallel, config.num_policy_ranks, config.policy.generation.vllm_cfg
     coords = [parallel.coords_of(rank, world) for rank in range(world)]
     engine = config.policy.generation.parallel
-    # Ranks at one place share one layout object, by which the schedule knows them as equal.
+    # Ranks with the same coordinates share one layout object, by which the schedule sees that they are equal.
     layouts = {
         place: read_by_engines(model.family.megatron_layout(model.hf_config, parallel, place, config.policy.precision, "te"), engine)
         for place in set(coords)
