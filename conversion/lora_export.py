@@ -32,7 +32,7 @@ _UNGATED = ("up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class CheckpointAdapters:
-    """The adapters that a checkpoint has beside its weights, with their size and scale."""
+    """The adapters of a checkpoint, with their size and scale."""
 
     layers: tuple[str, ...]
     dim: int

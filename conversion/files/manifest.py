@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of what a conversion writes: taken while it writes, kept beside each finished file, listed in the folder's manifest.json."""
+"""Checksums of a conversion's files: taken while it writes, stored next to each finished file, listed in the folder's manifest.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"
 # Raised whenever the same Hugging Face folder would be written differently than before: other keys, shapes, or formats.
 TABLE_VERSION = 1
 FINISHED_SUFFIX = ".finished"
-"""Suffix of the records beside finished files of an incomplete folder; see `FinishedFiles`."""
+"""Suffix of the records of finished files in an incomplete folder; see `FinishedFiles`."""
 
 # Syncs often, so that the disk writes while the rest of the file is made.
 SYNC_BYTES = 128 << 20
@@ -132,7 +132,7 @@ class HashedFile(AbstractContextManager["HashedFile"]):
 
 
 class FinishedFiles(AbstractContextManager["FinishedFiles"]):
-    """The files of a folder that is not complete. Each finished one has a record beside it, so that a later attempt keeps it."""
+    """The files of an incomplete folder. Each finished file has a record next to it, so that a later attempt keeps it."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1)

@@ -49,7 +49,7 @@ class CheckpointPaths:
 
 
 def find_checkpoint(folder: Path) -> CheckpointPaths:
-    """The checkpoint in a step folder, a weights folder or an iter_ folder, with the copy of the model's config.json beside it."""
+    """The checkpoint in a step folder, a weights folder or an iter_ folder, with its copy of the model's config.json."""
     if not folder.is_dir():
         raise ValueError(f"--mcore {folder} is not a folder; name a step_N folder, its policy/weights, or an iter_ folder")
     weights = folder / "policy" / "weights" if (folder / "policy" / "weights").is_dir() else folder

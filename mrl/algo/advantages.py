@@ -34,10 +34,10 @@ def train_sequences(
 ) -> tuple[list[TrainSequence], dict[str, float]]:
     """Every rollout of a step as a sequence to train on, in the order of the groups; and metrics of rewards and masks.
 
-    Advantages are 0 where rollouts are not compared, until a critic or a teacher has judged the tokens. Rollouts that do not count keep
-    their place, with advantage 0. Whatever needs logprobs comes later: see `mrl.algo.token_advantages`.
+    Advantages are 0 where rollouts are not compared, until a critic or a teacher has judged the tokens. Masked rollouts keep their place,
+    with advantage 0. Computations that need logprobs come later: see `mrl.algo.token_advantages`.
     """
-    # Malformed thinking comes first: in a turn with both flaws, the later one counts, its invalid tool call.
+    # Malformed thinking first, so that in a turn with both flaws the invalid tool call wins.
     fixed: dict[FlawKind, float | None] = {
         "malformed_thinking": config.malformed_thinking_advantage,
         "invalid_tool_call": config.invalid_tool_call_advantage,
@@ -105,7 +105,7 @@ def group_advantages(
         raise ValueError(f"a group of {len(rewards_G)} rollout has no baseline; set grpo.num_generations_per_prompt to 2 or more")
     advantages_G = torch.zeros(len(rewards_G), dtype=torch.float64)
     has_reward_G = torch.ones(len(rewards_G), dtype=torch.bool) if has_reward_G is None else has_reward_G
-    # Sums of as many float32 are exact in float64, so that equal rewards have exactly no deviation from their mean.
+    # float64 sums of this many float32 numbers are exact, so equal rewards deviate by exactly 0 from their mean.
     rewards_N = rewards_G[has_reward_G].float().double()
     count = len(rewards_N)
     if count < 2:
@@ -179,7 +179,7 @@ def _gdpo(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[Tensor]:
             rewards = [scale_reward(verdict.components.get(name, 0.0), config.reward_scaling) for verdict in group.verdicts]
             total_G += weight * _against_group(group, rewards, config)
         totals.append(total_G)
-    # Shifts and scales what rollouts with a reward have to mean 0 and unbiased variance 1 over the batch; 0 if all are equal.
+    # Normalises rollouts with a reward to mean 0 and unbiased variance 1 over the batch; 0 if all are equal.
     has_reward = [_has_reward(group) for group in groups]
     flat_N = torch.cat([total_G[has_reward_G] for total_G, has_reward_G in zip(totals, has_reward, strict=True)])
     if len(flat_N) < 2 or flat_N.max() - flat_N.min() <= ROUNDING:

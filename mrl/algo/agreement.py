@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between the trainer's and the engine's logprobs of the same tokens: which of them are rounding."""
+"""Differences between the trainer's and the engine's logprobs of the same tokens, and limits of rounding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ choose different experts for a few tokens, which then differ by nats."""
 
 
 class Disagreement(RuntimeError):
-    """Trainer and engine compute different models of equal weights."""
+    """Trainer and engine compute different models from equal weights."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def measure(generator: Sequence[np.ndarray], trainer: Sequence[np.ndarray], *, f
 def find_disagreement(errors: Errors, precision: str, *, chooses: bool) -> str:
     """Says why these errors are no rounding; "" if they are. `chooses`: each side routes tokens to experts by itself."""
     limit = (MAX_MEAN_ERROR_OF_EXPERTS if chooses else MAX_MEAN_ERROR)[precision]
-    # NaN must not pass, so the claim is written as what has to hold.
+    # Written as the condition that must hold, so that NaN fails it.
     if errors.mean <= limit and 2 * errors.num_ruled_out <= errors.num_tokens:
         return ""
     return (

@@ -21,13 +21,13 @@ from mrl.algo.ratios import Segments, extremes
 if TYPE_CHECKING:
     from mrl.config.schema.ppo import GaeConfig, ValueLossConfig
 
-# NeMo RL adds this to the variance of advantages, and bounds that of returns below by it.
+# NeMo RL adds this to the variance of advantages, and uses it as the least variance of returns.
 _EPSILON = 1e-8
 
 
 @dataclass(frozen=True)
 class ValuedRow:
-    """A row as the critic judged it. As in `PackedRow`, position t stands for the token that it predicts: its value is that of before."""
+    """A row with the critic's values. As in `PackedRow`, position t stands for the token that it predicts, with the value before that."""
 
     values_T: Tensor
     rewards_S: Tensor
@@ -41,8 +41,8 @@ class ValuedRow:
 def token_advantages_and_returns(row: ValuedRow, config: GaeConfig) -> tuple[Tensor, Tensor]:
     """Advantages, not normalised, and returns of a row's tokens, float64 [T] both, 0 outside the mask (arXiv:1506.02438).
 
-    Tokens outside the mask are no steps: the state after a valid token is that before the next valid one of its sequence. After the last
-    one nothing comes, also where a rollout was cut off. With lambdas of their own, advantages and returns differ (arXiv:2504.05118).
+    Tokens outside the mask are no steps: a valid token leads to the next valid one of its sequence. The last one is terminal, also in a
+    rollout that was cut off. Advantages and returns may have different lambdas (arXiv:2504.05118).
     """
     is_valid_T = row.loss_mask_T > 0
     segments = Segments.of(row.cu_seqlens, is_valid_T.double())
@@ -76,7 +76,7 @@ def discounted_sums(values_N: Tensor, decay_N: Tensor) -> Tensor:
     """x with x[t] = values[t] + decay[t] * x[t + 1], and 0 after the end; in log2(N) passes."""
     sums_N, decay_N, reach = values_N.clone(), decay_N.clone(), 1
     while reach < len(sums_N):
-        # Each sum spans `reach` terms, and decay is that over all of them.
+        # Each sum spans `reach` terms, and `decay` is the product over all of them.
         sums_N[:-reach] += decay_N[:-reach] * sums_N[reach:].clone()
         decay_N = torch.cat([decay_N[:-reach] * decay_N[reach:], decay_N.new_zeros(reach)])
         reach *= 2
@@ -101,8 +101,8 @@ def value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of a row's values (scalar with gradient by `values_T`), and its share of the metrics, which `finish_value_metrics` completes.
 
-    Half the squared distance from the returns. With `cliprange`, the larger of this and that of values at most so far from the old ones
-    (arXiv:2005.12729). `num_tokens` are those in the masks of the global batch. Tokens outside the mask have no effect.
+    Half the squared distance from the returns. With `cliprange`, the larger of this and the loss of values clipped to that range around
+    the old ones (arXiv:2005.12729). `num_tokens` counts the masks of the global batch. Tokens outside the mask have no effect.
     """
     is_valid_T = loss_mask_T > 0
     values_N, old_values_N, returns_N = values_T[is_valid_T], old_values_T[is_valid_T], returns_T[is_valid_T]

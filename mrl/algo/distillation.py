@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of distillation: how far the student's distribution at each token is from its teacher's. NeMo RL's DistillationLossFn.
+"""Distillation loss: the divergence of the student's distribution from its teacher's at each token. NeMo RL's DistillationLossFn.
 
 T tokens, K tokens that the teacher holds likeliest at each position.
 """
@@ -17,7 +17,7 @@ from mrl.config.schema.algo import LossConfig
 from mrl.types import RolloutGroup, TrainSequence
 
 LOG_NOTHING = -100.0
-"""The teacher's log-probability of what is not among its top k, with `loss_fn.zero_outside_topk`."""
+"""The teacher's log-probability of tokens outside its top k, with `loss_fn.zero_outside_topk`."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class StudentScores:
     """Student's scores of its teacher's top-k tokens, float32, with gradient."""
 
     logits_TK: Tensor
-    """Less the largest logit of the vocabulary, where that counts: a logarithm keeps more digits of small numbers."""
+    """Logits minus the largest of the vocabulary, if that counts: a logarithm keeps more digits of small numbers."""
     log_sum_T: Tensor | None = None
-    """Log of the sum of exp(logit - the largest) over the vocabulary; None where only the top k count. So is the other."""
+    """Log of the sum of exp(logit - the largest) over the vocabulary; None where only the top k count, like `negentropy_T`."""
     negentropy_T: Tensor | None = None
     """Sum of p * log p over the vocabulary, in nats."""
 
@@ -48,12 +48,12 @@ def distillation_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The weighted sum of the divergences of the tokens (a scalar with gradient), and its metrics (detached).
 
-    `weights_T` is the weight of each token: for a mean, 1 / (learned tokens of the global batch). What stands at tokens of weight 0 does
-    not count. The losses of all rows of all ranks add up to that of the batch.
+    `weights_T` is the weight of each token: for a mean, 1 / (learned tokens of the global batch). Values at tokens of weight 0 are
+    ignored. The losses of all rows of all ranks add up to the batch's loss.
     """
     is_learned_T = weights_T > 0
     teacher_TK = torch.log_softmax(teacher_logits_TK.float(), dim=-1)
-    # Before anything is computed of them, so that what does not count has no gradient, not even NaN.
+    # Replaced before any computation, so that ignored values have no gradient, not even NaN.
     logits_TK = torch.where(is_learned_T[:, None], student.logits_TK, 0.0)
     if student.log_sum_T is None:
         student_TK = torch.log_softmax(logits_TK, dim=-1)
@@ -62,7 +62,7 @@ def distillation_loss(
     forward_T = (teacher_TK.exp() * (teacher_TK - student_TK)).sum(dim=-1)
     reverse_T = (student_TK.exp() * (student_TK - teacher_TK)).sum(dim=-1)
     if student.negentropy_T is not None:
-        # Of the tokens that the teacher gives nothing: p * (log p - LOG_NOTHING).
+        # Tokens without teacher probability contribute p * (log p - LOG_NOTHING).
         rest_T = student.negentropy_T - (student_TK.exp() * student_TK).sum(dim=-1)
         reverse_T = reverse_T + rest_T - LOG_NOTHING * (1 - student_TK.exp().sum(dim=-1))
     share = {"forward": 1.0, "reverse": 0.0, "mixed": config.mixed_kl_weight}[config.kl_type]

@@ -38,7 +38,7 @@ class BatchSize:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a whole row, [T] float32. Logprobs and advantages are 0 where tokens do not count, which thus have no effect."""
+    """The tokens of a whole row, [T] float32. Logprobs and advantages are 0 at ignored tokens."""
 
     logprobs_T: Tensor
     untruncated_logprobs_T: Tensor
@@ -94,12 +94,12 @@ def policy_loss(
     """Loss of one row (scalar with gradient), and the row's part of the metrics of the global batch (detached scalars).
 
     The surrogate of the config (PPO's, CISPO's or REINFORCE's) times the generator's importance weight, plus the KL penalty, plus the
-    negative log-likelihood of good rollouts. Losses of all rows of all dp ranks add up to the loss of the batch, and so do metrics, but
-    for extremes (`mrl.metrics.extreme_of`). What is outside the mask has no effect, NaN included.
+    negative log-likelihood of good rollouts. Losses of all rows of all dp ranks add up to the loss of the batch, and so do metrics, except
+    extremes (`mrl.metrics.extreme_of`). Values outside the mask have no effect, NaN included.
 
-    Where top-k and top-p truncate the distribution, a logprob of -inf is a token that the trainer's arithmetic rules out and the
-    generator's did not: it is masked, and counted in `outside_truncation_fraction`. The KL penalty compares `untruncated_logprobs_T`
-    with a reference that is not truncated either. `entropy_T` only becomes a metric.
+    With top-k or top-p, a logprob of -inf is a token that the trainer's arithmetic excludes and the generator's did not: it is masked, and
+    counted in `outside_truncation_fraction`. The KL penalty compares `untruncated_logprobs_T` with an untruncated reference. `entropy_T`
+    only becomes a metric.
     """
     segments = tokens.segments
     log_ratio_T = tokens.logprobs_T - tokens.old_logprobs_T
@@ -201,7 +201,7 @@ def own_loss(path: str) -> Callable[[Tokens, Tensor, Tensor, LossConfig], tuple[
 def kl_term(tokens: Tokens, config: LossConfig) -> Tensor:
     """KL to the reference, [T], with the gradient of its expected value; 0 where the loss has no such term.
 
-    Its weights are 1, with the gradient of the token's probability. With `use_on_policy_kl_approximation` they are the importance weights
+    Token weights are 1, with the gradient of the token's probability; with `use_on_policy_kl_approximation` the importance weights
     policy / generator, because the generator sampled the tokens.
     """
     if tokens.reference_logprobs_T is None or config.kl_in_loss == 0:

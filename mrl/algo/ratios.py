@@ -22,7 +22,7 @@ KlType = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True)
 class Segments:
-    """The sequence of each token of a row (int64), which tokens take part (1), and how many of each sequence do (at least 1)."""
+    """The sequence of each token of a row (int64), a mask of the tokens that count (1), and their number in each sequence (at least 1)."""
 
     index_T: Tensor
     mask_T: Tensor
@@ -42,7 +42,7 @@ class Segments:
         return values_T.new_zeros(len(self.counts_S)).index_add(0, self.index_T, values_T)
 
     def mean(self, values_T: Tensor) -> Tensor:
-        """Mean over each sequence, [S]; 0 where none of its tokens takes part."""
+        """Mean over each sequence, [S]; 0 where none of its tokens counts."""
         return self.sum(values_T) / self.counts_S
 
     def spread(self, values_S: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Segments:
 
     @property
     def weights_T(self) -> Tensor:
-        """Weights with which a sum over tokens is the sum of the sequences' means."""
+        """Token weights that turn a sum into the sum of the sequences' means."""
         return self.mask_T / self.spread(self.counts_S)
 
 
@@ -135,6 +135,6 @@ def importance_weights(log_ratio_T: Tensor, segments: Segments, config: LossConf
 
 
 def extremes(pattern: str, values: Tensor) -> dict[str, Tensor]:
-    """The smallest and the largest of values as `pattern` with min and max in it; infinite where there are none."""
+    """The smallest and the largest value, named by `pattern` with min and max in it; infinite without values."""
     infinity = values.new_tensor([torch.inf])
     return {pattern.format("min"): torch.cat([values, infinity]).min(), pattern.format("max"): torch.cat([values, -infinity]).max()}

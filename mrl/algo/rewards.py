@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards of the algorithm, from those of the environments: scaled, then shaped; and which groups they can train."""
+"""Rewards of the algorithm: the environments' rewards scaled, then shaped; and the groups that have a signal."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def scale_reward(reward: float, scaling: RewardScalingConfig) -> float:
 def shape_reward(reward: float, rollout: RolloutInfo, shaping: RewardShapingConfig) -> float:
     """Lowers the reward of a rollout that is too long.
 
-    With `stop_properly_penalty_coef`, a rollout that was cut off keeps that share of its reward. Else this is the soft overlong punishment
-    of DAPO (arXiv:2503.14476, eq. 13) without its end: nothing up to `max_response_length - overlong_buffer_length` tokens, then in
-    proportion to the tokens beyond.
+    With `stop_properly_penalty_coef`, a rollout that was cut off keeps that share of its reward. Otherwise DAPO's soft overlong punishment
+    (arXiv:2503.14476, eq. 13) without its cap: nothing up to `max_response_length - overlong_buffer_length` tokens, then in proportion
+    to the tokens beyond.
     """
     if not shaping.enabled:
         return reward
@@ -71,7 +71,7 @@ def num_out_of_range(group: RolloutGroup, scaling: RewardScalingConfig) -> int:
 def has_signal(group: RolloutGroup, config: GrpoConfig) -> bool:
     """Tells whether the rewards of a group differ, as float32, after scaling and before shaping by length.
 
-    Without such a difference every advantage is 0, or comes from lengths alone (dynamic sampling, arXiv:2503.14476).
+    Without a difference every advantage is 0, or comes from lengths alone (dynamic sampling, arXiv:2503.14476).
     """
     rewards = [reward for reward, verdict in zip(scaled_rewards(group, config), group.verdicts, strict=True) if verdict.has_reward]
     return len(torch.tensor(rewards, dtype=torch.float32).unique()) > 1

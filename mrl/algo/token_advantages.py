@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The advantage of every token, and the sequences to mask because policy and generator disagree: what needs logprobs.
+"""Computations that need logprobs: the advantage of every token, and masks of sequences where policy and generator disagree.
 
 Pure torch functions over the rows of one data-parallel rank. T packed tokens of a row, S sequences of a row.
 """
@@ -30,7 +30,7 @@ def sequence_errors(old_logprobs_T: Tensor, generator_logprobs_T: Tensor, loss_m
 def error_metrics(errors: Tensor, is_kept: Tensor, rewards: Tensor) -> dict[str, Tensor]:
     """Sums and extremes of the errors of this rank's valid sequences, before and after masking, to be combined over ranks.
 
-    All arguments are [sequences of the rank]. `finish_error_metrics` takes the combined values. A reward of 1 is a right answer.
+    All arguments have shape [sequences of the rank]. `finish_error_metrics` takes the combined values. A reward of 1 is a right answer.
     """
     metrics = {"num_masked_correct": (rewards[~is_kept] == 1).sum()}
     for suffix, values in (("", errors), ("_after_mask", errors[is_kept])):
@@ -64,9 +64,8 @@ def token_advantages(
 ) -> list[Tensor]:
     """The advantage of every token of the rows, float32 [T] each, 0 outside the masks.
 
-    Subtracts the penalty of each token: a KL penalty, or how far a teacher's logprob is below the policy's. For reinforce_plus_plus,
-    normalises over the rows, which are those of a step (see `normalize_over_tokens`). Then puts the `fixed` values in, NaN where there is
-    none, and last applies the bounds of the config.
+    Subtracts each token's penalty: a KL penalty, or the policy's logprob minus the teacher's. For reinforce_plus_plus, normalises over
+    all rows of the step (see `normalize_over_tokens`). Then sets the `fixed` values (NaN: none), and last applies the config's bounds.
     """
     values = [torch.where(mask_T > 0, advantages_T, 0.0) for advantages_T, mask_T in zip(advantages, masks, strict=True)]
     if penalties is not None:
@@ -95,6 +94,6 @@ def kl_penalty(old_logprobs_T: Tensor, reference_logprobs_T: Tensor, loss_mask_T
 def teacher_gap(teacher_logprobs_T: Tensor, old_logprobs_T: Tensor, loss_mask_T: Tensor) -> Tensor:
     """log(teacher's probability / policy's) of each token, [T], which is its advantage in on-policy distillation; 0 outside the mask.
 
-    arXiv:2601.02780, eq. 8, less the weights of importance sampling, which are the loss's.
+    arXiv:2601.02780, eq. 8, without the importance weights, which are part of the loss.
     """
     return torch.where(loss_mask_T > 0, teacher_logprobs_T - old_logprobs_T, 0.0)

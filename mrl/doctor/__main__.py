@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m mrl.doctor [CONFIG [a.b=c ...]] [--refit]`: says whether this host, or this cluster, is fit for a run, and what to do if not.
+"""`python -m mrl.doctor [CONFIG [a.b=c ...]] [--refit]`: checks that this host, or this cluster, is fit for a run, and names remedies.
 
 Without a config it takes seconds and imports no library that may be broken. Where RAY_ADDRESS is set it asks every node of that cluster.
 """

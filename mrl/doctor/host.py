@@ -12,11 +12,11 @@ from mrl.doctor.gpus import Gpus
 from mrl.doctor.probe import GIB, TEMPORARY, UNLIMITED, Disk, HostFacts, Network, Ports
 from mrl.doctor.software import release
 
-# Those of README.md, of the quickstart.
+# The quickstart's minimum in README.md.
 MIN_CORES, MIN_MEMORY_BYTES = 2, 8e9
 # Processes that want a core, for each core.
 MAX_LOAD = 2.0
-# Docker gives 64 MiB. Ray's object store of a run on one node takes 256 MiB of it, processes on GPUs exchange through it.
+# Docker gives 64 MiB. Ray's object store takes 256 MiB of it on one node, and GPU processes exchange data through it.
 MIN_SHARED_BYTES, MIN_SHARED_GPU_BYTES = GIB, 16 * GIB
 # Ray warns below the first; its guide for large clusters asks for the second.
 MIN_FILES, MIN_CLUSTER_FILES = 4096, 65535

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 DATA_FILES = ("train-split.jsonl", "val-split.jsonl")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-# What `hf download` calls a file that it has not finished.
+# The ending that `hf download` gives to unfinished files.
 UNFINISHED = ".cache/huggingface/download/**/*.incomplete"
 PLACEHOLDER = b'"_hf_placeholder"'
 AGAIN = "run the download again, which goes on where it was"
@@ -79,7 +79,7 @@ def _check_weights(folder: Path, hf_config: HfConfig, shapes: Mapping[str, tuple
             problems.append(f"{path} is missing; {AGAIN}")
         except (OSError, ValueError) as error:
             problems.append(f"{error}; remove that file and {AGAIN}")
-    # A missing file's tensors are missing too, which needs no second finding.
+    # A missing file already explains its missing tensors.
     if not problems:
         faults = {
             "are missing": shapes.keys() - stored.keys(),

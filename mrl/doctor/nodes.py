@@ -114,7 +114,7 @@ def judge_cluster(reports: Sequence[NodeReport], *, lost: Sequence[str], num_exp
         gpus, remedy = _groups(facts, _spell_gpus), "ask for nodes of one kind, with one driver and one NCCL"
         findings.append(_alike("GPUs on the nodes", len(gpus) == 1, f"the same: {next(iter(gpus))}", _differing(gpus), remedy))
     known = [(report, report.clock_ahead_s) for report in reports if report.clock_ahead_s is not None]
-    # The question and its answer took time on their way, which is no fault of a clock.
+    # Time on the network is no fault of a clock.
     off = [f"{report.name} {ahead_s:+.1f} s" for report, ahead_s in known if abs(ahead_s) - report.clock_uncertainty_s > MAX_SKEW_S]
     if off:
         remedy = "start NTP (chronyc tracking, timedatectl) on these nodes"

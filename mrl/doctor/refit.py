@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_PROMPTS = 32
-# Enough for any difference to show; a config's own limit may be 49,152.
+# Long enough to show any difference; a config's own limit may be 49,152.
 MAX_NEW_TOKENS = 128
-# A token beyond this is off; a router choice may flip from rounding alone, at far fewer than this share of the tokens. GPUs keep it where
-# they multiply float32, as `FULL_FLOAT32` of mrl.cluster.environment has them do: in TF32 (factors rounded so on a CPU) the logprobs of the
-# tests' tiny models move by 3e-4 to 5e-4 on average, 96 to 97 % of them beyond this.
+# Limits of a token's error, and of the share of tokens beyond them: rounding alone may flip router choices, of far fewer tokens. GPUs
+# need true float32 products, which `FULL_FLOAT32` of mrl.cluster.environment sets: with TF32 (factors rounded like that on a CPU) the
+# logprobs of the tests' tiny models move by 3e-4 to 5e-4 on average, 96 to 97 % of them beyond the limits.
 FP32_TOLERANCE, FP32_RELATIVE, MAX_OFF_SHARE = 1e-5, 1e-6, 0.01
 MAX_MULT_PROB_ERROR = {"float32": 1.001, "bfloat16": 1.10}
-# Where both go through the same experts.
+# The limit where both use the same experts.
 MAX_REPLAYED_ERROR = {"float32": 1.001, "bfloat16": 1.02}
 
 # The doctor keeps no reference model and writes no checkpoint, so it asks for neither memory nor disk for them.
@@ -55,7 +55,7 @@ SETTINGS = ("checkpointing.enabled=false", "loss_fn.reference_policy_kl_penalty=
 
 @dataclass(frozen=True)
 class Check:
-    """One check, what it proves, and what to do if it fails."""
+    """A check with its proof and its remedy."""
 
     name: str
     proves: str
@@ -105,7 +105,7 @@ class RefitOutcome:
 
 
 class Failed(Exception):
-    """A check failed, and later ones would say nothing. Its outcome is on record."""
+    """A check failed, so later checks would be meaningless. Its outcome is on record."""
 
 
 def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[RefitOutcome]:
@@ -181,11 +181,11 @@ def compare(
     """Compares the trainer's logprobs with the generator's, over all tokens of the rollouts; `bounds` limits the error, by precision."""
     trainer_T = torch.from_numpy(np.concatenate(list(logprobs)))
     generator_T = torch.from_numpy(np.concatenate([rollout.generator_logprobs for rollout in rollouts]))
-    # Under top-k and top-p, rounding decides of a token at the bound; training masks those that it rules out.
+    # At the bound of top-k or top-p rounding decides; training masks the tokens that it rules out.
     is_drawable_T = ~torch.isneginf(trainer_T)
     error_T = (trainer_T - generator_T).abs()
     mult_prob_error = float(error_T[is_drawable_T].exp().mean())
-    # NaN must not pass, so the claim is written as what has to hold.
+    # Written as the condition that must hold, so that NaN fails it.
     is_ok = mult_prob_error <= bounds[precision]
     numbers = (
         f"{len(error_T):,} tokens, max |dlogp| {error_T.max():.2e}, mean {error_T.mean():.2e}, token_mult_prob_error {mult_prob_error:.6f}"
@@ -221,7 +221,7 @@ def _float32_products(policy: PolicyRank) -> dict[str, str]:
 
 
 def table(outcomes: Sequence[RefitOutcome]) -> list[str]:
-    """The outcomes as aligned lines, then what each check proves, and what to do about the one that failed."""
+    """The outcomes as aligned lines, then the proof of each check, and the remedy for the failed one."""
     rows = [("check", "result", "numbers")]
     rows += [(f"{f.check.name} {f.subject}".strip(), "ok" if f.is_ok else "FAILED", f.numbers) for f in outcomes]
     width = max(len(name) for name, _, _ in rows)

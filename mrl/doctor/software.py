@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The installation of a host: the versions that mrl wants, by pyproject.toml and the constraints files, and how it is judged."""
+"""Judges the installation of a host by the versions in pyproject.toml and in the constraints files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Wanted:
 def read_wanted() -> Wanted:
     """Reads what this mrl wants from its checkout, else from its installation."""
     root = Path(mrl.__file__).parent.parent
-    # Beside the package in a checkout, inside it when installed.
+    # Next to the package in a checkout, inside it when installed.
     project_file = root / "pyproject.toml"
     pins_folder = root if project_file.is_file() else Path(mrl.__file__).parent
     pins = {kind: read_pins(pins_folder / f"constraints-{kind}.txt") for kind in ("cpu", "gpu")}
@@ -56,7 +56,7 @@ def read_wanted() -> Wanted:
     try:
         import tomllib
     except ModuleNotFoundError:
-        # Python 3.10 has none; its only finding is that it is too old.
+        # Python 3.10 lacks it; its only finding is that it is too old.
         (python,) = re.findall(r'^requires-python = "(.+)"$', text, re.MULTILINE)
         return Wanted(python, {"": {}}, pins)
     project = tomllib.loads(text)["project"]

@@ -16,7 +16,7 @@ class SlurmJob:
     """Options of the job; None: the site's default."""
 
     command: list[str]
-    """The command that runs beside the head."""
+    """The command that runs next to Ray's head."""
     num_nodes: int
     gpus_per_node: int
     log_folder: Path

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 TOKEN_BYTES = 16
-# A run that writes nothing is looked at again, because its silence may be the news.
+# A silent run is read again, because silence may be the news.
 LOOK_AGAIN_S = 60
 
 
@@ -34,7 +34,7 @@ class Runs:
         self.folders = folders
 
     def version(self) -> str:
-        """Another text whenever the page has something new."""
+        """Changes whenever the page has something new."""
         marks: list[object] = []
         for folder in self.folders:
             is_running = owner_state(folder) == "running"

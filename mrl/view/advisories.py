@@ -25,7 +25,7 @@ WINDOW = 40
 NUM_STEPS_FLAT = 20
 SOLVED_REWARD = 0.95
 SILENT_STEPS, SILENT_MIN_S = 10.0, 300.0
-"""A run that has written nothing for so many of its median steps, and at least so many seconds, hangs."""
+"""Limits of silence, in median steps and in seconds: a run that exceeds both hangs."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _values(rows: Sequence[Row], name: str, count: int) -> list[float]:
 
 
 def _mean(name: str, *, steps: int = 1) -> Measure:
-    """Mean over the last steps, all of which have it: one bad step out of many is no advice."""
+    """Mean over the last steps if all have the metric: a single bad step is no reason for advice."""
 
     def measure(rows: Sequence[Row], _: Facts) -> float | None:
         values = _values(rows, name, steps)

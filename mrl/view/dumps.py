@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dumps of rollouts, `logs/exp_NNN/*_data_stepN.jsonl.gz`, as the page takes them."""
+"""Dumps of rollouts, `logs/exp_NNN/*_data_stepN.jsonl.gz`, for the page."""
 
 from __future__ import annotations
 

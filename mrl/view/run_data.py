@@ -166,7 +166,7 @@ def newest_change(folder: Path) -> float:
 
 
 def series_of(rows: Sequence[Row]) -> dict[str, list[float | None]]:
-    """Every metric as a column beside `step`, six digits each; of more than `MAX_POINTS` steps every second one, and so on."""
+    """Every metric as a column next to `step`, with six digits; beyond `MAX_POINTS` steps every second step, and so on."""
     stride = -(-len(rows) // MAX_POINTS)
     kept = [row for index, row in enumerate(rows) if (len(rows) - 1 - index) % stride == 0 or any(name.startswith("val/") for name in row)]
     names = sorted({name for row in kept for name in row} - {"step"})

@@ -17,14 +17,14 @@ STEP = re.compile(rb'^\{"ts":(\d+),"dur":(\d+),"ph":"X","name":"step",.*"args":\
 NAME = re.compile(rf"([a-z-]+?)(?:-(\d+))?{re.escape(SUFFIX)}")
 KINDS = ("driver", "policy-rank", "engine", "rewards")
 START = 0
-"""The step that stands for all before the first one."""
+"""Number of the pseudo-step before the first one."""
 # Of each kind of process, and of each process.
 MAX_LANES = 32
 MAX_SPANS = 400
 MAX_FILE_BYTES = 2**34
 MEMORY = ("host_bytes", "engine_host_bytes", "gpu_used_bytes", "gpu_peak_bytes")
 """Facts of spans; see `mrl.spans.memory_facts` and `Engine.memory_facts`."""
-# What began in a step is written when it ends: of that which ends later, the page shows what stands in so many bytes.
+# Spans are written when they end: the page also reads this many bytes after the step, for spans that end later.
 AHEAD_BYTES = 2**15
 NUM_SLOWEST, NUM_NEWEST = 2, 3
 
@@ -59,7 +59,7 @@ def list_windows(run: Path) -> dict[int, Window]:
 
 
 def chosen(windows: Mapping[int, Window]) -> list[Window]:
-    """The start, the first step, the slowest ones and the newest ones: what the page of a finished run holds."""
+    """Steps on the page of a finished run: the start, the first, the slowest and the newest ones."""
     steps = [window for step, window in windows.items() if step != START]
     # The first step also compiles and fills caches.
     slowest = sorted(steps[1:], key=lambda window: window.begin - window.end)[:NUM_SLOWEST]
@@ -131,7 +131,7 @@ def _end(event: re.Match[bytes]) -> int:
 
 
 def memory_by_phase(timelines: Mapping[str, dict]) -> dict[str, dict[str, int]]:
-    """The most that a policy rank or an engine held in each phase of these steps, in bytes, by phase and kind of memory."""
+    """Most memory of a policy rank or an engine in each phase of these steps, in bytes, by phase and kind of memory."""
     found: dict[str, dict[str, int]] = {}
     for step, timeline in timelines.items():
         for lane in timeline["lanes"] if step != str(START) else ():
