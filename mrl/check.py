@@ -228,9 +228,8 @@ def _model(config: RunConfig) -> str:
     except ValueError:
         return f"{policy.model_name}, {policy.precision}"
     experts = f", {sizes.experts} experts" if sizes.experts else ""
-    return (
-        f"{policy.model_name}, {policy.precision}: {sizes.num_parameters / 1e9:.3g} billion parameters, {len(sizes.layers)} layers{experts}"
-    )
+    number = f"{sizes.num_parameters / 1e9:.3g} billion" if sizes.num_parameters >= 1e8 else f"{sizes.num_parameters:,}"
+    return f"{policy.model_name}, {policy.precision}: {number} parameters, {len(sizes.layers)} layers{experts}"
 
 
 def _weights(config: RunConfig) -> str:

@@ -89,7 +89,7 @@ def _check_weights(folder: Path, hf_config: HfConfig, shapes: Mapping[str, tuple
             },
         }
         problems = [
-            f"{folder}: {len(names)} tensors {fault}, the first is {min(names)}; {AGAIN}" for fault, names in faults.items() if names
+            f"{folder}: tensors {fault}: {len(names)}, the first is {min(names)}; {AGAIN}" for fault, names in faults.items() if names
         ]
     for path in sorted(folder.glob("*.safetensors")):
         if path not in files:

@@ -119,7 +119,7 @@ def survey_blend(blend: Path) -> Survey:
             errors.append(f"  {blend}:{record.number}: {error}")
     if errors:
         more = f"\n  and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
-        raise ValueError(f"{blend} has {len(errors)} bad rows; download it again:\n" + "\n".join(errors[:MAX_ERRORS]) + more)
+        raise ValueError(f"bad rows in {blend}: {len(errors)}; download it again:\n" + "\n".join(errors[:MAX_ERRORS]) + more)
     return survey
 
 

@@ -30,7 +30,7 @@ def find_problems(config: RunConfig, *, to_evaluate: bool = False) -> list[str]:
         rules |= {} if model is None else {name: partial(_check_model, check, model) for name, check in MODEL_RULES.items()}
     except NotKnown as error:
         skipped[error.key] = list(MODEL_RULES)
-    rules |= {"models beside the policy": models.check_sections}
+    rules |= {"critics and teachers": models.check_sections}
     for name, check in rules.items():
         try:
             check(config, problems)

@@ -215,9 +215,11 @@ def _check_stages(config: RunConfig, model: ModelSizes, problems: Problems) -> N
         rule = f"a first or last stage has layers of its own only among several, and {key}=1"
         problems.add(key, rule, "set both to null, or this above 1", others=names)
     elif rest < others or (rest % others if others else rest):
-        rule = f"the {rest} layers outside given stages do not spread evenly over {others} others (the model has {num_layers} layers)"
+        rule = f"the other {others} stages need equal numbers of layers, and {rest} of the model's {num_layers} are left for them"
         if not given:
             rule = f"does not divide the model's {num_layers} layers"
+        elif rest < 0 or not others:
+            rule = f"the first and last stage are given {sum(given)} layers, and the model has {num_layers}"
         way_out = "set policy.megatron_cfg.num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage so that the rest divides"
         problems.add(key, rule, way_out)
     elif megatron.parallel.vpp > 1 and model.model_class == "mamba":

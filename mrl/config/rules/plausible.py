@@ -119,8 +119,8 @@ def _check_memory(config: RunConfig, problems: Problems) -> None:
     num_bytes = num_parameters * ((weights + gradients) / min(cuts, ranks) + optimizer / ranks)
     if num_bytes > COMMON_GPU_BYTES:
         rule = (
-            f"weights, gradients and optimizer of {num_parameters / 1e9:.1f} billion parameters take {num_bytes / 1e9:,.0f} GB of each of "
-            f"the {ranks:,} GPUs; most have {COMMON_GPU_BYTES / 1e9:.0f}"
+            f"weights, gradients and optimizer of {num_parameters / 1e9:.1f} billion parameters take {num_bytes / 1e9:,.0f} GB of each GPU "
+            f"({ranks:,} in all); most have {COMMON_GPU_BYTES / 1e9:.0f}"
         )
         offload = f"{_OPTIMIZER}.optimizer_cpu_offload with optimizer_offload_fraction=1"
         way_out = f"more GPUs, larger parallel sizes, {offload}, or policy.megatron_cfg.peft.enabled=true"
