@@ -110,7 +110,7 @@ def begin(folder: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
         (retouch(model_type="gpt2"), "model_type='gpt2' is not supported"),
         (retouch(vocab_size=640), "have another shape than by config.json"),
-        (lambda folder: rewrite(folder, {"lora.weight": torch.zeros(2)}), "tensors are unknown to config.json: 1, the first is lora.weight"),
+        (lambda folder: rewrite(folder, {"lora.weight": torch.zeros(2)}), "tensors are unknown to config.json: 1, the first is lora"),
         (lambda folder: rewrite(folder, {}, lost=1), "tensors are missing: 1, the first is backbone."),
         (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer"),
         (begin, "1 files are downloaded in part"),
