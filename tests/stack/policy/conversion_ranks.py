@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the conversion tests run on the ranks."""
+"""Functions that the conversion tests run on the ranks."""
 
 from __future__ import annotations
 

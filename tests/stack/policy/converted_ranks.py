@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks of the test of models that are converted only: Megatron's own model, filled by our layout."""
+"""Functions that run on the ranks of the test of models that are converted only: Megatron's own model, filled by our layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.waiting import HANG_S
 
 
 def latent_attention_logits(rank: Rank, tp: int, folder: Path, sequence: list[int]) -> np.ndarray:
-    """This rank's columns of a deepseek_v3 folder's logits, [tokens, vocabulary / tp], by megatron-core's GPTModel of local modules."""
+    """Computes this rank's columns of a deepseek_v3 folder's logits, [tokens, vocabulary / tp], by Megatron's GPTModel of local modules."""
     from mrl.policy import parallel
     from mrl.policy.weights import live_tensors
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the critic run on the ranks: steps of PPO with a policy and a critic, each in a layout of its own."""
+"""Functions that the tests of the critic run on the ranks: steps of PPO with a policy and a critic, each in a layout of its own."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from mrl.policy.policy import PolicyRank
 
 MARGINS = ("lr=1e-3", "min_lr=1e-3", "adam_eps=1e-3", "weight_decay=0.01")
-"""Of an optimizer whose steps do not amplify rounding."""
+"""Settings of an optimizer whose steps do not amplify rounding."""
 
 
 @dataclass
 class Steps:
-    """What steps of PPO gave on one rank."""
+    """Results of PPO's steps on one rank."""
 
     values: list[dict[int, np.ndarray]] = field(default_factory=list)
     returns: list[dict[int, np.ndarray]] = field(default_factory=list)
@@ -53,7 +53,7 @@ def reward_of(index: int) -> float:
 
 
 def rows_of(model: PolicyRank) -> list[PackedRow]:
-    """This rank's rows of the rollouts, packed as the layout of the model asks."""
+    """Rows of this rank's rollouts, packed for the layout of the model."""
     from megatron.core import parallel_state
 
     model.make_current()
@@ -66,7 +66,7 @@ def rows_of(model: PolicyRank) -> list[PackedRow]:
 
 
 def of_all_ranks(mine: list[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
-    """What all ranks know, as Ray hands it around in a run."""
+    """Merges the results of all ranks, as Ray does in a run."""
     found: list[list[dict[int, np.ndarray]]] = [[]] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return [{index: part for rank in found for index, part in rank[batch].items()} for batch in range(len(mine))]

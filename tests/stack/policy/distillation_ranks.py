@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks of the distillation tests: the loss on random hidden states, and whole steps of a student and its teacher."""
+"""Functions that run on the ranks of the distillation tests: losses of random hidden states, steps of a student and its teacher."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Result:
     top_logits: np.ndarray
     top_tokens: np.ndarray
     keeps_inputs: bool
-    """Whether the columns' logits or hidden states live on after the backward pass, as the loss does in Megatron's schedules."""
+    """True if the columns' logits or hidden states outlive the backward pass, as the loss does in Megatron's schedules."""
 
 
 def teacher_inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -57,7 +57,7 @@ def teacher_inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def losses(rank: Rank, cases: list[Case]) -> list[Result]:
-    """Of every case, on this rank's columns."""
+    """Losses of every case, on this rank's columns."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{rank.master_port}", rank=rank.rank, world_size=rank.world_size)
@@ -128,14 +128,14 @@ def rows_of(config: RunConfig, dp_rank: int, dp_size: int, taught: dict[int, Tea
 
 @dataclass(frozen=True)
 class Distilled:
-    """What a rank has seen of a run."""
+    """Observations of a rank in a run."""
 
     taught: dict[int, TeacherTokens]
-    """What the teachers say of every sequence, from all ranks."""
+    """Outputs of the teachers for every sequence, from all ranks."""
     metrics: list[dict[str, float]]
-    """Of the student's steps."""
+    """Metrics of the student's steps."""
     samples: dict[int, TokenSample]
-    """Of the first step, of the sequences that this rank answers for."""
+    """Samples of the first step, for the sequences that this rank reports."""
 
 
 def distilled(rank: Rank, config: RunConfig, num_steps: int) -> Distilled:

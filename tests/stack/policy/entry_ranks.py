@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of checkpoint entries run on the ranks."""
+"""Functions that the tests of checkpoint entries run on the ranks."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Cost:
-    """What a save and a load cost one rank, in bytes."""
+    """Cost of a save and a load for one rank, in bytes."""
 
     checkpoint_bytes: int
     """Weights and optimizer state of all ranks, each once."""
     save_growth: int
-    """Of the resident memory, at its peak."""
+    """Peak growth of resident memory."""
     load_growth: int
     read_bytes: int
     is_same: bool
-    """Whether weights and optimizer state came back bit for bit."""
+    """True if weights and optimizer state came back bit for bit."""
 
 
 def cost_of_a_save_and_a_load(rank: Rank, config: RunConfig, weights_dir: Path) -> Cost:

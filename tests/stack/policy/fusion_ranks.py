@@ -50,7 +50,7 @@ def rotate_as_one_sequence(values: Tensor, cu_seqlens: Tensor, angles: Tensor) -
 
 
 def faults(rank: Rank) -> dict[str, str | None]:
-    """What each probe says, by case."""
+    """Faults that each probe reports, by case."""
     from mrl.policy import cpu, fusions, specs
 
     cpu.install()
@@ -126,7 +126,7 @@ class Tf32(TorchDispatchMode):
 
 
 def products(rank: Rank) -> tuple[dict[str, str], dict[str, str]]:
-    """How float32 is multiplied here, as measured: as it is, and with products of TF32."""
+    """Measures how float32 is multiplied here: unchanged, and with TF32 products."""
     from mrl.policy import cpu
 
     cpu.install()
@@ -138,7 +138,7 @@ def products(rank: Rank) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def arguments(rank: Rank, from_model: dict[str, object]) -> tuple[dict[str, bool], dict[str, bool]]:
-    """What a host without a GPU hands to Megatron although a config asks for all."""
+    """Arguments for Megatron on a host without a GPU, although a config asks for all fusions."""
     from mrl.policy import fusions
 
     config = MegatronConfig(gradient_accumulation_fusion=True, use_fused_weighted_squared_relu=True)

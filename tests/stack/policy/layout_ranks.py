@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks of the layout tests: loss, gradients and logprobs of a Hugging Face folder under a parallel layout."""
+"""Functions that run on the ranks of the layout tests: loss, gradients and logprobs of a Hugging Face folder under a parallel layout."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def packed_row(sequences: list[list[int]], config: PolicyConfig | None = None) -
 
 
 def token_places(sequences: list[list[int]], multiple: int) -> torch.Tensor:
-    """Where the tokens of sequences stand in a row in which each is padded to a multiple."""
+    """Positions of sequences' tokens in a row in which each sequence is padded to a multiple."""
     places, start = [], 0
     for sequence in sequences:
         places.append(start + torch.arange(len(sequence)))

@@ -59,7 +59,7 @@ def put_together(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def transformers_gradients(folder: Path, scratch: Path, auxiliary: Callable[[PreTrainedModel], torch.Tensor] | None = None) -> Gradients:
-    """What `gradients_of` gives, by transformers, which writes the gradients to `scratch` as if they were weights.
+    """Computes `gradients_of` by transformers, which writes the gradients to `scratch` as if they were weights.
 
     `auxiliary` adds to the gradients, not to the loss.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks of the logprob tests: scores of random hidden states, and their gradients."""
+"""Functions that run on the ranks of the logprob tests: scores of random hidden states, and their gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 NUM_TOKENS = 40
 NUM_COLUMNS = 512
-"""Of the padded vocabulary."""
+"""Columns of the padded vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of which padding gets the largest logits. Half of the labels are likely ones. Two weights per token, of the two log-probabilities."""
+    """Inputs of which padding gets the largest logits. Half of the labels are likely ones. Two weights per token, one per logprob."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -68,7 +68,7 @@ def inputs(case: Case) -> Inputs:
 
 
 def results(rank: Rank, cases: list[Case]) -> list[Result]:
-    """Of every case, on this rank's columns."""
+    """Results of every case, on this rank's columns."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{rank.master_port}", rank=rank.rank, world_size=rank.world_size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of LoRA run on the ranks: a whole `PolicyRank` with adapters."""
+"""Functions that the tests of LoRA run on the ranks: a whole `PolicyRank` with adapters."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoraRun:
-    """What a rank saw in a run with adapters."""
+    """Observations of a rank in a run with adapters."""
 
     starts_as_base: bool
-    """Before the first step, merged weights are the base's bit for bit."""
+    """True if merged weights are the base's bit for bit before the first step."""
     metrics: list[dict[str, float]]
     changed_base: list[str]
     """Base weights that are not what they were, by name."""
@@ -41,7 +41,7 @@ class LoraRun:
     following: list[dict[str, float]]
     """Metrics of two steps after the checkpoint."""
     checksums: dict[str, int]
-    """Of every live tensor at the end."""
+    """Checksums of every live tensor at the end."""
 
 
 @torch.no_grad()
@@ -98,7 +98,7 @@ def exported_weights(rank: Rank, config: RunConfig, weights_dir: Path) -> dict[s
 
 
 def dropout_logprobs(rank: Rank, config: RunConfig) -> tuple[bool, float]:
-    """Whether two logprob passes over trained adapters are equal, and how far a step's train pass is from the logprob pass before it."""
+    """Compares two logprob passes over trained adapters, and measures a train pass against the logprob pass before it."""
     with open_policy(rank, config) as policy:
         metrics = train(policy, 3)
         rows = packed_rows(policy._config.policy, 0, 1)

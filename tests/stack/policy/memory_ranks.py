@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks of the tests of recomputation: how much a pass keeps for its backward pass."""
+"""Functions that run on the ranks of the tests of recomputation: how much a pass keeps for its backward pass."""
 
 from __future__ import annotations
 

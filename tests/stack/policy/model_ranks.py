@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks of the tests of several models in a process: each alone, and all of them together, turn by turn."""
+"""Functions that run on the ranks of the tests of several models in a process: each alone, and all of them together, turn by turn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Numbers:
-    """What a model computed on one rank."""
+    """Numbers that a model computed on one rank."""
 
     logprobs: list[np.ndarray] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
@@ -86,13 +86,13 @@ def steps(model: PolicyRank, num_steps: int) -> Iterator[Numbers]:
 
 
 def numbers_alone(rank: Rank, name: ModelName, config: RunConfig, num_steps: int) -> Numbers:
-    """What one model computes in a process of its own."""
+    """Runs one model in a process of its own."""
     with open_models(rank, [(name, config)]) as (model,):
         return list(steps(model, num_steps))[-1]
 
 
 def numbers_together(rank: Rank, configs: Sequence[tuple[ModelName, RunConfig]], num_steps: int) -> list[Numbers]:
-    """What several models compute in one process, each going on a part at a time."""
+    """Runs several models in one process, each a part at a time."""
     with open_models(rank, configs) as models:
         walks = dict(enumerate(steps(model, num_steps) for model in models))
         found: dict[int, Numbers] = {}
@@ -107,7 +107,7 @@ def numbers_together(rank: Rank, configs: Sequence[tuple[ModelName, RunConfig]],
 
 
 def moved_weights(rank: Rank, config: RunConfig) -> Mapping[str, bool]:
-    """Of a teacher whose weights leave and come back: what holds. Another block of memory stands for the host's."""
+    """Checks a teacher whose weights leave and come back. Another block of memory stands for the host's."""
     from mrl.policy.host_block import HostStorages
 
     with open_models(rank, [("teacher", config)]) as (model,):

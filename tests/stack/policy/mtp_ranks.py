@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests/stack/policy/test_mtp.py runs on the ranks: steps of a policy whose MTP layers learn, and their gradients."""
+"""Functions that tests/stack/policy/test_mtp.py runs on the ranks: steps of a policy whose MTP layers learn, and their gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FACTOR = 0.3
 
 @dataclass(frozen=True)
 class MtpCase:
-    """How MTP layers learn."""
+    """Settings with which MTP layers learn."""
 
     num_steps: int
     """0 leaves them alone."""

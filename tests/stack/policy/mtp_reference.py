@@ -108,7 +108,7 @@ class Reference:
         return {name: float(value) for name, value in means.items()}
 
     def _hidden_states(self, tokens: torch.Tensor, case: MtpCase) -> list[torch.Tensor]:
-        """Those of the model and of each step, [T, D]."""
+        """Hidden states of the model and of each step, [T, D]."""
         found = [self.model.model(tokens[None]).last_hidden_state[0]]
         for ahead in range(1, case.num_steps + 1):
             # Behind the end of a sequence Megatron has token 0.
@@ -119,7 +119,7 @@ class Reference:
         return found
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """By canonical name."""
+        """Gradients by canonical name."""
         found = _gradients(self.model, self.scratch / "gradients")
         for index, step in enumerate(self.steps):
             found |= step.gradients(self.scratch / f"gradients{index}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests/stack/policy/test_objectives.py runs on the ranks: steps of every objective, one after the other, from the same weights."""
+"""Functions that tests/stack/policy/test_objectives.py runs on the ranks: steps of every objective, from the same weights."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ KL_PENALTY = 0.05
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a loss sees of the batch, float32 [S, T] but for the advantages [S]."""
+    """Inputs of a loss for the batch, float32 [S, T] but for the advantages [S]."""
 
     new: Tensor
-    """With the gradient."""
+    """Logprobs with the gradient."""
     old: Tensor
     generator: Tensor
     frozen: Tensor
@@ -40,7 +40,7 @@ class Tokens:
 
 
 def surrogate(ratio: Tensor, advantages: Tensor, high: float = 0.2) -> Tensor:
-    """What PPO maximises."""
+    """Objective that PPO maximises."""
     return torch.minimum(ratio * advantages, ratio.clamp(0.8, 1 + high) * advantages)
 
 
@@ -68,7 +68,7 @@ def on_policy(batch: Tokens) -> Tensor:
 
 
 def dapo(batch: Tokens) -> Tensor:
-    """With sequences masked whose logprobs are too far off, and a bound on advantages."""
+    """DAPO's loss with masks for sequences whose logprobs are too far off, and a bound on advantages."""
     error = (torch.exp((batch.old - batch.generator).abs()) * batch.mask).sum(1) / batch.mask.sum(1)
     mask = batch.mask * (error <= 1.28)[:, None]
     gained = surrogate(torch.exp(batch.new - batch.old), batch.advantages.clamp(min=-0.5)[:, None], high=0.28) * batch.drift
@@ -89,7 +89,7 @@ LOSSES: dict[str, Callable[[Tokens], Tensor]] = {
     "dapo": dapo,
     "reinforce++": reinforce_plus_plus,
 }
-"""By the names of `objective_ranks.OBJECTIVES`."""
+"""Losses by the names of `objective_ranks.OBJECTIVES`."""
 
 
 def steps(loss_of: Callable[[Tokens], Tensor], num_steps: int) -> tuple[list[float], list[float]]:

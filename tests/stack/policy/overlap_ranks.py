@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the test of Megatron's overlapped communication runs on the ranks."""
+"""Functions that the test of Megatron's overlapped communication runs on the ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
 Event = tuple[str, int]
-"""What happened to a chunk of the model, by its index: "backward" (the gradient of a parameter is there), "reduce" (the reduction of a
-bucket of gradients starts), "finish" (it is waited for)."""
+"""Event of a chunk of the model, with its index: "backward" (the gradient of a parameter is there), "reduce" (the reduction of a bucket
+of gradients starts), "finish" (its end is waited for)."""
 
 
 def events_of_step(rank: Rank, config: RunConfig) -> tuple[list[Event], int, list[dict[str, float]], dict[str, int]]:

@@ -38,11 +38,11 @@ COMMON: Settings = {
 
 @dataclass(frozen=True)
 class Result:
-    """What all ranks have measured together."""
+    """Joint measurements of all ranks."""
 
     losses: list[float]
     logprobs: dict[int, list[np.ndarray]]
-    """By rollout, those of every rank that has them."""
+    """Logprobs by rollout, from every rank that has them."""
     gradients: dict[str, np.ndarray]
 
 
@@ -51,13 +51,13 @@ class Errors:
     """Distance of a run from another one; relative but for logprobs, where it is the largest difference."""
 
     loss: float
-    """Of the measured step."""
+    """Error of the measured step."""
     gradient: float
     """L2 error of the worst tensor."""
     worst_tensor: str
     logprob: float
     any_loss: float
-    """Of the worst step."""
+    """Error of the worst step."""
 
 
 def save_example(folder: Path, model_type: str) -> Path:
@@ -86,7 +86,7 @@ def rollouts_with_routes(folder: Path) -> list[Rollout]:
 
 
 def measure(ranks: RankPool, config: RunConfig, *, num_steps: int, measured_step: int) -> Result:
-    """On-policy steps of a run."""
+    """Measures on-policy steps of a run."""
     has_routes = config.policy.router_replay.enabled
     rollouts = rollouts_with_routes(Path(config.policy.model_name)) if has_routes else parity_ranks.rollouts()
     arguments = (config, rollouts, num_steps, measured_step)
@@ -100,7 +100,7 @@ def measure(ranks: RankPool, config: RunConfig, *, num_steps: int, measured_step
 
 
 def distance(result: Result, plain: Result, measured_step: int) -> Errors:
-    """How far a run is from a plain one."""
+    """Distance of a run from a plain one."""
     assert result.logprobs.keys() == plain.logprobs.keys() == set(range(parity_ranks.NUM_ROLLOUTS))
     losses = loss_errors(result.losses, plain.losses)
     worst_tensor, gradient = worst_error(result.gradients, plain.gradients)

@@ -32,11 +32,11 @@ class Feature:
     families: Sequence[str] = ALL
     num_ranks: int = 1
     plain: Settings = field(default_factory=dict)
-    """What the plain computation has, too."""
+    """Settings that the plain computation shares."""
     measured_step: int = 0
     limits: Limits = Limits()
     why_unequal: str | None = None
-    """Why five steps have other losses with it than without."""
+    """Reason why five steps with it have other losses than without."""
 
     def __str__(self) -> str:
         return self.name
@@ -60,7 +60,7 @@ PLAIN: Settings = {
         }
     ),
 }
-"""What every feature is compared with: one sequence a row, no shards, buckets in flight or overlaps."""
+"""Plain computation for every comparison: one sequence a row, no shards, buckets in flight or overlaps."""
 ONE_RANK = _megatron(tensor_model_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False)
 
 TP2 = _megatron(tensor_model_parallel_size=2, sequence_parallel=True)
@@ -114,7 +114,7 @@ FEATURES = [
 ]
 
 CELLS = [(model_type, feature) for feature in FEATURES for model_type in feature.families]
-"""In order of the number of ranks, which start once for all of them."""
+"""Cells in order of the number of ranks, which start once for all of them."""
 
 
 # Beside TP2 and EP2 of grpo_tiny.yaml, which asks for four ranks.

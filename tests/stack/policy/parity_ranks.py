@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks of the parity table: steps of a whole `PolicyRank` on packed rollouts, and what it has computed."""
+"""Functions that run on the ranks of the parity table: steps of a whole `PolicyRank` on packed rollouts, and what it has computed."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ LONGEST_PROMPT, LONGEST_ROLLOUT = 40, 32
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank."""
+    """Measurements of one rank."""
 
     losses: list[float]
-    """Of every step."""
+    """Losses of every step."""
     logprobs: dict[int, np.ndarray]
-    """Before the measured step: of the generated tokens of this rank's rollouts. Empty on all but the last pipeline stage."""
+    """Logprobs before the measured step, of the generated tokens of this rank's rollouts. Empty on all but the last pipeline stage."""
     gradients: dict[str, np.ndarray]
-    """Of the measured step, as the optimizer took them, by canonical name; NaN where this rank's optimizer has none."""
+    """Gradients of the measured step, as the optimizer took them, by canonical name; NaN where this rank's optimizer has none."""
 
 
 def rollouts() -> list[Rollout]:
@@ -55,7 +55,7 @@ def rollouts() -> list[Rollout]:
 
 
 def measure(rank: Rank, config: RunConfig, rollouts: Sequence[Rollout], num_steps: int, measured_step: int) -> Measured:
-    """On-policy steps on the same rollouts, packed as the config says; one of them is looked at."""
+    """Trains on-policy on the same rollouts, packed as the config says, and looks at one of the steps."""
     losses, logprobs, gradients = [], {}, {}
     with open_policy(rank, config) as policy:
         rows, logprob_rows = _rows(config, rollouts, policy.dp_rank)
@@ -73,7 +73,7 @@ def measure(rank: Rank, config: RunConfig, rollouts: Sequence[Rollout], num_step
 
 
 def _rows(config: RunConfig, rollouts: Sequence[Rollout], dp_rank: int) -> tuple[list[PackedRow], list[PackedRow]]:
-    """This rank's rows in training and in logprob passes: the same list if they are the same. One in seven rollouts is not valid."""
+    """Rows of this rank in training and in logprob passes: the same list if they are the same. One in seven rollouts is not valid."""
     policy, advantages = config.policy, np.random.default_rng(1).normal(size=len(rollouts))
     sequences = [pulled(rollout, float(advantages[index]), index % 7 != 3) for index, rollout in enumerate(rollouts)]
     lengths = [len(rollout.request.token_ids) + len(rollout.token_ids) for rollout in rollouts]
@@ -93,7 +93,7 @@ def _of_rollouts(rows: list[PackedRow], logprobs: list[np.ndarray]) -> dict[int,
 
 
 def _gradients(policy: PolicyRank) -> dict[str, np.ndarray]:
-    """What the last step's gradients were on this rank: whole ones, or the distributed optimizer's shards of them."""
+    """Gradients of the last step on this rank: whole ones, or the distributed optimizer's shards of them."""
     is_distributed = policy._config.policy.megatron_cfg.optimizer.use_distributed_optimizer
     gradients = {}
     ranges = _shards(policy) if is_distributed else {}
@@ -110,7 +110,7 @@ def _gradients(policy: PolicyRank) -> dict[str, np.ndarray]:
 
 
 def _shards(policy: PolicyRank) -> dict[int, slice]:
-    """Which elements of a parameter this rank's optimizer updates, by id of the parameter."""
+    """Elements of each parameter that this rank's optimizer updates, by id of the parameter."""
     found = {}
     for optimizer in optimizers(policy):
         for group in (*optimizer.model_float16_groups, *optimizer.model_fp32_groups):

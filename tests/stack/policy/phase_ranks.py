@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks of the tests of memory by phase: training through all phases, with storage that is counted."""
+"""Functions that run on the ranks of the tests of memory by phase: training through all phases, with storage that is counted."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Walk:
-    """What a walk through the phases gave on one rank."""
+    """Observations of a walk through the phases on one rank."""
 
     metrics: list[dict[str, float]] = field(default_factory=list)
-    """Of each step; last comes the second one once more, after a load."""
+    """Metrics of each step; last comes the second one once more, after a load."""
     checksums: list[object] = field(default_factory=list)
-    """Of weights and moments, after each step."""
+    """Checksums of weights and moments, after each step."""
     saved: dict[str, str] = field(default_factory=dict)
     """Digests of this rank's files of the checkpoint after the first step."""
     gradient_bytes: dict[str, int] = field(default_factory=dict)
@@ -107,8 +107,8 @@ def trained_bytes(rank: Rank, config: RunConfig) -> tuple[int, int, int]:
 
 
 def swapped_reference(rank: Rank, config: RunConfig) -> tuple[bool, bool, bool]:
-    """Of a pass of the reference after a step: whether the host copies become the current weights, the weights the starting ones, and
-    both are as before afterwards, in the same memory."""
+    """Checks a pass of the reference after a step: host copies become the current weights, the weights become the starting ones, and both
+    are back afterwards, in the same memory."""
     with open_policy(rank, config) as policy:
         start = raw_checksums(policy)
         _step(policy, Walk())
@@ -127,7 +127,7 @@ def _addresses(policy: PolicyRank) -> list[int]:
 
 
 def bucket_places(rank: Rank, config: RunConfig) -> list[tuple[str, int, int, int]]:
-    """Of each bucket of Megatron's parameter buffers: dtype, bytes into its buffer by Megatron's and by real count, address."""
+    """Places of each bucket of Megatron's parameter buffers: dtype, bytes into its buffer by Megatron's and by real count, address."""
     places = []
     with open_policy(rank, config) as policy:
         for chunk in policy._chunks:

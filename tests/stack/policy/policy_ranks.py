@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of step, settling and checkpoints run on the ranks: a whole `PolicyRank`, on random rollouts."""
+"""Functions that the tests of step, settling and checkpoints run on the ranks: a whole `PolicyRank`, on random rollouts."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def canonical_weights(policy: PolicyRank) -> dict[str, np.ndarray]:
 
 
 def routing_of_step(rank: Rank, config: RunConfig) -> tuple[dict[str, float], dict[str, np.ndarray], set[str]]:
-    """Of a step with a reference: metrics, this rank's expert biases before and after, and the slots with optimizer state.
+    """Routing of a step with a reference: metrics, this rank's expert biases before and after, and the slots with optimizer state.
 
     Biases are [2, experts], by canonical name.
     """
@@ -292,7 +292,7 @@ def metrics_of_steps(rank: Rank, config: RunConfig, num_steps: int) -> list[dict
 
 
 def sampled_tokens(rank: Rank, config: RunConfig, wanted: Sequence[int]) -> list[dict[int, TokenSample]]:
-    """What this rank answers to a first and a second call after a step."""
+    """Samples that this rank returns in a first and a second call after a step."""
     with open_policy(rank, config) as policy:
         train(policy, 1)
         return [policy.token_samples(wanted) for _ in range(2)]

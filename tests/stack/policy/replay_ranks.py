@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs on the ranks of the router replay tests: a whole `Policy` on rollouts that carry routes."""
+"""Functions that run on the ranks of the router replay tests: a whole `Policy` on rollouts that carry routes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Mismatch:
 
 
 def mismatch(rank: Rank, config: RunConfig, rollouts: Sequence[Rollout], rollouts_per_row: int) -> Mismatch | None:
-    """Of the weights of the model folder; None on all but the last pipeline stage. Every rank computes all rows."""
+    """Mismatch with the weights of the model folder; None on all but the last pipeline stage. Every rank computes all rows."""
     rows = [
         pack_row(
             {index: pulled(rollout, 1.0, True) for index, rollout in enumerate(rollouts[start : start + rollouts_per_row])},

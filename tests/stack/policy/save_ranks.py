@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of checkpoints run on the ranks."""
+"""Functions that the tests of checkpoints run on the ranks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def save_at_once_and_late(rank: Rank, config: RunConfig, at_once: Path, late: Pa
 
 
 def save_where_a_file_cannot_be_written(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[str, float]:
-    """What the end of a background save says when a folder is in the way of this rank's file, and the loss of the step after it."""
+    """Saves in the background with a folder in the way of this rank's file; returns the end's problem, and the loss of the next step."""
     (weights_dir / "iter_0000000" / f"__{rank.rank}_0.distcp").mkdir(parents=True)
     with open_policy(rank, config) as policy:
         train(policy, 1)
@@ -111,7 +111,7 @@ def settings_of(policy: PolicyRank) -> list[dict[str, object]]:
 
 
 def load_weights_only(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[bool, float]:
-    """Whether the optimizer's main parameters are those of a checkpoint without optimizer state, and the loss after a step."""
+    """Compares the optimizer's main parameters with a checkpoint without optimizer state; returns that, and the loss after a step."""
     with open_policy(rank, config) as policy:
         policy.load_checkpoint(weights_dir)
         weights = {str(slot): tensor.detach().float().flatten().numpy() for slot, tensor in policy.settled_weights().items()}

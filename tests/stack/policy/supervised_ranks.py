@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of training without rollouts run on the ranks, and the examples that they train on."""
+"""Functions that the tests of training without rollouts run on the ranks, and the examples that they train on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_EXAMPLES = 12
 
 
 def run_config(folder: Path, algorithm: str, layout: str, *overrides: str) -> RunConfig:
-    """That of the policy tests, for another algorithm, with rows of about three examples."""
+    """Config of the policy tests, for another algorithm, with rows of about three examples."""
     rows = ["policy.max_total_sequence_length=24", "policy.sequence_packing.train_mb_tokens=48"]
     return policy_ranks.run_config(folder, layout, f"algorithm={algorithm}", *rows, *overrides)
 

@@ -55,7 +55,7 @@ def value_model(head: torch.Tensor | None = None) -> torch.nn.Module:
 
 
 def values_of(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
-    """At each token."""
+    """Values at each token."""
     hidden = model.get_submodule("model")(torch.tensor([tokens])).last_hidden_state[0]
     return model.get_submodule("score")(hidden)[:, 0]
 

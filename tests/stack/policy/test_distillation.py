@@ -148,7 +148,7 @@ def check_judged(alone: Distilled, student: Path, teachers: list[Path]) -> list[
 
 
 def drawn_logprobs(model: torch.nn.Module, rollout: Rollout, vocab_size: int | None = None) -> np.ndarray:
-    """Of the generated tokens, by transformers; with `vocab_size` among the first tokens alone."""
+    """Logprobs of the generated tokens, by transformers; with `vocab_size` among the first tokens alone."""
     token_ids, start = torch.tensor([[*rollout.request.token_ids, *rollout.token_ids.tolist()]]), len(rollout.request.token_ids)
     with torch.no_grad():
         logprobs = torch.log_softmax(model(token_ids).logits[0, start - 1 : -1, :vocab_size].float(), dim=-1)

@@ -17,7 +17,7 @@ from tests.stack.ranks import RankPool
 
 RATE = 0.015625
 EXPERT_LAYERS = (1, 4, 6)
-"""Of the pattern MEM*EME."""
+"""Layers with experts in the pattern MEM*EME."""
 
 MEGATRON = "policy.megatron_cfg"
 SETTINGS = [

@@ -98,18 +98,18 @@ class Example:
 
     folder: Path
     scores: list[list[Scores]]
-    """By row and sequence of PARITY_ROWS."""
+    """Scores by row and sequence of PARITY_ROWS."""
 
 
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Example]:
-    """By family and seed."""
+    """Examples by family and seed."""
     return {(name, seed): example(name, seed, tmp_path_factory.mktemp(name)) for name in (*DENSE, *MOE) for seed in SEEDS}
 
 
 @pytest.fixture(scope="module")
 def one_rank(ranks: RankPool, examples: dict[tuple[str, int], Example]) -> dict[str, Gradients]:
-    """By family."""
+    """Gradients of one rank, by family."""
     return {name: gradients_of(ranks, examples[name, SEEDS[-1]].folder, 1, {}) for name in (*DENSE, *MOE)}
 
 

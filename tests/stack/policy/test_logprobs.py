@@ -95,7 +95,7 @@ def hybrid_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_metrics(ranks: RankPool, folder: Path, layout: str, *overrides: str) -> list[dict[str, float]]:
-    """Of two on-policy steps."""
+    """Metrics of two on-policy steps."""
     config = policy_ranks.run_config(folder, layout, *overrides)
     return ranks.run(policy_ranks.metrics_of_steps, config, 2, world_size=policy_ranks.world_size(layout))[-1]
 

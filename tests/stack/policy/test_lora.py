@@ -51,7 +51,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Gradients]]:
-    """By family: a model with random factors of adapters beside its weights, and what transformers make of both."""
+    """Makes, by family, a model with random adapters next to its weights, and the gradients of transformers for both."""
     return cache(lambda name: make_adapted(name, tmp_path_factory.mktemp(name)))
 
 

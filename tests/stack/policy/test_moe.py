@@ -57,7 +57,7 @@ def cells(*groups: tuple[tuple[str, ...], Iterable[str]]) -> list:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By family. The hybrid one has shared experts. transformers keeps the embedding of a padding token from training."""
+    """Folders by family. The hybrid one has shared experts. transformers keeps the embedding of a padding token from training."""
     hybrid, transformer = (tmp_path_factory.mktemp(name) for name in FAMILIES)
     models.save_model(hybrid, FAMILIES[0], pad_token_id=None, hybrid_override_pattern="ME*E", num_hidden_layers=4)
     models.save_model(transformer, FAMILIES[1], pad_token_id=None)
@@ -66,7 +66,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def plain(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Gradients]:
-    """By family, from transformers."""
+    """Gradients by family, from transformers."""
     return {name: transformers_gradients(folder, tmp_path_factory.mktemp(name)) for name, folder in folders.items()}
 
 

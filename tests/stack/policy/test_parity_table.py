@@ -55,7 +55,7 @@ def test_a_feature_computes_what_one_plain_rank_does(compare: Run, model_type: s
 
 @pytest.fixture(scope="module")
 def rows() -> Iterator[list[Row]]:
-    """What the long part measures; kept also if it is not what is required."""
+    """Measurements of the long part; kept also if they miss the requirement."""
     measured: list[Row] = []
     yield measured
     if measured:
@@ -82,7 +82,7 @@ def test_every_feature_computes_what_one_plain_rank_does(compare: Run, rows: lis
 
 @pytest.fixture(scope="module")
 def tiny_losses(ranks: RankPool, folder_of: Callable[[str], Path]) -> Callable[[str, Settings, int], list[float]]:
-    """Of the steps of grpo_tiny.yaml, its own layout included, with these settings."""
+    """Losses of the steps of grpo_tiny.yaml, its own layout included, with these settings."""
 
     def losses(model_type: str, settings: Settings, num_ranks: int) -> list[float]:
         return measure(ranks, run_config(folder_of(model_type), settings, num_ranks), num_steps=NUM_STEPS, measured_step=0).losses

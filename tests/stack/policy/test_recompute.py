@@ -40,7 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def kept(ranks: RankPool, folders: dict[str, Path]) -> dict[str, Gradients]:
-    """By model, without recomputation."""
+    """Gradients by model, without recomputation."""
     return {name: gradients_of(ranks, folder, 1, {}) for name, folder in folders.items()}
 
 

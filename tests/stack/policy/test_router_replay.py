@@ -34,7 +34,7 @@ def moe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def replayed(ranks: RankPool, moe_folder: Path) -> Gradients:
-    """Of one rank."""
+    """Gradients of one rank."""
     return gradients_of(ranks, moe_folder, 1, REPLAY)
 
 

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logprobs_of(model: torch.nn.Module, sequence: TokenSequence) -> torch.Tensor:
-    """Of the tokens that are learned, in order."""
+    """Logprobs of the learned tokens, in order."""
     tokens = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]
     logprobs = torch.log_softmax(model(tokens).logits[0, :-1], dim=-1).gather(1, tokens[0, 1:, None])[:, 0]
     return torch.cat([logprobs[start - 1 : stop - 1] for start, stop in sequence.targets])

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list]]:
-    """By layout: a checkpoint after two steps, and what each rank did in the two steps that followed."""
+    """Checkpoints after two steps, by layout, and each rank's work in the two steps that followed."""
     result = {}
     for layout in (SAVED, OTHER):
         weights_dir = tmp_path_factory.mktemp("step_2") / "weights"

@@ -16,7 +16,7 @@ BOXES = st.tuples(*RANGES)
 
 
 def count(boxes: list[Box]) -> np.ndarray:
-    """How often each element of a tensor of SHAPE is in a box."""
+    """Counts the boxes that contain each element of a tensor of SHAPE."""
     counts = np.zeros(SHAPE, dtype=int)
     for box in boxes:
         part(counts, box)[...] += 1

@@ -73,7 +73,7 @@ def test_the_files_that_a_killed_attempt_finished_are_kept(hf: Path, tmp_path: P
 
 
 def run(function: Callable[..., None], *arguments: object) -> bool:
-    """Whether a process that fills the cache was killed by itself."""
+    """Runs a process that fills the cache; tells whether it killed itself."""
     process = light_processes().Process(target=function, args=arguments)
     process.start()
     process.join(timeout=HANG_S)

@@ -84,7 +84,7 @@ def layout_columns(layout, key: str) -> int:
 
 
 def test_torch_reads_what_was_written(folders, tmp_path: Path):
-    """By torch's own reader, from its own reading of the metadata."""
+    """Uses torch's own reader, with its own reading of the metadata."""
     convert_hf_to_mcore(folders["qwen3_moe"], tmp_path / "mcore", parallel=MegatronParallel(tp=2, ep=2))
     iteration = tmp_path / "mcore" / "iter_0000000"
     metadata = FileSystemReader(iteration).read_metadata()
@@ -221,7 +221,7 @@ def test_a_flipped_byte_of_a_weight_is_found_by_the_way_back(pair: tuple[Path, P
 
 @pytest.mark.parametrize("position", [1, 2])
 def test_a_flipped_byte_of_a_weight_is_found_without_a_manifest(pair: tuple[Path, Path], tmp_path: Path, position: int):
-    """As in checkpoints that others wrote."""
+    """Covers checkpoints that others wrote."""
     checkpoint = Path(shutil.copytree(pair[1], tmp_path / "mcore", ignore=shutil.ignore_patterns("manifest.json")))
     data = checkpoint / "iter_0000000" / "__1_0.distcp"
     content = bytearray(data.read_bytes())
@@ -265,7 +265,7 @@ def test_a_flipped_byte_of_an_export_is_found_when_it_is_converted_again(pair: t
 
 
 def test_a_replaced_source_is_told_apart_although_its_times_are_kept(tmp_path: Path):
-    """As by `cp -p`: what was made of the old one must not be continued."""
+    """Replaces the source like `cp -p`: files made from the old one must not be continued."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.write_text("old")
     before = file_state(first)

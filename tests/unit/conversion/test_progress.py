@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a conversion is, as it is told."""
+"""Reports of a conversion's progress."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def hf(tmp_path: Path) -> Path:
 
 
 def test_a_stored_copy_of_tied_embeddings_is_passed_over(hf: Path):
-    """As Qwen3-0.6B is published."""
+    """Uses the form in which Qwen3-0.6B is published."""
     rewrite(hf, **{OUTPUT: load_file(hf / SINGLE_FILE)[EMBEDDING].clone()})
     assert OUTPUT not in check_hf(hf)
     back = there_and_back(hf)

@@ -95,7 +95,7 @@ DIGESTS: Mapping[int, Mapping[str, str]] = {
 
 
 def digest(model_type: str) -> str:
-    """Of all that says where an element of the Hugging Face checkpoint goes, and of a manifest's keys; dtypes are those of the source."""
+    """Digest of the place of each element of the Hugging Face checkpoint, and of a manifest's keys, with the source's dtypes."""
     layouts = []
     for settings in CONFIGS[model_type]:
         config = {"model_type": model_type, **settings}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan says of the packaged configs on real sizes, what it refuses, and what it imports."""
+"""Plans of the packaged configs on real sizes, refusals, and imports."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens a context-parallel rank holds, and its attention, against whole sequences."""
+"""Tokens of a context-parallel rank, and its attention, against whole sequences."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def splitmix64(num_values: int) -> list[int]:
-    """As the reference implementation writes it (https://prng.di.unimi.it/splitmix64.c), from seed 0."""
+    """Reference implementation (https://prng.di.unimi.it/splitmix64.c), from seed 0."""
     values, state = [], 0
     for _ in range(num_values):
         state = (state + 0x9E3779B97F4A7C15) % MODULUS

@@ -15,7 +15,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Names:
-    """How a decoder family names its experts."""
+    """Names of a decoder family's experts."""
 
     block: str = "mlp"
     gate: str = "gate_proj"

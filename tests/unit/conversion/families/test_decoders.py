@@ -222,7 +222,7 @@ def test_megatron_chunks_against_a_slow_version(
 @pytest.mark.parametrize("model_type", DECODERS)
 @pytest.mark.parametrize(("tp", "ep", "etp"), [(2, 1, 1), (4, 4, 1), (1, 2, 2), (4, 2, 2)])
 def test_megatron_ranks_against_a_slow_version(model_type: str, tp: int, ep: int, etp: int):
-    """With tp 4 there are more ranks than key heads."""
+    """Includes tp 4, with more ranks than key heads."""
     hf_config = tiny(model_type)
     found = family(hf_config)
     canonical = index_arrays(found.canonical(hf_config))

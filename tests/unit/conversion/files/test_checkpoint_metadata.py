@@ -47,7 +47,7 @@ def test_a_damaged_pickle_is_named(data: bytes):
 )
 @pytest.mark.parametrize("state", [b"N}Vload_id\nVevil\ns\x86", b"}Vload_id\nVevil\ns"], ids=["slots", "attributes"])
 def test_a_pickle_cannot_change_what_outlives_it(target: bytes, state: bytes):
-    """By the opcode that gives an object its state, with a class or a function in the place of the object."""
+    """Uses the opcode that gives an object its state, with a class or a function in the place of the object."""
     with pytest.raises(ValueError, match="it is damaged"):
         unpickle(b"\x80\x02" + target + state + b"b.", "it")
     assert StorageMeta().load_id is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who owns a file is told by its name; whether the owner lives by its process, or from afar by the time."""
+"""Ownership of files: the name tells the owner, its process or, from afar, the time tells whether it lives."""
 
 from __future__ import annotations
 
