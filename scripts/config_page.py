@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/config.md: config keys by the schema's docstrings, with their readers, and NeMo RL's keys by the dialect's tables."""
+"""Tables of docs/config.md, config keys by the schema's docstrings, and of docs/dialect.md, NeMo RL's keys by the dialect's tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from mrl.config.dialect.rules import REWRITTEN, TEMPLATE_VARIABLES
 from mrl.config.dialect.tables import BY_RULE, GPU_VALUES, NO_EFFECT, REFUSED, RENAMED, SAME_VALUE, VALUES, Foreign
 from mrl.config.fields import Only, Range
 from mrl.config.schema.run import KEYS, SAME_KEYS, RunConfig, fields_of, section_of
-from scripts.config_readers import key_readers
 
 _TEACHERS = "mrl.config: the teachers' sections are made of it"
 _MTP = "a check: a model with one MTP layer repeats it"
@@ -39,10 +38,22 @@ FIXED = frozenset(
 """Keys with one possible value, by their type or by a rule of `find_problems`: no code has to read them. So are those with `Only`."""
 
 
+COLUMNS = ("key", "type", "default", "meaning")
+
+
 def config_tables() -> str:
-    """All of docs/config.md below its introduction, as Markdown."""
-    parts = [_section_tables(RunConfig, "", key_readers())]
-    parts.append(_table("Keys with another name", ("NeMo RL", "here"), [(f"`{old}`", f"`{new}`") for old, new in RENAMED.items()]))
+    """The reference in docs/config.md, as Markdown: a table for each section of the run, a row for each key."""
+    own = [row for name in fields_of(RunConfig) for row in _rows(RunConfig, name, "") if section_of(fields_of(RunConfig)[name]) is None]
+    parts = [_table("The run", COLUMNS, own)]
+    for name, hint in fields_of(RunConfig).items():
+        if section_of(hint) is not None and name not in SAME_KEYS:
+            parts.append(_table(name, COLUMNS, _rows(RunConfig, name, "")))
+    return "\n".join(parts)
+
+
+def dialect_tables() -> str:
+    """The tables of docs/dialect.md, as Markdown."""
+    parts = [_table("Keys with another name", ("NeMo RL", "here"), [(f"`{old}`", f"`{new}`") for old, new in RENAMED.items()])]
     values = [(f"`{key}`", f"`{old}`", f"`{new}`") for (key, old), new in VALUES.items()]
     parts.append(_table("Values with another name", ("key", "NeMo RL", "here"), values))
     translated = [(f"`{old}`", f"`{new}`: the same value") for old, new in SAME_VALUE.items()]
@@ -93,26 +104,19 @@ def manuals(section: type) -> dict[str, str]:
     return found
 
 
-def _section_tables(section: type, prefix: str, readers: Mapping[str, list[str]]) -> str:
-    hints, written = get_type_hints(section), manuals(section)
-    values, inner = [], ""
-    for field in dataclasses.fields(section):
-        below = section_of(hints[field.name])
-        key, marker = f"{prefix}{field.name}", marker_of(fields_of(section)[field.name])
-        if key in SAME_KEYS:
-            values.append((f"`{key}`", f"keys of `{SAME_KEYS[key]}`", _default(field), written[field.name], "`mrl.cluster.policies`"))
-            continue
-        if below is not None:
-            inner += "\n" + _section_tables(below, f"{key}.", readers)
-            continue
-        read_by = ", ".join(f"`{module}`" for module in readers.get(key, ()))
-        if not read_by:
-            read_by = "a check: only one value" if key in FIXED or isinstance(marker, Only) else IN_CONFIG.get(key, "–")
-        values.append(
-            (f"`{field.name}`", _type(hints[field.name]), _default(field), _meaning(marker, written.get(field.name, "")), read_by)
-        )
-    title = prefix[:-1] or "The run"
-    return _table(title, ("key", "type", "default", "meaning", "read by"), values) + inner if values else inner
+def _rows(section: type, name: str, prefix: str) -> list[tuple[str, str, str, str]]:
+    """The row of a field, or the rows of all keys below it. Sections of `value` with keys of `policy` are one row."""
+    key, hint = f"{prefix}{name}", get_type_hints(section)[name]
+    (field,) = (field for field in dataclasses.fields(section) if field.name == name)
+    below = section_of(hint)
+    if key in SAME_KEYS:
+        return [(f"`{key}`", f"keys of `{SAME_KEYS[key]}`", _default(field), manuals(section)[name])]
+    if below is not None and prefix == "value.":
+        return [(f"`{key}`", f"keys of `policy.{name}`", "", f"As in `policy.{name}`. Defaults from `policy` come from `value`.")]
+    if below is not None:
+        return [row for inner in dataclasses.fields(below) for row in _rows(below, inner.name, f"{key}.")]
+    meaning = _meaning(marker_of(fields_of(section)[name]), manuals(section).get(name, ""))
+    return [(f"`{key}`", _type(hint), _default(field), meaning)]
 
 
 def _meaning(marker: Range | Only | None, manual: str) -> str:

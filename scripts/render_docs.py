@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m scripts.render_docs`: renders the tables of docs/*.md from docs/data/*.json, the measurements that test parts wrote.
+"""`python -m scripts.render_docs`: renders the tables of all pages of docs/ from docs/data/*.json, the measurements that test parts wrote.
 
-The tables of config keys are rendered from the schema and its readers; see `scripts.config_page`. That of faults comes from
-docs/reliability.json, with the dates of the parts.
+The tables of config keys come from the schema; see `scripts.config_page`. The table of faults comes from docs/reliability.json, with the
+dates of the parts.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ import json
 import re
 from pathlib import Path
 
-from scripts.config_page import config_tables
+from scripts.config_page import config_tables, dialect_tables
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-# A page says `<!-- data: PART -->` where the table of docs/data/PART.json belongs, and where it ends.
+# A page marks the place of docs/data/PART.json by `<!-- data: PART -->`, or by `<!-- data: PART first N -->` for its first N rows.
 FAULTS_BLOCK = re.compile(r"(<!-- reliability -->\n)(?:.*?\n)??(<!-- end of reliability -->)", re.DOTALL)
 CONFIG_BLOCK = re.compile(r"(<!-- config -->\n)(?:.*?\n)??(<!-- end of config -->)", re.DOTALL)
-BLOCK = re.compile(r"(<!-- data: (\S+) -->\n)(?:.*?\n)??(<!-- end of data -->)", re.DOTALL)
+DIALECT_BLOCK = re.compile(r"(<!-- dialect -->\n)(?:.*?\n)??(<!-- end of dialect -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- data: (\S+)(?: first (\d+))? -->\n)(?:.*?\n)??(<!-- end of data -->)", re.DOTALL)
 
 
 def render_page(text: str, data_folder: Path) -> str:
     """The page with every table replaced by what `data_folder` holds now."""
     text = CONFIG_BLOCK.sub(lambda match: match[1] + config_tables() + match[2], text)
+    text = DIALECT_BLOCK.sub(lambda match: match[1] + dialect_tables() + match[2], text)
     text = FAULTS_BLOCK.sub(lambda match: match[1] + faults_table(data_folder) + match[2], text)
-    return BLOCK.sub(lambda match: match[1] + render_part(data_folder / f"{match[2]}.json") + match[3], text)
+    return BLOCK.sub(lambda match: match[1] + render_part(data_folder / f"{match[2]}.json", int(match[3] or 0)) + match[4], text)
 
 
 def parts_of(text: str) -> list[str]:
@@ -32,15 +34,17 @@ def parts_of(text: str) -> list[str]:
     return [match[2] for match in BLOCK.finditer(text)]
 
 
-def render_part(path: Path) -> str:
-    """The table of one file, its columns named by the keys of the rows, and a line that says where the numbers come from."""
+def render_part(path: Path, num_rows: int = 0) -> str:
+    """The table of one file (its first `num_rows` rows, 0 = all), with the keys of the rows as columns, and a line with the origin."""
     if not path.exists():
         return "Not yet run.\n"
     data = json.loads(path.read_text(encoding="utf-8"))
     columns = list(dict.fromkeys(name for row in data["rows"] for name in row))
     lines = [[name.replace("_", " ") for name in columns], ["---"] * len(columns)]
-    lines += [[_cell(row.get(name)) for name in columns] for row in data["rows"]]
+    lines += [[_cell(row.get(name)) for name in columns] for row in data["rows"][: num_rows or None]]
     table = _table(lines)
+    if num_left := len(data["rows"]) - (num_rows or len(data["rows"])):
+        table += f"\n{num_left} more rows are in `docs/data/{path.name}`.\n"
     host = data["host"]
     machine = f"{host['cpu']}, {host['num_cores']} cores, {host['memory_gib']} GiB"
     return f"{table}\nMeasured {data['date']} at commit `{data['commit']}` by `{data['command']}` on {machine}.\n"
@@ -71,7 +75,7 @@ def _cell(value: object) -> str:
 
 def main() -> None:
     """Rewrites the pages in place."""
-    for page in sorted(DOCS.glob("*.md")):
+    for page in sorted(DOCS.rglob("*.md")):
         page.write_text(render_page(page.read_text(encoding="utf-8"), DOCS / "data"), encoding="utf-8")
 
 

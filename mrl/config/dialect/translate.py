@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo RL's dialect: keys that have another name, another place or no meaning here, and the report of them.
 
-Every key of NeMo RL is a field of the schema or stands in exactly one table of tables.yaml. docs/config.md shows the tables.
+Every key of NeMo RL is a field of the schema or stands in exactly one table of tables.yaml. docs/dialect.md shows the tables.
 """
 
 from __future__ import annotations
