@@ -58,8 +58,8 @@ def dialect_tables() -> str:
     parts.append(_table("Values with another name", ("key", "NeMo RL", "here"), values))
     translated = [(f"`{old}`", f"`{new}`: the same value") for old, new in SAME_VALUE.items()]
     translated += [(f"`{old}`", f"`{new}`, by a rule") for old, new in BY_RULE.items()]
-    translated += [(f"`{old}`", "by a rule of `mrl/config/dialect/rules.py`") for old in (*REWRITTEN, *TEMPLATE_VARIABLES)]
-    parts.append(_table("Keys that are translated", ("NeMo RL", "here"), sorted(translated)))
+    by_rules = (", ".join(f"`{old}`" for old in sorted((*REWRITTEN, *TEMPLATE_VARIABLES))), "by rules of `mrl/config/dialect/rules.py`")
+    parts.append(_table("Keys that are translated", ("NeMo RL", "here"), [*sorted(translated), by_rules]))
     parts.append(_foreign("Keys without effect", NO_EFFECT))
     parts.append(_foreign("Keys that are refused", REFUSED))
     refused = [(f"`{key}`", f"`{value}`", entry.reason, entry.way_out) for (key, value), entry in GPU_VALUES.items()]
@@ -142,11 +142,12 @@ def _default(field: dataclasses.Field) -> str:
 
 
 def _foreign(title: str, entries: Mapping[str, Foreign]) -> str:
-    rows = []
+    """A table of entries, with a row for all keys that have one reason."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
     for key, entry in sorted(entries.items()):
         accepted = "any" if entry.same is None else ", ".join(f"`{_yaml(value)}`" for value in entry.same)
-        rows.append((f"`{key}{'.*' if entry.is_section else ''}`", accepted, entry.reason, entry.way_out or "–"))
-    return _table(title, ("key", "values accepted", "why", "otherwise"), rows)
+        rows.setdefault((accepted, entry.reason, entry.way_out or "–"), []).append(f"`{key}{'.*' if entry.is_section else ''}`")
+    return _table(title, ("keys", "values accepted", "why", "otherwise"), ((", ".join(keys), *rest) for rest, keys in rows.items()))
 
 
 def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:

@@ -14,11 +14,11 @@ from pathlib import Path
 from scripts.config_page import config_tables, dialect_tables
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-# A page marks the place of docs/data/PART.json by `<!-- data: PART -->`, or by `<!-- data: PART first N -->` for its first N rows.
+# A page marks the place of docs/data/PART.json by `<!-- data: PART -->`, or `<!-- data: PART worst N by COLUMN -->` for some rows.
 FAULTS_BLOCK = re.compile(r"(<!-- reliability -->\n)(?:.*?\n)??(<!-- end of reliability -->)", re.DOTALL)
 CONFIG_BLOCK = re.compile(r"(<!-- config -->\n)(?:.*?\n)??(<!-- end of config -->)", re.DOTALL)
 DIALECT_BLOCK = re.compile(r"(<!-- dialect -->\n)(?:.*?\n)??(<!-- end of dialect -->)", re.DOTALL)
-BLOCK = re.compile(r"(<!-- data: (\S+)(?: first (\d+))? -->\n)(?:.*?\n)??(<!-- end of data -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- data: (\S+)(?: worst (\d+) by ([^>]+))? -->\n)(?:.*?\n)??(<!-- end of data -->)", re.DOTALL)
 
 
 def render_page(text: str, data_folder: Path) -> str:
@@ -26,7 +26,7 @@ def render_page(text: str, data_folder: Path) -> str:
     text = CONFIG_BLOCK.sub(lambda match: match[1] + config_tables() + match[2], text)
     text = DIALECT_BLOCK.sub(lambda match: match[1] + dialect_tables() + match[2], text)
     text = FAULTS_BLOCK.sub(lambda match: match[1] + faults_table(data_folder) + match[2], text)
-    return BLOCK.sub(lambda match: match[1] + render_part(data_folder / f"{match[2]}.json", int(match[3] or 0)) + match[4], text)
+    return BLOCK.sub(lambda match: match[1] + render_part(data_folder / f"{match[2]}.json", int(match[3] or 0), match[4]) + match[5], text)
 
 
 def parts_of(text: str) -> list[str]:
@@ -34,20 +34,24 @@ def parts_of(text: str) -> list[str]:
     return [match[2] for match in BLOCK.finditer(text)]
 
 
-def render_part(path: Path, num_rows: int = 0) -> str:
-    """The table of one file (its first `num_rows` rows, 0 = all), with the keys of the rows as columns, and a line with the origin."""
+def render_part(path: Path, num_rows: int = 0, column: str = "") -> str:
+    """The table of one file, with the keys of its rows as columns, and a line with the origin of the numbers.
+
+    With `num_rows`, only the rows with the largest numbers in `column`, whatever their sign.
+    """
     if not path.exists():
         return "Not yet run.\n"
     data = json.loads(path.read_text(encoding="utf-8"))
+    rows = data["rows"]
+    if num_rows:
+        (name,) = (name for name in rows[0] if name.replace("_", " ") == column)
+        rows = sorted(rows, key=lambda row: abs(float(row[name] or 0)), reverse=True)[:num_rows]
     columns = list(dict.fromkeys(name for row in data["rows"] for name in row))
     lines = [[name.replace("_", " ") for name in columns], ["---"] * len(columns)]
-    lines += [[_cell(row.get(name)) for name in columns] for row in data["rows"][: num_rows or None]]
-    table = _table(lines)
-    if num_left := len(data["rows"]) - (num_rows or len(data["rows"])):
-        table += f"\n{num_left} more rows are in `docs/data/{path.name}`.\n"
-    host = data["host"]
+    table = _table(lines + [[_cell(row.get(name)) for name in columns] for row in rows])
+    host, most = data["host"], f"The {len(rows)} largest of {len(data['rows'])} rows; `docs/data/{path.name}` has all. " if num_rows else ""
     machine = f"{host['cpu']}, {host['num_cores']} cores, {host['memory_gib']} GiB"
-    return f"{table}\nMeasured {data['date']} at commit `{data['commit']}` by `{data['command']}` on {machine}.\n"
+    return f"{table}\n{most}Measured {data['date']} at commit `{data['commit']}` by `{data['command']}` on {machine}.\n"
 
 
 def faults_table(data_folder: Path) -> str:

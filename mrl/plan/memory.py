@@ -25,7 +25,7 @@ GRAPHS = 1.34 * GIB
 # Reserved but not allocated, as a share of what is allocated: 2 to 8 % on the cards of Megatron-Bridge.
 SLACK = 0.05
 _WORKSPACE = 32 * 2**20
-# Bytes of a logit without gradient: docs/performance.md, "Memory of log-probabilities".
+# Bytes of a logit without gradient: docs/measured/performance.md, "Memory of log-probabilities".
 _FORWARD_LOGIT = 5
 # The transient parts, by the beginning of their names.
 _PASSING = ("gradients", "optimizer", "activations", "logits or one layer")

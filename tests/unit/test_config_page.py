@@ -31,4 +31,4 @@ def test_the_keys_to_set_exist():
 
 
 def test_every_key_of_the_dialect_is_on_the_page():
-    assert [key for key in sorted(DIALECT_KEYS) if f"\n| `{key}" not in DIALECT] == []
+    assert [key for key in sorted(DIALECT_KEYS) if f"`{key}`" not in DIALECT and f"`{key}.*`" not in DIALECT] == []

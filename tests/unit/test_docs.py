@@ -18,7 +18,7 @@ from tests.long.record import OUTCOMES, PATHS, record
 from tests.long.stale import stale_tables
 from tests.sources import ROOT
 
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.rglob("*.md"))
 
 
 def test_pages_show_what_was_measured():
@@ -35,6 +35,33 @@ def test_the_start_page_lists_every_page():
     start = (DOCS / "README.md").read_text()
     pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} - {"README.md"}
     assert {page for page in pages if f"]({page})" not in start} == set()
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_leads_to_a_file_and_a_heading():
+    broken = []
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES):
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            if "://" not in link and (not target.exists() or (anchor and anchor not in anchors_of(target))):
+                broken.append((page.name, link))
+    assert broken == []
+
+
+def test_every_paper_that_the_code_cites_is_listed_with_its_file():
+    rows = (DOCS / "papers.md").read_text().splitlines()
+    named = [name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row)]
+    assert len(named) > 30 and [name for name in named if not (ROOT / name).exists()] == []
+    for path in (path for folder in ("mrl", "conversion") for path in sorted((ROOT / folder).rglob("*.py"))):
+        name = path.relative_to(ROOT).as_posix()
+        for paper in set(re.findall(r"arXiv:(\d+\.\d+)", path.read_text())):
+            assert any(paper in row for row in rows), (name, paper)
 
 
 def test_every_test_of_the_page_of_faults_exists_and_runs_where_it_says():
