@@ -35,7 +35,7 @@ class SequencePackingConfig:
     logprob_mb_tokens: Positive = follows("mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}")
     """Tokens of a packed row in logprob passes. Another number than train_mb_tokens gives these passes rows of their own."""
     algorithm: PackingAlgorithm = "balanced"
-    """balanced: equal tokens and work for each data-parallel rank, then rows. Others: rows first (docs/measured/performance.md compares them)."""
+    """balanced: equal tokens and work for each data-parallel rank, then rows. Others: rows first (compared in docs/measured)."""
     microbatch_order: Literal["packer", "largest_first"] = "packer"
     """Order of the rows of a rank: as the algorithm made them, or by their tokens, most first, so that memory is at its peak at once."""
     sequence_length_round: Positive = 64
