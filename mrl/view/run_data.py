@@ -190,7 +190,8 @@ def about_lines(config: Json, about: Json) -> list[tuple[str, str]]:
     lines = [
         ("algorithm", of("algorithm")),
         ("model", of("policy.model_name")),
-        ("layout", f"{layout}, {of('cluster.num_nodes')} node(s) with {of('cluster.gpus_per_node')} GPUs, {of('policy.precision')}"),
+        ("layout", f"{layout}, {of('policy.precision')}"),
+        ("hosts", _hosts(setting(config, "cluster.num_nodes"), setting(config, "cluster.gpus_per_node"))),
         ("data", of("data.train.data_path")),
         ("learning rate", of(f"{megatron}.optimizer.lr")),
     ]
@@ -203,6 +204,11 @@ def about_lines(config: Json, about: Json) -> list[tuple[str, str]]:
     return [*lines, *((name, text) for name, text in about.items() if isinstance(text, str))]
 
 
+def _hosts(num_nodes: object, num_gpus: object) -> str:
+    nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
+    return f"{nodes}, no GPU" if num_gpus == 0 else f"{nodes}, {num_gpus} GPU{'s' * (num_gpus != 1)}{' each' * (num_nodes != 1)}"
+
+
 def progress_lines(rows: Sequence[Row], config: Json, folder: Path, state: State) -> list[tuple[str, str]]:
     """Describes the progress of the run, as (name, text)."""
     step = int(rows[-1]["step"] or 0) if rows else 0
@@ -210,7 +216,8 @@ def progress_lines(rows: Sequence[Row], config: Json, folder: Path, state: State
     # PPO's steps are counted where those of GRPO are.
     last = setting(config, f"{'grpo' if algorithm == 'ppo' else algorithm}.max_num_steps")
     has_last = isinstance(last, int) and last > 0
-    lines = [("state", "running" if state == "running" else "not running"), ("step", f"{step} of {last}" if has_last else str(step))]
+    ended = "finished" if has_last and step >= cast(int, last) else "ended"
+    lines = [("state", state if state == "running" else ended), ("step", f"{step} of {last}" if has_last else str(step))]
     times = [total for row in rows[-NUM_TIMED_STEPS:] if (total := row.get("time/total")) is not None]
     if times:
         step_s = statistics.median(times)
@@ -233,4 +240,4 @@ def health(rows: Sequence[Row], found: Sequence[Advisory]) -> Json:
     worst = next((advisory for level in ("stop", "look") for advisory in found if advisory.level == level), None)
     if worst is not None:
         return {"level": worst.level, "reason": f"{worst.seen[:1].upper()}{worst.seen[1:]}: {worst.causes}."}
-    return {"level": "ok", "reason": "No rule holds." if any(row.get("step") for row in rows) else "No step has finished yet."}
+    return {"level": "ok", "reason": "No problems found." if any(row.get("step") for row in rows) else "No step has finished yet."}

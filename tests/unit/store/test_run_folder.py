@@ -144,7 +144,7 @@ def test_the_report_is_rendered_after_validations_and_checkpoints_and_at_the_end
             folder.log_metrics(step, {"train/reward": 0.5, **metrics})
             assert page.exists() == is_rendered
     (run,) = read_page(page.read_text())["runs"]
-    assert run["series"]["step"] == [0, 1, 2, 3] and ["state", "not running"] in run["progress"]
+    assert run["series"]["step"] == [0, 1, 2, 3] and ["state", "ended"] in run["progress"]
 
 
 def test_reports_take_a_percent_of_the_run_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -3,10 +3,12 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from mrl.store.evaluations import scores_by_environment, write_results
 from mrl.types import Prompt, RolloutGroup, RolloutInfo, Verdict
 from mrl.view.page import page, read_page, write_report
-from mrl.view.run_data import MAX_POINTS, run_data, series_of
+from mrl.view.run_data import MAX_POINTS, State, about_lines, progress_lines, run_data, series_of
 from tests.unit.view.runs import make_long_run, make_run, rollout, row, write_dump, write_metrics
 
 
@@ -20,7 +22,7 @@ def test_the_page_holds_what_the_files_say(tmp_path: Path):
     progress = dict(run["progress"])
     assert progress["step"] == "5 of 50" and progress["time left"] == "about 0:01:30" and progress["last checkpoint"] == "step 4"
     assert progress["held-out accuracy"] == "0.250 at step 0, 0.250 at step 0" and dict(run["about"])["model"] == "tiny"
-    assert run["health"] == {"level": "ok", "reason": "No rule holds."}
+    assert run["health"] == {"level": "ok", "reason": "No problems found."}
     assert [row["content"][1] for row in run["rollouts"]["train_data_step5"]] == [f"answer {index} of step 5" for index in range(8)]
 
 
@@ -111,3 +113,19 @@ def test_an_evaluation_has_its_scores_and_its_answers(tmp_path: Path):
         assert run["dumps"] == [{"name": "step_9", "step": "step_9", "split": "evaluation"}]
         shown = run["rollouts"]
         assert isinstance(shown, dict) and [row["content"][1] for row in shown["step_9"]] == ["answer 1", "answer 0"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "hosts"),
+    [(1, 0, "1 node, no GPU"), (1, 1, "1 node, 1 GPU"), (2, 8, "2 nodes, 8 GPUs each"), (2, 0, "2 nodes, no GPU")],
+)
+def test_the_page_names_hosts_in_words(nodes: int, gpus: int, hosts: str):
+    assert dict(about_lines({"cluster": {"num_nodes": nodes, "gpus_per_node": gpus}}, {}))["hosts"] == hosts
+
+
+def test_a_run_at_its_last_step_is_finished(tmp_path: Path):
+    folder = make_run(tmp_path / "run", num_steps=3)
+    config = {"algorithm": "grpo", "grpo": {"max_num_steps": 3}}
+    cases: list[tuple[float, State]] = [(3, "over"), (2, "over"), (2, "running")]
+    states = [dict(progress_lines([{"step": step}], config, folder, state))["state"] for step, state in cases]
+    assert states == ["finished", "ended", "running"]
