@@ -13,6 +13,7 @@ from typing import get_args, get_origin, get_type_hints
 from mrl.config.dialect.rules import REWRITTEN, TEMPLATE_VARIABLES
 from mrl.config.dialect.tables import BY_RULE, GPU_VALUES, NO_EFFECT, REFUSED, RENAMED, SAME_VALUE, VALUES, Foreign
 from mrl.config.fields import Only, Range
+from mrl.config.schema.data import RowsConfig
 from mrl.config.schema.run import KEYS, SAME_KEYS, RunConfig, fields_of, section_of
 
 _TEACHERS = "mrl.config: the teachers' sections are made of it"
@@ -47,7 +48,7 @@ def config_tables() -> str:
     parts = [_table("The run", COLUMNS, own)]
     for name, hint in fields_of(RunConfig).items():
         if section_of(hint) is not None and name not in SAME_KEYS:
-            parts.append(_table(name, COLUMNS, _rows(RunConfig, name, "")))
+            parts.append(_table(name, COLUMNS, _merged(_rows(RunConfig, name, ""))))
     return "\n".join(parts)
 
 
@@ -115,6 +116,8 @@ def _rows(section: type, name: str, prefix: str) -> list[tuple[str, str, str, st
         return [(f"`{key}`", f"keys of `policy.{name}`", "", f"As in `policy.{name}`. Defaults from `policy` come from `value`.")]
     if below is not None:
         return [row for inner in dataclasses.fields(below) for row in _rows(below, inner.name, f"{key}.")]
+    if _default(field) == f"`${{data.default.{name}}}`" and name in fields_of(RowsConfig):
+        return [(f"`{key}`", "as in `data.default`", "`${data.default.…}`", "As in `data.default`.")]
     meaning = _meaning(marker_of(fields_of(section)[name]), manuals(section).get(name, ""))
     return [(f"`{key}`", _type(hint), _default(field), meaning)]
 
@@ -142,12 +145,19 @@ def _default(field: dataclasses.Field) -> str:
 
 
 def _foreign(title: str, entries: Mapping[str, Foreign]) -> str:
-    """A table of entries, with a row for all keys that have one reason."""
-    rows: dict[tuple[str, str, str], list[str]] = {}
+    rows = []
     for key, entry in sorted(entries.items()):
         accepted = "any" if entry.same is None else ", ".join(f"`{_yaml(value)}`" for value in entry.same)
-        rows.setdefault((accepted, entry.reason, entry.way_out or "–"), []).append(f"`{key}{'.*' if entry.is_section else ''}`")
-    return _table(title, ("keys", "values accepted", "why", "otherwise"), ((", ".join(keys), *rest) for rest, keys in rows.items()))
+        rows.append((f"`{key}{'.*' if entry.is_section else ''}`", accepted, entry.reason, entry.way_out or "–"))
+    return _table(title, ("keys", "values accepted", "why", "otherwise"), _merged(rows))
+
+
+def _merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Joins rows that differ in nothing but their first cell, the key."""
+    keys: dict[tuple[str, ...], list[str]] = {}
+    for key, *rest in rows:
+        keys.setdefault(tuple(rest), []).append(key)
+    return [(", ".join(names), *rest) for rest, names in keys.items()]
 
 
 def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:

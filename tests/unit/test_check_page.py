@@ -10,7 +10,7 @@ import pytest
 from mrl import check
 from tests.sources import ROOT
 
-ROWS = re.findall(r"^\| `([\w.]+=\S+?)`.* \| .+ \| (\w[\w ]*): `(.+)` \|$", (ROOT / "docs/check.md").read_text(), re.MULTILINE)
+ROWS = re.findall(r"^\| `([\w.]+=\S+?)`.*? \| (\w[\w ]*): `(.+)` \|$", (ROOT / "docs/check.md").read_text(), re.MULTILINE)
 LLAMA_8B = {
     "model_type": "llama",
     "hidden_size": 4096,
