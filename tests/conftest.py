@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -58,6 +59,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    # What has been imported stays to the end; collections that look at it take a twentieth of the unit tests' time.
+    gc.collect()
+    gc.freeze()
     events.write(collected=len(session.items))
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import resource
@@ -56,6 +57,8 @@ def within_limits(function: Callable[[], T], *, cpu_s: int) -> T:
     with tempfile.TemporaryFile() as file:
         if (child := os.fork()) == 0:
             code = 1
+            # A collection would look at all that the parent has, and so copy its memory.
+            gc.freeze()
             try:
                 _limit(cpu_s)
                 try:

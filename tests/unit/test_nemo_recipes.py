@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 
 from scripts.bench import nemo_recipes
-from scripts.bench.nemo_recipes import check_file, check_files, group_rows, reason_of, reason_rows
+from scripts.bench.nemo_recipes import Outcome, check_file, check_files, group_rows, reason_of, reason_rows
 from tests.sources import ROOT
 
 NEMO_RL = ROOT / "tests/data/nemo_rl"
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout with files of every kind."""
-    configs = tmp_path / "examples/configs"
+    checkout = tmp_path_factory.mktemp("checkout")
+    configs = checkout / "examples/configs"
     configs.mkdir(parents=True)
     for name in ("grpo_math_1B", "dpo"):
         shutil.copy(NEMO_RL / f"{name}.yaml", configs)
@@ -34,11 +35,16 @@ def checkout(tmp_path: Path) -> Path:
         "generation: {model_name: a/b}\ndata: {dataset_name: AIME2024}\neval: {k_value: 2}\ncluster: {gpus_per_node: 1}\n"
     )
     (configs / "quantiser.yaml").write_text("quantize: {algorithm: max}\n")
-    return tmp_path
+    return checkout
 
 
-def test_files_are_counted_by_what_they_are(checkout: Path):
-    rows = {(row["algorithm"], row["trained by"]): row for row in group_rows(check_files(checkout))}
+@pytest.fixture(scope="module")
+def outcomes(checkout: Path) -> list[Outcome]:
+    return check_files(checkout)
+
+
+def test_files_are_counted_by_what_they_are(outcomes: list[Outcome]):
+    rows = {(row["algorithm"], row["trained by"]): row for row in group_rows(outcomes)}
     counts = {group: (row["files"], row["accepted"], row["refused for one reason"]) for group, row in rows.items()}
     assert counts == {
         ("grpo", "megatron"): (1, 0, 1),
@@ -54,13 +60,11 @@ def test_files_are_counted_by_what_they_are(checkout: Path):
     assert rows["grpo", "megatron"]["most often refused"] == "grpo.sed (1)"
 
 
-def test_a_model_that_is_here_is_checked_to_the_end(checkout: Path):
-    outcomes = {Path(outcome.file).stem: outcome for outcome in check_files(checkout)}
-    assert outcomes["cluster"].unchecked == [
-        "cluster.num_nodes: without its value not checked: sockets, parallel layout, profiler, batches"
-    ]
-    assert outcomes["grpo_math_1B"].unchecked == [] and outcomes["grpo_math_1B"].is_accepted
-    (unchecked,) = outcomes["vlm"].unchecked
+def test_a_model_that_is_here_is_checked_to_the_end(outcomes: list[Outcome]):
+    found = {Path(outcome.file).stem: outcome for outcome in outcomes}
+    assert found["cluster"].unchecked == ["cluster.num_nodes: without its value not checked: sockets, parallel layout, profiler, batches"]
+    assert found["grpo_math_1B"].unchecked == [] and found["grpo_math_1B"].is_accepted
+    (unchecked,) = found["vlm"].unchecked
     assert unchecked.startswith("policy.model_name: not in the local Hugging Face cache")
 
 
@@ -91,8 +95,8 @@ def test_a_traceback_is_a_failure(checkout: Path, monkeypatch: pytest.MonkeyPatc
     assert json.loads((checkout / "found.json").read_text())[0]["file"] == "examples/configs/dpo.yaml"
 
 
-def test_reasons_are_counted_by_files(checkout: Path):
-    rows = reason_rows([outcome for outcome in check_files(checkout) if outcome.algorithm in ("grpo", "ppo")])
+def test_reasons_are_counted_by_files(outcomes: list[Outcome]):
+    rows = reason_rows([outcome for outcome in outcomes if outcome.algorithm in ("grpo", "ppo")])
     assert {row["reason"]: (row["files"], row["refused for it alone"]) for row in rows} == {
         "grpo.sed: no such key": (1, 1),
         "cluster.num_nodes: out of range": (1, 1),

@@ -47,6 +47,17 @@ ENGINE_ARGUMENTS = {
 }
 """Arguments of vLLM that have a key of the same name and meaning here."""
 
+ASYNC = "grpo.async_grpo"
+SINGLE_CONTROLLER, SAMPLER = "async_rl", "async_rl.sampler"
+SAMPLERS = {
+    "in_order": "max_lookahead_versions",
+    "windowed": "max_staleness_versions",
+    "ready_first": "max_staleness_versions",
+    "weight_fifo": "max_staleness_versions",
+}
+"""How NeMo RL's single controller chooses among finished groups: the key that bounds how far engines run ahead, 1 by default."""
+FRESHEST, RECOMPUTES = f"{SAMPLER}.sample_freshest_first", f"{SINGLE_CONTROLLER}.recompute_kv_cache_after_weight_updates"
+
 _GYM_MODEL = "env.nemo_gym.policy_model.responses_api_models.vllm_model"
 _SERVED = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
 TEMPLATE_VARIABLES = {
@@ -57,7 +68,9 @@ TEMPLATE_VARIABLES = {
 }
 """Sections with values for the chat template, and where these are here."""
 
-REWRITTEN = frozenset([USE_INDUCTOR, VERIFIER, *ENGINE_ARGUMENTS])
+REWRITTEN = frozenset(
+    [USE_INDUCTOR, VERIFIER, *ENGINE_ARGUMENTS, RECOMPUTES, FRESHEST, *(f"{SAMPLER}.{name}" for name in ("name", *SAMPLERS.values()))]
+)
 """Keys, besides those of the DTensor backend, that the rules here replace."""
 TRANSLATED_SECTIONS = (SCHEDULER, f"{DTENSOR}.env_vars", *TEMPLATE_VARIABLES)
 """Sections of which the rules here replace every key."""
@@ -106,6 +119,7 @@ def translate(settings: Settings, value_of: Callable[[str], object]) -> Translat
     found = Translation(settings, value_of)
     _choose_backend(found)
     _old_forms(found)
+    _single_controller(found)
     names = dict(ENGINE_ARGUMENTS)
     for section, target in TEMPLATE_VARIABLES.items():
         for key in map(".".join, settings):
@@ -243,6 +257,27 @@ def _schedule(found: Translation) -> tuple[dict[str, object], float | None]:
     if phases or (milestones and milestones != [[warmup]] and (warmup or milestones != [[]])):
         raise ValueError("further phases")
     return scheduler, end
+
+
+def _single_controller(found: Translation) -> None:
+    """Translates how far NeMo RL's single controller lets engines run ahead, with unfinished rollouts that go on with new weights."""
+    asked = next((found.written[key] for key in found.written if key[0] == SINGLE_CONTROLLER), None)
+    if asked is None:
+        return
+    chosen = found.given(f"{SAMPLER}.name")
+    name = "in_order" if chosen is None else found.value_of(f"{SAMPLER}.name")
+    if chosen is not None and name not in SAMPLERS:
+        found.refuse(f"{SAMPLER}.name", chosen, "no such sampler", f"use one of {', '.join(SAMPLERS)}")
+        return
+    key = f"{SAMPLER}.{SAMPLERS[str(name)]}"
+    bound = found.given(key)
+    age = 1 if bound is None else found.value_of(key)
+    source, setting = (key, bound) if bound is not None else (f"{SAMPLER}.name", chosen or asked)
+    for part, value in (("enabled", age != 0), ("max_trajectory_age_steps", age or 1), ("in_flight_weight_updates", age != 0)):
+        found.put(source, setting, f"{ASYNC}.{part}", value)
+    if age != 0:
+        found.put_same(FRESHEST, f"{ASYNC}.sample_freshest_first")
+        found.put_same(RECOMPUTES, f"{ASYNC}.recompute_kv_cache_after_weight_updates")
 
 
 def _old_forms(found: Translation) -> None:

@@ -18,6 +18,7 @@ from conversion.families.registry import family
 from mrl.config.load import load_config
 from mrl.config.model import with_value
 from mrl.config.rules.checks import checkpoint_demand, num_kept_at_most
+from mrl.config.schema.run import RunConfig
 from mrl.loop.preflight import check_start
 from mrl.plan.__main__ import main
 from mrl.plan.deadlines import checkpoint_deadline
@@ -25,6 +26,7 @@ from mrl.plan.facts import PlanModel, read_model
 from mrl.plan.hardware import GIB, GPUS
 from mrl.plan.memory import cache_bytes, disk_bytes, engine_memory, host_memory, rank_memory, saved_bytes, stage_states, work_of
 from mrl.plan.plan import as_data, make_plan, prediction
+from mrl.plan.search import worst_rank
 from mrl.plan.times import EXPERT_PRODUCTS, forward_operations, train_seconds
 from mrl.store.run_folder import RunFolder
 from mrl.view.page import read_page
@@ -47,6 +49,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         shutil.copy(ROOT / f"scripts/bench/models/{file}.config.json", folder / "config.json")
         found[name] = f"policy.model_name={folder}"
     return found
+
+
+def misfit(config: RunConfig) -> str | None:
+    """What does not fit, without the refit's schedule and the times of a plan."""
+    return worst_rank(config, read_model(config), H100)[1]
 
 
 def hf_config(name: str) -> dict[str, object]:
@@ -118,11 +125,12 @@ def test_nano_on_eight_gpus_needs_offload(folders: dict[str, str], capsys: pytes
     assert "optimizer 44.1" in printed and "phase train does not fit" in printed
     assert "policy.megatron_cfg.optimizer.optimizer_offload_fraction=1.0" in printed
     offload = ["policy.megatron_cfg.optimizer.optimizer_cpu_offload=true", "policy.megatron_cfg.optimizer.optimizer_offload_fraction=1"]
-    plan = make_plan(load_config("grpo_nanov3.yaml", [folders["nano"], *ONE_NODE, *offload]), H100)
-    assert plan.misfit is None
+    config = load_config("grpo_nanov3.yaml", [folders["nano"], *ONE_NODE, *offload])
+    assert misfit(config) is None
+    model, host = read_model(config), 8 * 3.95e9 * (8 + 8 * 1.4427 + 4)
     # Moments, and pinned copies of main parameters and gradients, each tensor rounded up to a power of two; and while others use the GPU,
     # its own main parameters.
-    assert plan.host["optimizer off the GPUs"] == pytest.approx(8 * 3.95e9 * (8 + 8 * 1.4427 + 4), rel=0.02)
+    assert host_memory(config, model, stage_states(config, model, 0))["optimizer off the GPUs"] == pytest.approx(host, rel=0.02)
     page = (tmp_path / "plan.html").read_text()
     assert "src=" not in page and "href=" not in page
     (data,) = read_page(page)["runs"]
@@ -146,7 +154,7 @@ def test_a_search_ranks_layouts_and_says_why_others_are_none(folders: dict[str, 
 
 def test_a_start_is_refused_by_a_clear_margin_only(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch):
     tight = load_config("grpo_nanov3.yaml", [folders["nano"], *ONE_NODE, "policy.megatron_cfg.context_parallel_size=4"])
-    assert make_plan(tight, H100).misfit and "phase train needs most, about 80 GiB" in prediction(tight, H100)
+    assert misfit(tight) and "phase train needs most, about 80 GiB" in prediction(tight, H100)
     over = load_config("grpo_nanov3.yaml", [folders["nano"], *ONE_NODE])
     with pytest.raises(ValueError, match=r"phase train needs at least \d+\.\d GiB .* optimizer 44\.1"):
         prediction(over, H100)
@@ -179,7 +187,7 @@ def test_rows_that_get_too_long_are_refused_only_if_they_surely_come(small: str,
     tokens = [f"policy.{filling}.{kind}_mb_tokens=65536" for kind in ("train", "logprob") if filling]
     switches = [f"policy.{name}.enabled={str(name == filling).lower()}" for name in ("sequence_packing", "dynamic_batching")]
     config = load_config("grpo_tiny.yaml", [small, *FOUR_LONG, *switches, *tokens])
-    assert make_plan(config, H100).misfit == "phase train does not fit"
+    assert misfit(config) == "phase train does not fit"
     if filling:
         with pytest.raises(ValueError, match="^policy.megatron_cfg: phase train needs at least") as error:
             prediction(config, H100)
@@ -194,7 +202,7 @@ def test_rows_that_get_too_long_are_refused_only_if_they_surely_come(small: str,
     for length, fits in ((longest, True), (longest + 512, False)):
         key = f"policy.{filling}.train_mb_tokens" if filling else "policy.max_total_sequence_length"
         of_one = with_value(with_value(config, "policy.train_micro_batch_size", 1), "policy.logprob_batch_size", 1)
-        assert (make_plan(with_value(of_one, key, length), H100).misfit is None) == fits
+        assert (misfit(with_value(of_one, key, length)) is None) == fits
     # Where the GPU is not known, not even full rows are too long.
     assert "this host has none" in prediction(config, None)
     # Not even one sequence of full length fits.
@@ -205,7 +213,7 @@ def test_rows_that_get_too_long_are_refused_only_if_they_surely_come(small: str,
 def test_a_run_on_gpus_keeps_its_prediction_for_the_page(folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     words = [folders["qwen"], f"checkpointing.checkpoint_dir={tmp_path}/run", f"logger.log_dir={tmp_path}/run/logs"]
     config = load_config("grpo_qwen3_30ba3b.yaml", words)
-    plan = {phase: sum(parts.values()) for phase, parts in make_plan(config, H100).worst.phases.items()}
+    plan = {phase: sum(parts.values()) for phase, parts in worst_rank(config, read_model(config), H100)[0].phases.items()}
     for gpu, phases in ((H100, set(plan)), (None, set(plan) - {"generate"})):
         monkeypatch.setattr("mrl.store.about.local_gpu", lambda gpu=gpu: gpu)
         folder = RunFolder(config)

@@ -233,3 +233,30 @@ def test_a_prompt_file_of_nemo_rl_falls_back_to_the_packaged_one(tmp_path: Path,
     assert packaged.read_text().format("1 + 1 = ?").endswith("1 + 1 = ?\n")
     assert migration.translated == [f"data.default.prompt_file=examples/prompts/cot.txt (command line) -> {packaged}"]
     assert load_run(path, ["data.default.prompt_file=prompts/other.txt"])[0].data.default.prompt_file == "prompts/other.txt"
+
+
+@pytest.mark.parametrize(
+    ("sampler", "lag", "freshest"),
+    [
+        ("", 1, False),
+        ("sampler: {name: in_order, max_lookahead_versions: 0}", 0, False),
+        ("sampler: {name: in_order, max_lookahead_versions: 3}", 3, False),
+        ("sampler: {name: windowed, max_staleness_versions: 2, sample_freshest_first: true}", 2, True),
+        ("sampler: {name: ready_first}", 1, False),
+    ],
+)
+def test_a_single_controller_runs_as_far_ahead_as_its_sampler_lets_it(
+    load: Callable[..., RunConfig], sampler: str, lag: int, freshest: bool
+):
+    text = (
+        f"grpo: {{async_grpo: null}}\nasync_rl:\n  recompute_kv_cache_after_weight_updates: true\n  max_inflight_prompts: 4\n  {sampler}\n"
+    )
+    found = load(text).grpo.async_grpo
+    assert (found.max_lag_steps, found.sample_freshest_first) == (lag, freshest)
+    assert found.in_flight_weight_updates == found.recompute_kv_cache_after_weight_updates == (lag > 0)
+
+
+def test_a_sampler_of_the_users_own_is_refused(refused: Callable[..., str]):
+    assert "async_rl.sampler.name=custom (config.yaml:3): no such sampler; use one of in_order, windowed" in refused(
+        "async_rl: {sampler: {name: custom}}\n"
+    )
