@@ -55,7 +55,7 @@ SAMPLERS = {
     "ready_first": "max_staleness_versions",
     "weight_fifo": "max_staleness_versions",
 }
-"""How NeMo RL's single controller chooses among finished groups: the key that bounds how far engines run ahead, 1 by default."""
+"""Keys that bound how far engines run ahead (1 by default), by the way in which NeMo RL's single controller chooses finished groups."""
 FRESHEST, RECOMPUTES = f"{SAMPLER}.sample_freshest_first", f"{SINGLE_CONTROLLER}.recompute_kv_cache_after_weight_updates"
 
 _GYM_MODEL = "env.nemo_gym.policy_model.responses_api_models.vllm_model"

@@ -52,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def misfit(config: RunConfig) -> str | None:
-    """What does not fit, without the refit's schedule and the times of a plan."""
+    """Describes what does not fit, without the refit's schedule and the times of a plan."""
     return worst_rank(config, read_model(config), H100)[1]
 
 
