@@ -32,7 +32,7 @@ LINEAR: Mapping[str, Kind] = {
 """Megatron's names of the linear layers that can have adapters: those of attention, MLPs, experts and Mamba."""
 
 INPUT, OUTPUT = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
-"""Behind the name of a linear layer: its A and its B, as Megatron-Bridge names them."""
+"""Suffixes of a linear layer's A and B, as Megatron-Bridge names them."""
 
 _LAYERS = "decoder.layers."
 

@@ -312,7 +312,7 @@ class Item:
     path: Path
     key: str
     entry: CacheEntry | None
-    """None if it is not a complete entry."""
+    """Marker of the entry; None if it is incomplete."""
     num_bytes: int
     used: float
     """Time of the last use or touch, in seconds since the epoch."""

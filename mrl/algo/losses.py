@@ -49,7 +49,7 @@ class Tokens:
     segments: Segments
     """Segments of the tokens that count."""
     reference_logprobs_T: Tensor | None
-    """None where the loss has no KL term."""
+    """Logprobs of the reference; None where the loss has no KL term."""
     loss_mask_T: Tensor
     """1 at tokens that count, unless their logprob is -inf."""
     positive_mask_T: Tensor

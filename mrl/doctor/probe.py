@@ -150,7 +150,7 @@ class HostFacts:
     network: Network
     confinement: Confinement
     ports: Ports | None
-    """None on nodes of a cluster, whose own Ray listens at them."""
+    """Ports of the launchers; None on nodes of a cluster, whose own Ray listens at them."""
     import_errors: Mapping[str, str] = field(default_factory=dict)
     """Import errors by module, if imports were tried; "" for a module that can be imported."""
 

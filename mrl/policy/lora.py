@@ -167,7 +167,7 @@ class Lora:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Inside, the model has no adapters."""
+        """Switches the adapters off inside the `with` block."""
         for adapter in self._adapters.values():
             adapter.is_enabled = False
         try:
@@ -178,7 +178,7 @@ class Lora:
 
     @contextmanager
     def without_dropout(self) -> Iterator[None]:
-        """Inside, the model computes without dropout, as engines do with the merged weights."""
+        """Switches dropout off inside the `with` block, as engines have none in the merged weights."""
         for adapter in self._adapters.values():
             adapter.eval()
         try:

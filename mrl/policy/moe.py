@@ -305,7 +305,7 @@ class RouterReplay:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Inside, forward passes count how often routers would have chosen other experts than the routes."""
+        """Counts in forward passes inside the `with` block how often routers would have chosen other experts than the routes."""
         self._is_counting = True
         try:
             yield

@@ -154,7 +154,7 @@ def mtp_parameters(chunks: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 @contextmanager
 def embedding_on_last_stage(chunks: Sequence[DistributedDataParallel], *, with_gradient: bool) -> Iterator[None]:
-    """Inside, MTP layers of the last of several stages have the first stage's embedding. Collective over all ranks.
+    """Gives MTP layers on the last of several stages the first stage's embedding inside the `with` block. Collective over all ranks.
 
     `with_gradient` adds the copy's gradients, summed over all replicas, to the embedding's, which are summed by then.
     """

@@ -30,7 +30,7 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class GpuHandles:
-    """All that an engine worker needs to pull on its GPU. Pickles."""
+    """Handles by which an engine worker pulls on its GPU. Pickles."""
 
     gpu: int
     arena: ArenaHandle | None

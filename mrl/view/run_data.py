@@ -40,7 +40,7 @@ NUM_SAMPLES = 48
 
 
 def run_data(folder: Path, *, state: State | None = None, has_rollouts: bool = True) -> Json:
-    """All that the page shows of a run. `state` None: as the owner's file tells it. Without `has_rollouts` only the names of the dumps.
+    """Collects the data of a run's page. `state` None: from the owner's file. Without `has_rollouts` only the names of the dumps.
 
     ValueError: the folder's files are not as mrl writes them.
     """

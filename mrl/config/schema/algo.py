@@ -384,7 +384,7 @@ class DpoConfig(SupervisedConfig):
     preference_average_log_probs: bool = False
     """Compare means over tokens, not sums, of log-probabilities in the preference loss."""
     sft_average_log_probs: bool = follows("dpo.preference_average_log_probs")
-    """The same in the SFT loss."""
+    """Compare means over tokens, not sums, of log-probabilities in the SFT loss."""
     preference_loss_weight: NotNegative = 1.0
     """Weight of the preference loss."""
     sft_loss_weight: NotNegative = 0.0

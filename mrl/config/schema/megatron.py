@@ -149,7 +149,7 @@ class MegatronConfig:
     defer_fp32_logits: bool = False
     """Make float32 logits for some tokens at a time, with the same values. Always so with policy.logprob_chunk_size."""
     use_fused_linear_logprobs: bool = False
-    """The same as policy.logprob_chunk_size, which then stays null, with the number of tokens below."""
+    """Compute logits of some tokens at a time, like policy.logprob_chunk_size, which then stays null."""
     fused_linear_logprobs_chunk_size: Positive = 256
     """Tokens whose logits are in memory at the same time if `use_fused_linear_logprobs`."""
     empty_unused_memory_level: Annotated[int, Range(0, 2)] = 1

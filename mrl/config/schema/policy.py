@@ -55,7 +55,7 @@ class DynamicBatchingConfig:
     train_mb_tokens: Positive = follows("mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}")
     """Tokens of a row in training, every sequence counted as long as the row's longest."""
     logprob_mb_tokens: Positive = follows("mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}")
-    """The same in logprob passes."""
+    """Tokens of a row in logprob passes, every sequence counted as long as the row's longest."""
     sequence_length_round: Positive = 64
     """The longest sequence of a row, and the row itself, are rounded up to a multiple of this."""
 
@@ -80,7 +80,7 @@ class PolicyConfig:
     train_micro_batch_size: Positive = 1
     """Longest sequences that fit into a row in training; without packing and dynamic batching, the sequences of a row."""
     logprob_batch_size: Positive = follows("policy.train_micro_batch_size")
-    """The same for a row of logprob passes."""
+    """Longest sequences that fit into a row of logprob passes; without packing and dynamic batching, its sequences."""
     logprob_chunk_size: Positive | None = None
     """Tokens whose logits are in memory at once; training then computes the output layer twice. null = all of a row, kept for backward."""
     max_total_sequence_length: AtLeastTwo = 512

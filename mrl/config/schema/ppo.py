@@ -64,7 +64,7 @@ class ValueConfig:
     train_micro_batch_size: Positive = follows("policy.train_micro_batch_size")
     """Longest sequences that fit into a row in training; without packing and dynamic batching, the sequences of a row."""
     logprob_batch_size: Positive = follows("value.train_micro_batch_size")
-    """The same for a row of the pass that computes the values before the updates."""
+    """Longest sequences that fit into a row of the pass that computes values before the updates."""
     max_total_sequence_length: AtLeastTwo = follows("policy.max_total_sequence_length")
     """Longest prompt plus rollout, in tokens: at least the policy's."""
     make_sequence_length_divisible_by: Positive = follows("value.megatron_cfg.tensor_model_parallel_size")
