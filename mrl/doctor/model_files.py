@@ -50,7 +50,8 @@ def check_model(folder: Path) -> list[Finding]:
         text = f"{folder}: config.json is missing, damaged or of an unsupported model ({error}); {AGAIN}"
         return [Finding("model", "problem", text)]
     num_parameters = sum(math.prod(shape) for shape in shapes.values())
-    findings = [Finding("model", "ok", f"{folder}: {hf_config['model_type']}, {num_parameters / 1e9:.3g} B parameters")]
+    number = f"{num_parameters / 1e9:.3g} B" if num_parameters >= 1e8 else f"{num_parameters:,}"
+    findings = [Finding("model", "ok", f"{folder}: {hf_config['model_type']}, {number} parameters")]
     if unfinished := len(list(folder.glob(UNFINISHED))):
         findings.append(Finding("model", "problem", f"{folder}: {unfinished} files are downloaded in part; {AGAIN}"))
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):

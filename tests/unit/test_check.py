@@ -4,6 +4,7 @@
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,7 @@ def test_a_laptop_is_told_what_it_lacks_for_a_cluster_s_config(said):
     code, output = said(str(NEMO_RL / "grpo_nanov3.yaml"), "cluster.num_nodes=1", "cluster.gpus_per_node=1")
     assert code == 2
     assert (
-        "cluster.num_nodes=1: the 1 slots (cluster.num_nodes=1 x cluster.gpus_per_node=1) are no multiple of tensor 2 x pipeline 2 x "
+        "cluster.num_nodes=1: the only slot (cluster.num_nodes=1 x cluster.gpus_per_node=1) is no multiple of tensor 2 x pipeline 2 x "
         "context 4 = 16, nor of expert 8 x expert tensor 1 x pipeline 2 = 16; change one of these sizes, cluster.num_nodes or"
     ) in output
     assert "cluster.gpus_per_node=1: an engine fits into a node, and policy.generation.vllm_cfg.tensor_parallel_size=4 does not" in output
@@ -153,6 +154,8 @@ def test_an_unknown_model_does_not_pass(said):
 def test_a_known_model_is_checked_to_the_end(said, workplace: Path):
     code, output = said("grpo_tiny.yaml")
     assert code == 0 and "Not checked: 0\nRefused: 0\n" in output
+    # 0.0004 billion says nothing.
+    assert " billion parameters" not in output and re.search(r"float32: \d{3},\d{3} parameters, 7 layers", output)
 
 
 def test_everything_is_said_in_one_pass(said, workplace: Path):

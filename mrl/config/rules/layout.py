@@ -45,7 +45,8 @@ def check_cluster(config: RunConfig, problems: Problems) -> None:
             wrong |= sizes
             products.append(" x ".join(f"{names[name]} {size:,}" for name, size in sizes.items()) + f" = {needed:,}")
     if wrong:
-        rule = f"the {ranks:,} slots ({slots}) are no multiple of {', nor of '.join(products)}"
+        these = f"the {ranks:,} slots ({slots}) are" if ranks != 1 else f"the only slot ({slots}) is"
+        rule = f"{these} no multiple of {', nor of '.join(products)}"
         first, *others = (f"{_MEGATRON}.{name}" for name in sorted(wrong, key=lambda name: -wrong[name]))
         way_out = f"change one of these sizes, cluster.num_nodes or {slot_key}"
         problems.add(first, rule, way_out, others=[*others, "cluster.num_nodes", *_slot_keys(config)])
