@@ -209,7 +209,7 @@ def check_evaluation(config: RunConfig, problems: Problems) -> None:
     if not config.data.has_validation:
         problems.add("data.validation", "there is nothing to ask", "give data.validation.data_path")
     if config.eval.k_value > config.eval.num_tests_per_prompt:
-        rule = f"eval.num_tests_per_prompt={config.eval.num_tests_per_prompt} answers cannot show what more would"
+        rule = f"a score of k answers needs k of them, and eval.num_tests_per_prompt={config.eval.num_tests_per_prompt}"
         problems.add("eval.k_value", rule, "raise eval.num_tests_per_prompt, or lower it")
 
 

@@ -261,7 +261,7 @@ def check_engines(config: RunConfig, problems: Problems) -> None:
         rule = "engines on hosts without GPUs keep keys and values in the model's type, and cluster.gpus_per_node=0"
         problems.add(f"{_ENGINE}.kv_cache_dtype", rule, "set it to auto")
     if vllm.max_num_batched_tokens < vllm.max_num_seqs:
-        rule = f"every one of policy.generation.vllm_cfg.max_num_seqs={vllm.max_num_seqs} rollouts needs a token of a step"
+        rule = f"an engine step needs a token for each of policy.generation.vllm_cfg.max_num_seqs={vllm.max_num_seqs} rollouts"
         problems.add(f"{_ENGINE}.max_num_batched_tokens", rule, f"use at least {vllm.max_num_seqs}")
     if vllm.load_format == "dummy":
         rule = "the first refit proves the conversion tables on the model's weights, as vLLM's own loader read them"
@@ -277,7 +277,7 @@ def check_servers(config: RunConfig, problems: Problems) -> None:
         return
     chat, prefix = vllm.http_server_serving_chat_kwargs, f"{_ENGINE}.http_server_serving_chat_kwargs"
     if chat.enable_auto_tools and chat.tool_parser is None:
-        problems.add(f"{prefix}.enable_auto_tools", "a tool_parser finds calls of tools", "name one beside it, for example qwen3_coder")
+        problems.add(f"{prefix}.enable_auto_tools", "only a tool_parser finds tool calls", "set one, for example qwen3_coder")
     parsers: tuple[tuple[Library, str | None, str | None], ...] = (
         ("tool_parser", chat.tool_parser, vllm.tool_parser_plugin),
         ("reasoning_parser", chat.reasoning_parser, vllm.reasoning_parser_plugin),

@@ -160,7 +160,7 @@ def _check_on_policy(config: RunConfig, problems: Problems) -> None:
         problems.add(f"{key}.enabled", rule, "set it to false; algorithm=distillation has the section teacher")
         return
     if estimator != "opd":
-        rule = f"what teachers say would be computed for nothing: grpo.adv_estimator.name={estimator} does not look at it"
+        rule = f"the teachers' logprobs would be unused: grpo.adv_estimator.name={estimator} does not read them"
         problems.add(f"{key}.enabled", rule, f"use opd, with {key}.orm_advantage_weight for the reward's share, or set this to false")
     names = given.teacher_model_by_agent_name
     if not names:
@@ -170,7 +170,7 @@ def _check_on_policy(config: RunConfig, problems: Problems) -> None:
         problems.add(f"{key}.default_teacher_alias", rule, "use one of them, or null")
     for name in given.non_colocated_teachers.teacher_overrides if given.non_colocated_teachers else ():
         if given.teacher_of(name) != name:
-            rule = f"no teacher is held under {name!r}: names of one model share the first of them"
+            rule = f"{name!r} has no teacher of its own: names of one model share the teacher of the first name"
             way_out = f"use one of {', '.join(config.further_teachers)}"
             problems.add(f"{key}.non_colocated_teachers.teacher_overrides", rule, way_out)
     if given.use_orm_advantage != (given.orm_advantage_weight > 0):

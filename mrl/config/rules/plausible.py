@@ -54,7 +54,7 @@ DOUBTS: tuple[Doubt, ...] = (
     (
         "policy.generation.max_new_tokens",
         lambda config: config.has_engines and config.policy.generation.max_new_tokens < 4,
-        "hardly an answer ends in so few tokens",
+        "few answers are so short",
         "raise it",
     ),
     (

@@ -36,5 +36,5 @@ def check_sockets(config: RunConfig, problems: Problems) -> None:
     for name, folder, socket, whose in folders:
         size, most = len(os.fsencode(folder)), longest_folder(socket)
         if size > most:
-            rule = f"{whose} are created below it, and the system takes paths of {MAX_PATH_BYTES} bytes: it may have {most}, and has {size}"
+            rule = f"{whose} are created below it, and their paths have at most {MAX_PATH_BYTES} bytes: it may have {most}, and has {size}"
             problems.extend([Unprovided(f"{name}={folder}: {rule}; set it to a shorter folder of this host, such as /tmp")])

@@ -32,7 +32,7 @@ def beyond_vocabulary(config: RunConfig, needed: int) -> str:
         return ""
     rule = f"it has {needed:,} tokens, and vocab_size of policy.model_name={config.policy.model_name} is {columns:,}"
     way_out = "take the model's own tokenizer, or enlarge its embedding (resize_token_embeddings of transformers)"
-    return f"policy.tokenizer.name={config.policy.tokenizer.name}: {rule}: the others would be trained nowhere; {way_out}"
+    return f"policy.tokenizer.name={config.policy.tokenizer.name}: {rule}: the others could not be trained; {way_out}"
 
 
 def num_choices(config: RunConfig) -> int:

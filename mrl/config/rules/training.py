@@ -138,7 +138,7 @@ def check_dispatch(config: RunConfig, model: ModelSizes, problems: Problems) -> 
     )
     no_deepep = "use alltoall, and set moe_enable_deepep to false"
     if megatron.moe_enable_deepep != (dispatcher == "flex"):
-        rule = f"must agree with policy.megatron_cfg.moe_token_dispatcher_type={dispatcher}: flex and nothing else is DeepEP"
+        rule = f"must agree with policy.megatron_cfg.moe_token_dispatcher_type={dispatcher}: only flex uses DeepEP"
         problems.add(f"{_MEGATRON}.moe_enable_deepep", rule, f"set it to {spell(dispatcher == 'flex')}, or choose the dispatcher")
     elif dispatcher == "flex" and config.cluster.gpus_per_node == 0:
         problems.add(key, "DeepEP needs GPUs, and cluster.gpus_per_node=0", no_deepep)
@@ -197,7 +197,7 @@ def check_trained(config: RunConfig, problems: Problems) -> None:
 def _check_adapters(config: RunConfig, hf_config: dict[str, object], problems: Problems) -> None:
     peft, prefix = config.policy.megatron_cfg.peft, f"{_MEGATRON}.peft"
     if peft.target_modules and peft.exclude_modules:
-        rule = "layers are excluded only from all, and peft.target_modules names some"
+        rule = "it excludes layers from all linear layers, and peft.target_modules names some"
         problems.add(f"{prefix}.exclude_modules", rule, "empty one of the two")
     for key, patterns in {"target_modules": peft.target_modules, "exclude_modules": peft.exclude_modules}.items():
         try:

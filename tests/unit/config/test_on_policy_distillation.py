@@ -109,7 +109,7 @@ def test_logprobs_of_the_policy_are_computed_whatever_the_ratio_needs(tmp_path: 
 
 
 WRONG = {
-    "another estimator": (["grpo.adv_estimator.name=grpo"], "on_policy_distillation.enabled=true: what teachers say would be computed for"),
+    "another estimator": (["grpo.adv_estimator.name=grpo"], "on_policy_distillation.enabled=true: the teachers' logprobs would be unused"),
     "nobody": (["on_policy_distillation=null"], "grpo.adv_estimator.name=opd: opd compares with teachers, and there are none"),
     "a default without a model": (["on_policy_distillation.default_teacher_alias=art"], "(math_agent, code_agent, mcqa_agent)"),
     "a weight that nobody reads": (["on_policy_distillation.orm_advantage_weight=0.5"], "use_orm_advantage=false does not go with it"),
@@ -117,7 +117,7 @@ WRONG = {
     "another algorithm": (["algorithm=ppo"], "advantages are GRPO's, and algorithm=ppo"),
     "a place for a name that shares another's model": (
         ["on_policy_distillation.non_colocated_teachers.teacher_overrides={mcqa_agent: {tensor_model_parallel_size: 2}}"],
-        "no teacher is held under 'mcqa_agent': names of one model share the first of them; use one of math_agent, code_agent",
+        "'mcqa_agent' has no teacher of its own: names of one model share the teacher of the first name; use one of math_agent, code_agent",
     ),
     "a layout that does not divide the ranks": (
         ["on_policy_distillation.non_colocated_teachers.default_teacher_cfg={tensor_model_parallel_size: 3}"],

@@ -19,7 +19,7 @@ DOUBTFUL = [
     ("policy.generation.temperature=0.01", "teach nothing"),
     ("policy.generation.temperature=7", "noise"),
     ("policy.generation.top_k=1", "teach nothing"),
-    ("policy.generation.max_new_tokens=2", "hardly an answer"),
+    ("policy.generation.max_new_tokens=2", "few answers are so short"),
     ("cluster.gpus_per_node=256", "hosts have at most 16 GPUs"),
 ]
 OF_DISTILLATION = ("distillation.topk_logits_k=1", "the loss is 0 and nothing is learned")

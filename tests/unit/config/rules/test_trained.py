@@ -31,7 +31,10 @@ BAD = [
     ([ENABLED, f"{PEFT}.target_modules=[q_proj]"], f"{PEFT}.target_modules=['q_proj']: 'q_proj' names no linear layer"),
     ([ENABLED, f"{PEFT}.exclude_modules=['*.linear_fc3']"], f"{PEFT}.exclude_modules=['*.linear_fc3']: '*.linear_fc3' names no"),
     ([ENABLED, f"{PEFT}.exclude_modules=['*']"], "no layer is left to adapt"),
-    ([ENABLED, f"{PEFT}.target_modules=[in_proj]", f"{PEFT}.exclude_modules=[out_proj]"], f"{PEFT}.exclude_modules=['out_proj']: layers"),
+    (
+        [ENABLED, f"{PEFT}.target_modules=[in_proj]", f"{PEFT}.exclude_modules=[out_proj]"],
+        f"{PEFT}.exclude_modules=['out_proj']: it excludes layers",
+    ),
     ([ENABLED, f"{PEFT}.lora_B_init_method=normal"], f"{PEFT}.lora_B_init_method=normal: with peft.lora_A_init_method=xavier"),
     ([ENABLED, f"{PEFT}.lora_A_init_method=zero"], "no gradient would ever reach the adapters"),
     ([ENABLED, f"{PEFT}.lora_dtype=bfloat16"], f"{PEFT}.lora_dtype=bfloat16: adapters cannot be coarser"),
