@@ -8,6 +8,7 @@ import logging
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -24,8 +25,9 @@ logger = logging.getLogger(__name__)
 _UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _TO_MCORE, _TO_HF, _ADAPTERS = "hf-to-mcore", "mcore-to-hf", "adapters"
-# Enough to see what is wrong; a folder of another model differs in everything.
-MAX_LINES = 50
+# Enough to see the pattern; a folder of another model has the same complaint of every tensor.
+MAX_ALIKE = 3
+_NUMBER = re.compile(r"\b\d[\w.+-]*")
 # Characters of a cache key that are shown.
 KEY_LENGTH = 12
 
@@ -123,16 +125,19 @@ def _size(num_bytes: int) -> str:
 
 
 def _report(lines: Iterable[str], if_none: str) -> int:
-    num_lines = 0
+    """Logs lines `name: complaint`, a few of each complaint and the number of the others; returns 1 if there are any."""
+    counts = Counter[str]()
     for line in lines:
-        num_lines += 1
-        if num_lines <= MAX_LINES:
+        complaint = _NUMBER.sub("N", line.partition(": ")[2])
+        counts[complaint] += 1
+        if counts[complaint] <= MAX_ALIKE:
             logger.info("%s", line)
-    if num_lines > MAX_LINES:
-        logger.info("and %d more", num_lines - MAX_LINES)
-    if not num_lines:
+    for complaint, number in counts.items():
+        if number > MAX_ALIKE:
+            logger.info("and %d more: %s", number - MAX_ALIKE, complaint)
+    if not counts:
         logger.info("%s", if_none)
-    return min(num_lines, 1)
+    return min(len(counts), 1)
 
 
 def _parser() -> argparse.ArgumentParser:

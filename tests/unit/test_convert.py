@@ -21,7 +21,7 @@ from conversion.files.manifest import file_faults, read_manifest
 from conversion.files.torch_dist import find_checkpoint
 from conversion.tensors import read_whole
 from mrl.config.model import model_folder
-from mrl.convert import main, size_in_bytes
+from mrl.convert import _report, main, size_in_bytes
 from tests.unit.conversion.dense import TINY
 
 
@@ -213,7 +213,7 @@ def test_exit_codes_of_compare_and_verify(hf_folder: Path, mcore_folder: Path, t
     assert main(["compare", str(mcore_folder), str(wide)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "backbone.embeddings.weight: dtype bfloat16 and float32" in lines
-    assert lines[-1].startswith("and ") and len(lines) == 51
+    assert lines[-1] == "and 92 more: dtype bfloat16 and float32" and len(lines) == 4
     assert main(["compare", str(mcore_folder), str(tmp_path / "none")]) == main(["verify", str(hf_folder)]) == 2
     data = wide / "iter_0000000" / "__0_0.distcp"
     content = bytearray(data.read_bytes())
@@ -223,6 +223,14 @@ def test_exit_codes_of_compare_and_verify(hf_folder: Path, mcore_folder: Path, t
     assert main(["verify", str(wide)]) == 1
     assert capsys.readouterr().out == "iter_0000000/__0_0.distcp: its checksum differs, so the file is damaged\n"
     assert main(["compare", str(wide), str(wide)]) == 0
+
+
+def test_equal_complaints_are_counted(caplog: pytest.LogCaptureFixture):
+    lines = [f"layer.{index}: {index + 1} of 64 values differ, by at most {index}e-05" for index in range(36)]
+    with caplog.at_level(logging.INFO):
+        assert _report(["embedding: only in a", *lines], "equal") == 1
+    shown = [record.getMessage() for record in caplog.records]
+    assert shown == ["embedding: only in a", *lines[:3], "and 33 more: N of N values differ, by at most N"]
 
 
 def test_one_dtype_on_the_way_back_is_in_config_json(mcore_folder: Path, hf_folder: Path, tmp_path: Path):
