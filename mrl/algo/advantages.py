@@ -34,8 +34,8 @@ def train_sequences(
 ) -> tuple[list[TrainSequence], dict[str, float]]:
     """Every rollout of a step as a sequence to train on, in the order of the groups; and metrics of rewards and masks.
 
-    Advantages are 0 where rollouts are not compared, until a critic or a teacher has judged the tokens. Masked rollouts keep their place,
-    with advantage 0. Computations that need logprobs come later: see `mrl.algo.token_advantages`.
+    Advantages are 0 where rollouts are not compared, until a critic or a teacher has judged the tokens. Rollouts that do not count keep
+    their place, with advantage 0. Whatever needs logprobs comes later: see `mrl.algo.token_advantages`.
     """
     # Malformed thinking first, so that in a turn with both flaws the invalid tool call wins.
     fixed: dict[FlawKind, float | None] = {

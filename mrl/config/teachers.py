@@ -46,7 +46,7 @@ class Own:
 
 
 def read_teachers(config: RunConfig, settings: Settings, secrets: set[str], *, known: list[str], interpret: Interpret) -> list[str]:
-    """Sets the config's teachers, and returns their problems. `known` are the config's problems without them."""
+    """Sets the config's teachers, and returns what is wrong with them. `known` are its problems without them."""
     problems: list[str] = []
     if any(key[0] == TEACHER and (key[1:] or setting.value is not None) for key, setting in settings.items()):
         written = _written(settings, secrets, problems)
@@ -134,7 +134,7 @@ def _read(
         return None
     for key, origin in inner.origins.items():
         is_set, origin = split_key(key) in own.settings or origin != config.origins.get(key), origin or own.origin
-        # Settings repeated by a YAML alias have a file, and no line.
+        # What a YAML alias repeats of another section has a file, and no line.
         if key.startswith(f"{STUDENT}.") and is_set and (":" in origin or origin == COMMAND_LINE):
             config.origins[prefix_of(own.model) + key.removeprefix(f"{STUDENT}.")] = origin
     return inner.policy

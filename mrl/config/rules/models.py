@@ -103,7 +103,7 @@ def check_sections(config: RunConfig, problems: Problems) -> None:
 def _check_section(config: RunConfig, model: ModelName, said: list[str], problems: Problems) -> None:
     """Applies rules of `policy` to a model's section, and adds problems that are not `said` yet, under keys of that section."""
     seen, prefix, is_trained = config.of_model(model), prefix_of(model), model in config.trained_models
-    # The section's own keys, named like the policy's.
+    # The keys that the section sets itself, as those of the policy.
     own = {f"policy.{key.removeprefix(prefix)}": origin for key, origin in config.origins.items() if key.startswith(prefix)}
     inner = Problems(seen, {key: origin for key, origin in config.origins.items() if key not in own} | own)
     for check in RULES + (TRAINED_RULES if is_trained else ()):
@@ -135,7 +135,7 @@ def check_teacher(config: RunConfig, problems: Problems) -> None:
         for key in (f"loss_fn.{name}" for name in vars(config.loss_fn) if name not in LOSS_KEYS):
             if config.origins.get(key, "").startswith("command line"):
                 problems.add(key, "it belongs to GRPO's loss, and algorithm=distillation", f"use {', '.join(LOSS_KEYS)}")
-        # An unreadable section has problems already.
+        # A section that could not be read has problems of its own.
         if config.teacher is None and not any(key.startswith("teacher.") for key in config.origins):
             problems.extend(
                 ["teacher: algorithm=distillation has nobody to learn from; give teacher.model_name, the folder of a model or its id"]
@@ -170,7 +170,7 @@ def _check_on_policy(config: RunConfig, problems: Problems) -> None:
         problems.add(f"{key}.default_teacher_alias", rule, "use one of them, or null")
     for name in given.non_colocated_teachers.teacher_overrides if given.non_colocated_teachers else ():
         if given.teacher_of(name) != name:
-            rule = f"{name!r} has no teacher of its own: names of one model share the teacher of the first name"
+            rule = f"no teacher is held under {name!r}: names of one model share the first of them"
             way_out = f"use one of {', '.join(config.further_teachers)}"
             problems.add(f"{key}.non_colocated_teachers.teacher_overrides", rule, way_out)
     if given.use_orm_advantage != (given.orm_advantage_weight > 0):

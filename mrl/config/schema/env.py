@@ -113,4 +113,4 @@ BUILT_IN = tuple(_BUILT_IN)
 """Environments that come with mrl, each with its section."""
 NEED_ANSWER = tuple(name for name, section in _BUILT_IN.items() if section.needs_answer)
 SERVERS = {section.server or name: name for name, section in _BUILT_IN.items()}
-"""NeMo Gym's resource servers, and the environments that replace them. Rows name the agent `<server>_simple_agent`."""
+"""NeMo Gym's resource servers, and the environments that do what they do. Rows name the agent `<server>_simple_agent`."""

@@ -117,7 +117,7 @@ WRONG = {
     "another algorithm": (["algorithm=ppo"], "advantages are GRPO's, and algorithm=ppo"),
     "a place for a name that shares another's model": (
         ["on_policy_distillation.non_colocated_teachers.teacher_overrides={mcqa_agent: {tensor_model_parallel_size: 2}}"],
-        "'mcqa_agent' has no teacher of its own: names of one model share the teacher of the first name; use one of math_agent, code_agent",
+        "no teacher is held under 'mcqa_agent': names of one model share the first of them; use one of math_agent, code_agent",
     ),
     "a layout that does not divide the ranks": (
         ["on_policy_distillation.non_colocated_teachers.default_teacher_cfg={tensor_model_parallel_size: 3}"],
