@@ -42,7 +42,7 @@ NUM_PROMPTS = 32
 # Enough for any difference to show; a config's own limit may be 49,152.
 MAX_NEW_TOKENS = 128
 # A token beyond this is off; a router choice may flip from rounding alone, at far fewer than this share of the tokens. GPUs keep it where
-# they multiply float32, as `FULL_FLOAT32` of mrl.cluster.environment has them do: in TF32 (factors rounded so on a CPU) the logprobs of the
+# they multiply float32, as `FULL_FLOAT32` of mrl.env has them do: in TF32 (factors rounded so on a CPU) the logprobs of the
 # tests' tiny models move by 3e-4 to 5e-4 on average, 96 to 97 % of them beyond this.
 FP32_TOLERANCE, FP32_RELATIVE, MAX_OFF_SHARE = 1e-5, 1e-6, 0.01
 MAX_MULT_PROB_ERROR = {"float32": 1.001, "bfloat16": 1.10}
