@@ -70,6 +70,18 @@ PASSED: Counter[str] = Counter()
 
 VARIABLES = tuple(value for value in list(globals().values()) if isinstance(value, Variable))
 
+FULL_FLOAT32 = {
+    # cuBLAS, cuDNN: Transformer Engine asks cuBLAS for TF32 in every float32 product, and only this overrules a caller.
+    "NVIDIA_TF32_OVERRIDE": "0",
+    # NVIDIA's containers set it to 1, which makes torch ask for TF32 too.
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",
+    # tl.dot of float32 is TF32 unless the kernel or this says otherwise; the kernels of mamba_ssm and of vLLM's experts and scans do not.
+    # Three products of TF32 give 21 bits: logprobs of the tests' tiny models move by 2e-6 at most (factors split so on a CPU). `ieee` gives
+    # 23, but not on tensor cores: each of the 23 variants of vLLM's scan takes up to four times as long to compile.
+    "TRITON_F32_DEFAULT": "tf32x3",
+}
+"""With these, a process whose precision is float32 multiplies float32 numbers, and not TF32, which keeps 10 of their 23 bits."""
+
 SECRET_NAME = re.compile(
     r"(^|[_-])(token|secret|password|passwd|passphrase|credentials?|bearer|(api|access|private|secret|auth)_?key(_id)?)$", re.IGNORECASE
 )

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from conversion.families.registry import family
 from mrl.types import Rollout
 from tests.parity import MAX_EXCLUDED, MIN_ROUTER_MARGIN
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def forced_routes(token_ids: Sequence[int], hf_config: Mapping[str, object]) -> np.ndarray:

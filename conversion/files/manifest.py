@@ -12,8 +12,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from isal import isal_zlib
-
+from conversion.files.crc32 import crc32
 from conversion.files.durable import IO_TIMEOUT_S, sync_file
 from conversion.files.reading import name_inside, open_file, read_file
 
@@ -76,7 +75,7 @@ class FileChecksums:
     def add(self, content: memoryview) -> None:
         """Goes on with these bytes."""
         self._sha256.update(content)
-        self._crc32 = isal_zlib.crc32(content, self._crc32)
+        self._crc32 = crc32(content, self._crc32)
 
     def values(self) -> tuple[str, int]:
         """The sha256 in hexadecimal digits, and the CRC-32."""
@@ -254,16 +253,16 @@ def file_names(folder: Path) -> list[str]:
 
 def file_record(path: Path, *, with_sha256: bool = True) -> FileRecord:
     """Checksums of a file, which is read once; an empty sha256 unless asked for."""
-    sha256, crc32, size = hashlib.sha256(), 0, 0
+    sha256, checksum, size = hashlib.sha256(), 0, 0
     buffer = bytearray(_BLOCK_BYTES)
     with os.fdopen(open_file(path), "rb", buffering=0) as file:
         while num_bytes := file.readinto(buffer):
             block = memoryview(buffer)[:num_bytes]
             if with_sha256:
                 sha256.update(block)
-            crc32 = isal_zlib.crc32(block, crc32)
+            checksum = crc32(block, checksum)
             size += num_bytes
-    return FileRecord(size, sha256.hexdigest() if with_sha256 else "", crc32)
+    return FileRecord(size, sha256.hexdigest() if with_sha256 else "", checksum)
 
 
 def _fault(folder: Path, name: str, expected: FileRecord | None, *, with_sha256: bool) -> str | None:

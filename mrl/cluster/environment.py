@@ -34,19 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FULL_FLOAT32 = {
-    # cuBLAS, cuDNN: Transformer Engine asks cuBLAS for TF32 in every float32 product, and only this overrules a caller.
-    "NVIDIA_TF32_OVERRIDE": "0",
-    # NVIDIA's containers set it to 1, which makes torch ask for TF32 too.
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",
-    # tl.dot of float32 is TF32 unless the kernel or this says otherwise; the kernels of mamba_ssm and of vLLM's experts and scans do not.
-    # Three products of TF32 give 21 bits: logprobs of the tests' tiny models move by 2e-6 at most (factors split so on a CPU). `ieee` gives
-    # 23, but not on tensor cores: each of the 23 variants of vLLM's scan takes up to four times as long to compile.
-    "TRITON_F32_DEFAULT": "tf32x3",
-}
-"""With these, a process whose precision is float32 multiplies float32 numbers, and not TF32, which keeps 10 of their 23 bits."""
-
-
 SIGNS = "MRL_SIGNS"
 """Environment variable of actors: the name of the folder in which those on nodes of a launcher's cluster give signs of life."""
 
@@ -153,7 +140,7 @@ def _on_gpus(precision: str, given: Mapping[str, str], *, expandable_segments: b
         settings = env.with_expandable_segments(inherited, expandable_segments)
         if inherited:
             _log_change("policy ranks" if expandable_segments else "engines", inherited, settings)
-    return dict.fromkeys(names, settings) | (FULL_FLOAT32 if precision == "float32" else {})
+    return dict.fromkeys(names, settings) | (env.FULL_FLOAT32 if precision == "float32" else {})
 
 
 @cache

@@ -27,11 +27,14 @@ def doctor(setup: Setup) -> list[Row]:
     Raises:
         Missed: one of them failed.
     """
+    from mrl import prepare
     from mrl.config.load import load_config
     from mrl.data.prompts import load_prompts
     from mrl.doctor import refit
     from mrl.loop.preflight import check_start
 
+    if setup.model is None:
+        prepare.main(["tiny"])  # finds what it has made before
     rows: list[Row] = []
     failed = []
     for precision in ("float32", "bfloat16"):

@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,6 +81,13 @@ CHECKS = (
         ("megatron", "safetensors", "einops"),
     ),
     Check(
+        "walk",
+        "a",
+        "scripts.gpu.policy_checks:walk",
+        "a policy through refit, generate, logprob and train, twice: seconds and memory of each phase",
+        ("megatron", "safetensors", "einops"),
+    ),
+    Check(
         "mamba",
         "a",
         "scripts.gpu.policy_checks:mamba",
@@ -128,17 +137,16 @@ def gpu_columns() -> Row:
 
 def seconds(device: str, function: Callable[[], object], *, repeats: int = 5) -> float:
     """Median seconds of a call, everything that it queues included; the first call is left out."""
-    import statistics
-    import time
+    return statistics.median([elapsed(device, function) for _ in range(repeats + 1)][1:])
 
-    taken = []
-    for _ in range(repeats + 1):
-        _wait(device)
-        start = time.perf_counter()
-        function()
-        _wait(device)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
+
+def elapsed(device: str, function: Callable[[], object]) -> float:
+    """Seconds of one call, everything that it queues included."""
+    _wait(device)
+    start = time.perf_counter()
+    function()
+    _wait(device)
+    return time.perf_counter() - start
 
 
 def _wait(device: str) -> None:

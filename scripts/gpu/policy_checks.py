@@ -11,20 +11,29 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from conversion.families.registry import family
-from mrl.cluster.environment import FULL_FLOAT32
+from mrl.env import FULL_FLOAT32
 from scripts.bench.shapes import narrowed
-from scripts.gpu.plan import Missed, Row, Setup, environment, gpu_columns, seconds
+from scripts.gpu.plan import Missed, Row, Setup, elapsed, environment, gpu_columns, seconds
+
+if TYPE_CHECKING:
+    from mrl.config.fields import Precision
+    from mrl.phases import Phase
+    from mrl.policy.policy import PolicyRank
 
 # float32 on both sides, where a GPU sums in another order. Share of the norm.
 MAX_GRADIENT_ERROR = 1e-4
 # Against plain torch in float32. Products of TF32 would be off by 2.5e-4 to 4e-4 (their factors rounded so on a CPU).
 MAX_KERNEL_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
+# What libraries take for themselves in the first step.
+MAX_GROWTH = 10**8
 
 Scan = Callable[..., Tensor]
 """Called as MambaMixer calls mamba_ssm's."""
@@ -157,12 +166,14 @@ def compare_scans(setup: Setup, kernel: Scan) -> list[Row]:
         shapes = dict(zxbcdt=(1, num_tokens, heads * head_dim + channels + heads), weight=(channels, 4), bias=(channels,), dt_bias=(heads,))
         values = {name: torch.randn(shape, generator=generator).to(dtype).to(setup.device) for name, shape in shapes.items()}
         values["dt_bias"] = values["dt_bias"].float()
-        A, D = -torch.rand(heads, generator=generator).to(setup.device), torch.randn(heads, generator=generator).to(setup.device)
+        # The mixer keeps D in the precision of its parameters, and A is computed in float32.
+        A, D = -torch.rand(heads, generator=generator), torch.randn(heads, generator=generator).to(dtype)
         upstream = torch.randn(1, num_tokens, heads * head_dim, generator=generator).to(setup.device)
         settings = dict(seq_idx=seq_idx, activation="silu", headdim=head_dim, ngroups=groups)
-        theirs = _scan(kernel, values, (A, D), upstream, settings)
+        theirs = _scan(kernel, values, (A.to(setup.device), D.to(setup.device)), upstream, settings)
         exact = {name: value.float() for name, value in values.items()}
-        ours = _scan(mamba_torch.mamba_split_conv1d_scan_combined, exact, (A, D), upstream, settings)
+        constants = (A.to(setup.device), D.float().to(setup.device))
+        ours = _scan(mamba_torch.mamba_split_conv1d_scan_combined, exact, constants, upstream, settings)
         errors = {name: float((theirs[name].float() - ours[name]).norm() / ours[name].norm()) for name in ours}
         row: Row = {"dtype": str(dtype).removeprefix("torch."), **{f"error of {name}": error for name, error in errors.items()}}
         rows.append({**row, "at most": limit, **gpu_columns()})
@@ -181,35 +192,81 @@ def _scan(
     return {"output": output.detach(), **{name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
 
 
-def train(setup: Setup) -> list[Row]:
-    """Steps of a policy on one GPU: layers of the 30B model at their real size; on a CPU, small ones."""
+@contextmanager
+def one_policy(hf_config: dict[str, object], *, precision: Precision, num_gpus: int) -> Iterator[PolicyRank]:
+    """A policy of one rank with random weights, whose engines would share its GPU."""
     from mrl.config.schema.run import RunConfig
     from mrl.policy.parallel import Meeting
     from mrl.policy.policy import PolicyRank
     from tests.stack.policy import layout_ranks
     from tests.stack.ranks import _free_port
 
-    is_large = setup.device == "cuda"
-    hf_config = {**narrowed(1), **(LARGE if is_large else SMALL)}
-    num_rows, length = (2, 8192) if is_large else (2, 64)
-    config = RunConfig(policy=layout_ranks.policy_config("bfloat16" if is_large else "float32"))
+    config = RunConfig(policy=layout_ranks.policy_config(precision))
+    config.cluster.gpus_per_node = num_gpus
     config.policy.megatron_cfg.optimizer.use_distributed_optimizer = True
     config.loss_fn.reference_policy_kl_penalty = 0.0
-    rows = [layout_ranks.packed_row(row) for row in random_rows([[length]] * num_rows, vocab_size=int(str(hf_config["vocab_size"])))]
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(hf_config), encoding="utf-8")
         config.policy.model_name = name
         policy = PolicyRank(config, rank=0, world_size=1, meeting=Meeting("127.0.0.1", _free_port()), timeout_s=300.0)
+    try:
+        yield policy
+    finally:
+        policy.close()
 
-    def step() -> None:
-        policy.enter("logprob")
-        policy.set_batch(rows)
-        policy.compute_old_logprobs()
-        policy.enter("train")
-        policy.train_step()
 
-    taken = seconds(setup.device, step, repeats=3)
-    policy.close()
+def walk(setup: Setup) -> list[Row]:
+    """A policy through the phases of two steps: seconds to enter and work in each, and the memory that it holds there.
+
+    Raises:
+        Missed: a phase holds more in the second step than in the first.
+    """
+    from tests.stack.policy import layout_ranks
+
+    is_large = setup.device == "cuda"
+    hf_config = {**narrowed(1), **SMALL}
+    if is_large:
+        hf_config |= {"hidden_size": 1024, "num_attention_heads": 8, "head_dim": 128}
+    rows = [layout_ranks.packed_row(row) for row in random_rows([[1024 if is_large else 64]] * 2, vocab_size=264)]
+    found: list[Row] = []
+    held: dict[tuple[int, str], int] = {}
+    with one_policy(hf_config, precision="bfloat16" if is_large else "float32", num_gpus=int(is_large)) as policy:
+        work: dict[Phase, Callable[[], object]] = {
+            "refit": policy.settle,
+            "generate": lambda: None,
+            "logprob": lambda: (policy.set_batch(rows), policy.compute_old_logprobs()),
+            "train": policy.train_step,
+        }
+        for step in (1, 2):
+            for phase, do in work.items():
+                entering = elapsed(setup.device, lambda phase=phase: policy.enter(phase))
+                working = elapsed(setup.device, do)
+                held[step, phase] = torch.cuda.memory_allocated() if is_large else 0
+                row: Row = {"step": step, "phase": phase, "seconds to enter": entering, "seconds of work": working}
+                found.append({**row, "GB held": held[step, phase] / 1e9, **gpu_columns()})
+    if grown := [phase for phase in work if held[2, phase] > held[1, phase] + MAX_GROWTH]:
+        raise Missed(f"phases {', '.join(grown)} hold more in the second step", found)
+    return found
+
+
+def train(setup: Setup) -> list[Row]:
+    """Steps of a policy on one GPU: layers of the 30B model at their real size; on a CPU, small ones."""
+    from tests.stack.policy import layout_ranks
+
+    is_large = setup.device == "cuda"
+    hf_config = {**narrowed(1), **(LARGE if is_large else SMALL)}
+    num_rows, length = (2, 8192) if is_large else (2, 64)
+    rows = [layout_ranks.packed_row(row) for row in random_rows([[length]] * num_rows, vocab_size=int(str(hf_config["vocab_size"])))]
+    with one_policy(hf_config, precision="bfloat16" if is_large else "float32", num_gpus=int(is_large)) as policy:
+
+        def step() -> None:
+            policy.enter("logprob")
+            policy.set_batch(rows)
+            policy.compute_old_logprobs()
+            policy.enter("train")
+            policy.train_step()
+
+        taken = seconds(setup.device, step, repeats=3)
     num_tokens, active = num_rows * length, active_parameters(hf_config)
     # Two operations a parameter and token in each of: old logprobs, forward, and twice in backward.
     flops = 8 * active * num_tokens / taken

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,17 @@ from scripts.gpu import refit_checks
 from scripts.gpu.__main__ import main, run
 from scripts.gpu.plan import CHECKS, Check, Missed, Row, Setup
 from scripts.render_docs import DOCS, parts_of
+from tests.sources import ROOT
+from tests.waiting import HANG_S
 
+LONG = pytest.mark.long("parity")
+ABSENT = """import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("isal", "omegaconf", "pydantic", "ray", "vllm", "transformers", "psutil", "aiohttp", "yaml"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+"""
 CPU = Setup("cpu", 0.001)
 
 
@@ -59,3 +72,16 @@ def test_the_largest_model_that_fits_is_chosen():
     assert refit_checks.divisor(70.0) == 1
     assert refit_checks.divisor(60.0) == 2
     assert refit_checks.divisor(0.0) == 96
+
+
+@pytest.mark.parametrize("check", ["moving", pytest.param("policy", marks=LONG), pytest.param("walk", marks=LONG)])
+def test_a_bare_machine_can_run_it(tmp_path: Path, check: str):
+    """Nothing but torch, numpy and what the check names can be imported, in the processes that it starts either."""
+    (tmp_path / "sitecustomize.py").write_text(ABSENT)
+    options = ["--device", "cpu", "--gigabytes", "0.001", "--only", check, "--out", str(tmp_path / "out")]
+    bare = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.gpu", *options], env=bare, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert recorded(tmp_path / "out", check)[0]["result"] == "passed"

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from mrl.cluster.environment import FULL_FLOAT32, engine_variables, importing, policy_variables
+from mrl.cluster.environment import engine_variables, importing, policy_variables
 from mrl.config.fields import Precision
 from mrl.config.schema.run import ClusterConfig, RunConfig
+from mrl.env import FULL_FLOAT32
 from tests.sources import ROOT
 from tests.waiting import HANG_S
 
