@@ -129,7 +129,6 @@ def convert_mcore_to_hf(
     if (root / MANIFEST).exists():
         described = {f"{iteration.name}/{name}" for name in (METADATA_FILE, HF_CONFIG_FILE)}
         if dtype is not None:
-            # The checksums of tensors say nothing of what they are cast to.
             described |= {name for name in read_manifest(root).files if name.startswith(f"{iteration.name}/")}
         check_files(root, sorted(described))
     states = _states([path for path in sorted(iteration.iterdir()) if path.is_file()])

@@ -114,8 +114,7 @@ def write_peft(tensors: BoxSource, adapters: CheckpointAdapters, hf_config: Mapp
             continue
         content |= {f"{_PREFIX}{module}.lora_A.weight": a, f"{_PREFIX}{module}.lora_B.weight": b}
         last = module.rpartition(".")[2]
-        # The last part of a name, where all modules with this ending are adapted; else the name in the layers: transformers calls the rest
-        # of some otherwise.
+        # The last part of a name, if all modules with this ending are adapted; else the name within the layer.
         alike = [name for name in canonical if name.endswith(f".{last}.weight")]
         targets.add(last if all(name in adapters.factors for name in alike) else module[max(module.find("layers."), 0) :])
     for (experts, name), factors in stacked.items():

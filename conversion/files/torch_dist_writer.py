@@ -55,8 +55,7 @@ MAX_CHUNK_BYTES = 1 << 30
 # megatron.core.dist_checkpointing requires this file.
 _MEGATRON_METADATA = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
-# Transformer Engine's modules keep an `_extra_state` in checkpoints (scales of FP8). It is empty here, but Megatron's loader insists on
-# the keys. Some versions have it in norms too; the others ignore it.
+# Transformer Engine's modules have an `_extra_state` (scales of FP8), empty here; Megatron's loader insists on the keys.
 _MODULES_WITH_EXTRA_STATE = (
     *("in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "fc1_latent_proj", "fc2_latent_proj", "output_layer"),
     *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),

@@ -42,8 +42,7 @@ NUM_PROMPTS = 32
 # Long enough to show any difference; a config's own limit may be 49,152.
 MAX_NEW_TOKENS = 128
 # Limits of a token's error, and of the share of tokens beyond them: rounding alone may flip router choices, of far fewer tokens. GPUs
-# need true float32 products, which `FULL_FLOAT32` of mrl.env sets: with TF32 (factors rounded like that on a CPU) the
-# logprobs of the tests' tiny models move by 3e-4 to 5e-4 on average, 96 to 97 % of them beyond the limits.
+# need true float32 products (`FULL_FLOAT32` of mrl.env): with TF32 96 to 97 % of the tests' logprobs are beyond the limits.
 FP32_TOLERANCE, FP32_RELATIVE, MAX_OFF_SHARE = 1e-5, 1e-6, 0.01
 MAX_MULT_PROB_ERROR = {"float32": 1.001, "bfloat16": 1.10}
 # The limit where both use the same experts.

@@ -47,8 +47,7 @@ SWITCHES = TimeRange(10.0, 18.0)
 # Seconds of a refit on the host: a kernel's launch from Python, a wait for a stream or for another process, and a call of an actor by the
 # driver (docs/measured/performance.md; the high figure is for a slower host).
 LAUNCH, WAIT, CALL = TimeRange(15e-6, 50e-6), TimeRange(50e-6, 300e-6), TimeRange(0.4e-3, 0.8e-3)
-# Kernels and waits of a round besides those of messages, in a rank's exchange and in a worker's pull and verification. Then
-# kernels of a message.
+# Kernels and waits of a round, in a rank's exchange and in a worker's pull and verification; then kernels of a message.
 EXCHANGE_LAUNCHES, EXCHANGE_WAITS, PULL_LAUNCHES, PULL_WAITS = 1, 2, 3, 3
 MESSAGE_LAUNCHES = 2
 BACKWARD = 2

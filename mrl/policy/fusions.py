@@ -79,8 +79,7 @@ def _works(key: str, fault_of: Callable[[], str | None], *, is_default: bool) ->
     except Exception as error:
         fault = f"its probe raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         try:
-            # CUDA returns an error that broke the context (an illegal access, a device-side assert) from every later call, and any
-            # other, such as a kernel that was not built for this GPU, once.
+            # CUDA returns an error that broke the context from every later call, and any other only once.
             torch.cuda.synchronize()
         except RuntimeError as broken:
             raise RuntimeError(

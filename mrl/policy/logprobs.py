@@ -206,8 +206,7 @@ class _Scores(torch.autograd.Function):
         # Sums this rank's columns first, then over ranks: a chunk waits for no other rank unless the distribution is truncated.
         max_T = torch.empty(len(labels_T), device=inputs.device)
         least_kept_T = torch.full_like(max_T, -torch.inf)
-        # Sums of exp(logit - max) over all tokens and over those that can be drawn, the latter also times logit - max. The label's own
-        # logit stays apart from the normalizer, which loses the fewest bits.
+        # Sums of exp(logit - max) over all tokens, and over those that can be drawn, the latter also times logit - max.
         whole_T, kept_T, moment_T, label_T = sums = torch.zeros(4, len(max_T), device=max_T.device)
         for chunk in columns.chunks():
             scaled = columns.logits(chunk)

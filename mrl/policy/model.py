@@ -112,8 +112,7 @@ def _build_chunk(
         raise RuntimeError(f"chunk {index} of this pipeline stage should hold the layers {list(expected)}, but Megatron built {live}")
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
-            # Megatron marks experts only where EP > 1, so that at TP 2, EP 1 their gradients would stay unsummed over tp,
-            # and optimizer checkpoints would differ in form between EP 1 and EP 2.
+            # Megatron marks experts only at EP > 1: without EP, gradients would stay unsummed over tp, and checkpoints would differ.
             parameter.allreduce = False
     use_row_dispatchers(chunk, megatron)
     return chunk
@@ -153,8 +152,7 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
     arguments = dict(from_model)
     arguments["activation_func"] = ACTIVATIONS[str(arguments["activation_func"])]
     if virtual_stages(megatron) is not None:
-        # Batching sends forward and backward at once. With two stages both go to the same peer, where NCCL and gloo match transfers by
-        # order: activations would be taken for gradients.
+        # Batched transfers to one peer are matched by order: with two stages, activations would be taken for gradients.
         arguments |= dict(virtual_pipeline_model_parallel_size=virtual_stages(megatron), overlap_p2p_comm=True, batch_p2p_comm=False)
     if megatron.activation_checkpointing and megatron.recompute_granularity == "full":
         # Keeps only the input of every layer.

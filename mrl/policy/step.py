@@ -146,8 +146,7 @@ def forward_backward(
         show_row(model, tokens)
         output = _forward(model, row, replay)
         if output.requires_grad:
-            # Tells routers the row again for recomputation: this hook runs first in the row's backward pass, and other rows may have
-            # gone forward since.
+            # Tells routers the row again, first thing in its backward pass: other rows may have gone forward since.
             output.register_hook(lambda _: show_row(model, tokens))
 
         def loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

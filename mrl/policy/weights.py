@@ -189,8 +189,7 @@ def canonical_noise(name: str, box: Box, *, seed: int) -> Tensor:
     """Numbers in [-1, 1), float32, of the box's shape: a function of seed, canonical name and position in the canonical tensor."""
     state = torch.tensor(name_seed(seed, name))
     for start, stop in box:
-        # Mixed dimension by dimension, so that no two positions of a tensor coincide. 64-bit arithmetic wraps around; the shifts
-        # keep the sign, which does no harm here.
+        # Mixed dimension by dimension, so that no two positions of a tensor coincide. Shifts that keep the sign do no harm.
         state = state[..., None] + torch.arange(start, stop) * _STEP
         state = (state ^ (state >> 30)) * _MIX
         state = state ^ (state >> 27)

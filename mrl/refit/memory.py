@@ -36,8 +36,7 @@ _EPOCHS = itertools.count(1)
 _RELEASED = 0
 
 _IpcHandle = tuple[int, bytes, int, int, bytes, int, bytes, bool]
-"""Result of `UntypedStorage._share_cuda_`, which `_new_shared_cuda` takes: device index, cudaIpcMemHandle, bytes, offset, and torch's
-reference counter and event."""
+"""Result of `UntypedStorage._share_cuda_`, which `_new_shared_cuda` takes."""
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,13 @@ from torch import Tensor
 from mrl.refit.device_checksum import BLOCK_WORDS, odd_weights
 from mrl.refit.strided import Strided, padded, strided
 
-# Words that one program copies: 16 KiB of 8-byte words. Each thread then keeps few in registers, so that two programs share a
-# multiprocessor.
+# Words that one program copies: few enough registers a thread for two programs on a multiprocessor.
 _COPY_WORDS = 2048
 _COPY_WARPS = 16
 # Words of a block that one program adds up at a time.
 _STEP_WORDS = 1024
 _SUM_WARPS = 8
-# Columns of a table: first tile, bytes of a word, words, words of a run, lengths of the second and third dimension; then for each memory
-# its address and strides.
+# Columns of a table: first tile, bytes of a word, words, words of a run, two lengths; then for each memory its address and strides.
 _COPY_COLUMNS = tl.constexpr(14)
 _SUM_COLUMNS = tl.constexpr(10)
 
