@@ -283,7 +283,6 @@ def _score(env_name: str, config: RunConfig, look: Look) -> Score | None:
 
 def _fault(score: Score, task: Task, *, has_reply: bool) -> str:
     """Why no reply can be right; "" if one can, as far as one reply tells. With `has_reply`, the task's is the expected answer."""
-    from mrl.envs.instruction_following import UNKNOWN
     from mrl.envs.task import RowFault
 
     try:
@@ -292,6 +291,4 @@ def _fault(score: Score, task: Task, *, has_reply: bool) -> str:
         return str(error)
     except Exception:  # of a text that is no reply
         return ""
-    if UNKNOWN in outcome.flags:
-        return f"an instruction is not known ({outcome.extracted})"
     return f"not even its own answer {task.expected!r:.100} is judged as right" if has_reply and outcome.reward == 0 else ""

@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING
 
 from mrl.envs import sandbox, spawn
 from mrl.envs.scratch import scratch_folder
-from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, field_of, text_after_thinking
+from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, field_of
 
 if TYPE_CHECKING:
     from mrl.config.schema.env import EnvConfig
@@ -106,7 +106,7 @@ def score(task: Task, *, test_timeout_s: float, timeout_s: float, may_escape: bo
     if len(inputs) != len(outputs) or not inputs or not all(isinstance(text, str) for text in inputs + outputs):
         raise RowFault(f"unit_tests must have texts, as many inputs as outputs, at least one; not {len(inputs)} and {len(outputs)}")
     function = str(tests.get("fn_name") or "")
-    program = last_code_block(text_after_thinking(task.text))
+    program = last_code_block(task.reply)
     if program is None:
         return Outcome(0.0, extracted="no code block")
     flags = (UNCONFINED,) if may_escape else ()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, built_in, text_after_thinking
+from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, built_in
 
 if TYPE_CHECKING:
     from mrl.config.schema.env import EnvConfig
@@ -54,7 +54,7 @@ def score(task: Task) -> Outcome:
     if not re.fullmatch("[A-Z]", expected) or (letters and expected not in letters):
         raise RowFault(f"the expected answer {expected!r} is none of the options {', '.join(letters) or 'A to Z'}")
     patterns = own_patterns(fields.get("template_metadata"))
-    choice = choose(text_after_thinking(task.text), [*patterns, BOXED] if patterns else [BOXED, ANSWER], letters)
+    choice = choose(task.reply, [*patterns, BOXED] if patterns else [BOXED, ANSWER], letters)
     return Outcome(float(choice == expected), extracted=choice)
 
 

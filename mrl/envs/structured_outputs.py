@@ -14,7 +14,7 @@ from jsonschema_specifications import REGISTRY
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012, Schema, SchemaResource
 
-from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, built_in, field_of, text_after_thinking
+from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, built_in, field_of
 
 if TYPE_CHECKING:
     from referencing._core import Resolver
@@ -39,7 +39,7 @@ def score(task: Task) -> Outcome:
         raise RowFault(f"schema_type {fields['schema_type']!r:.100} is not supported; only json is")
     validator = _validator(field_of(fields, "schema_str", str))
     try:
-        value = json.loads(text_after_thinking(task.text), parse_constant=_no_constant)
+        value = json.loads(task.reply, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return Outcome(0.0, extracted="no JSON")
     try:

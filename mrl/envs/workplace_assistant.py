@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, built_in, field_of, text_after_thinking
+from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, built_in, field_of
 from mrl.envs.tool_calls import tool_calls
 
 if TYPE_CHECKING:
@@ -344,9 +344,9 @@ def score(task: Task, *, shared_tables: Mapping[str, list[Record]]) -> Outcome:
     parameters = fields.get("responses_create_params")
     tools = fields.get("tools") or (parameters.get("tools") if isinstance(parameters, dict) else None) or []
     office, flags, results = Office.open(tables), set[str](), list[str]()
-    for turn in task.turns:
+    for turn in task.replies:
         results = []
-        for call in tool_calls(text_after_thinking(turn), cast(list[object], tools)):
+        for call in tool_calls(turn, cast(list[object], tools)):
             if call.error:
                 flags.add(INVALID_CALL)
                 result: object = {"error": call.error}
