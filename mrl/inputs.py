@@ -240,6 +240,7 @@ def _spread(files: Sequence[Path]) -> list[Path]:
 def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rendered]) -> Look:
     """The rows whose expected answer no reply can match, by the environments that judge them: training masks their rollouts."""
     from mrl.config.texts import safe_text
+    from mrl.envs.parsers import parsers_of
     from mrl.envs.task import Task
 
     look, scores, faults = Look(), dict[str, "Score | None"](), list[str]()
@@ -253,7 +254,10 @@ def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rende
         if (score := scores[row.env_name]) is not None:
             form = "dapo" if row.env_name == "math" and config.env.math.math_verify_impl != "hf_math_verify" else row.env_name
             answer = safe_text(row.answer)
-            task = Task((REPLIES.get(form, "x").format(answer=answer),), answer, safe_text(row.question), row.row)
+            # Its reply has no thoughts.
+            _, tool_parser = parsers_of(config, row.env_name, row.row)
+            reply = REPLIES.get(form, "x").format(answer=answer)
+            task = Task((reply,), answer, safe_text(row.question), row.row, tool_parser=tool_parser)
             if reason := _fault(score, task, has_reply=form in REPLIES):
                 faults.append(f"{row_id}: {reason}")
     look.unseen = list(dict.fromkeys(look.unseen))

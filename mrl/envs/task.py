@@ -21,6 +21,9 @@ MAX_MESSAGE_BYTES = 64 << 20
 LENGTH_BYTES = 4
 """A message between parent and child is JSON after its length in bytes, big-endian."""
 
+DEFAULT_TOOL_PARSER = "qwen3_coder"
+"""Nemotron 3's and Qwen3-Coder's format of tool calls."""
+
 T = TypeVar("T")
 
 
@@ -41,6 +44,8 @@ class Task:
     """The row's other fields for its environment: a JSON object, as text."""
     has_parser: bool = False
     """Whether NeMo Gym would grade what the run's reasoning parser leaves of the turns."""
+    tool_parser: str = DEFAULT_TOOL_PARSER
+    """vLLM's name of the format in which the model calls tools."""
 
     @property
     def text(self) -> str:

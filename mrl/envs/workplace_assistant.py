@@ -346,7 +346,7 @@ def score(task: Task, *, shared_tables: Mapping[str, list[Record]]) -> Outcome:
     office, flags, results = Office.open(tables), set[str](), list[str]()
     for turn in task.replies:
         results = []
-        for call in tool_calls(turn, cast(list[object], tools)):
+        for call in tool_calls(turn, cast(list[object], tools), task.tool_parser):
             if call.error:
                 flags.add(INVALID_CALL)
                 result: object = {"error": call.error}

@@ -152,6 +152,7 @@ RULES: dict[str, Check] = {
 """What a group of rules is about -> the check that adds a problem for each of them that is broken."""
 ROLLOUT_RULES: dict[str, Check] = {
     "environments": data.check_environments,
+    "parsers": data.check_parsers,
     "batches": algorithms.check_batch,
     "lengths": layout.check_lengths,
     "engines": layout.check_engines,
