@@ -30,6 +30,13 @@ Types = Mapping[str, Mapping[str, object]]
 """By tool and argument, what a row declares."""
 
 
+def declared_tools(fields: Mapping[str, object]) -> list[object]:
+    """The tools of a row, which has them beside its other fields, or in the request of NeMo Gym's form."""
+    request = fields.get("responses_create_params")
+    tools = fields.get("tools") or (request.get("tools") if isinstance(request, dict) else None)
+    return tools if isinstance(tools, list) else []
+
+
 def tool_calls(text: str, tools: Sequence[object] = (), parser: str = DEFAULT_TOOL_PARSER) -> list[ToolCall]:
     """The calls of a text, in order, broken ones with their error. Arguments in XML get the types that the `tools` of the row declare.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, built_in, field_of
-from mrl.envs.tool_calls import tool_calls
+from mrl.envs.tool_calls import declared_tools, tool_calls
 
 if TYPE_CHECKING:
     from mrl.config.schema.env import EnvConfig
@@ -341,12 +341,11 @@ def score(task: Task, *, shared_tables: Mapping[str, list[Record]]) -> Outcome:
         ) from error
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise RowFault(f"tables or ground_truth: {error}") from error
-    parameters = fields.get("responses_create_params")
-    tools = fields.get("tools") or (parameters.get("tools") if isinstance(parameters, dict) else None) or []
+    tools = declared_tools(fields)
     office, flags, results = Office.open(tables), set[str](), list[str]()
     for turn in task.replies:
         results = []
-        for call in tool_calls(turn, cast(list[object], tools), task.tool_parser):
+        for call in tool_calls(turn, tools, task.tool_parser):
             if call.error:
                 flags.add(INVALID_CALL)
                 result: object = {"error": call.error}
