@@ -105,7 +105,7 @@ def score(task: Task, *, test_timeout_s: float, timeout_s: float, may_escape: bo
         raise RowFault(f"unit_tests must have texts, as many inputs as outputs, at least one; not {len(inputs)} and {len(outputs)}")
     function = str(tests.get("fn_name") or "")
     program = last_code_block(task.reply)
-    if program is None:
+    if program is None or not program.strip():
         return Outcome(0.0, extracted="no code block")
     flags = (UNCONFINED,) if may_escape else ()
     end = time.monotonic() + timeout_s
@@ -192,7 +192,7 @@ def _compare(data: bytes, most: int, expected: str, right: object, function: str
     if not function:
         return None if same_output(printed, expected) else "wrong output"
     try:
-        return None if _same_value(json.loads(printed), right) else "wrong result"
+        return None if same_value(json.loads(printed), right) else "wrong result"
     except (ValueError, RecursionError):
         return "no result"
 
@@ -310,7 +310,7 @@ def same_output(printed: str, expected: str) -> bool:
     return len(ours) == len(theirs) and all(a == b or _same_numbers(a.split(), b.split()) for a, b in zip(ours, theirs, strict=True))
 
 
-def _same_value(ours: object, right: object) -> bool:
+def same_value(ours: object, right: object) -> bool:
     """Equality, and of numbers, which may be given as text, within numpy's tolerance, as in NeMo Gym."""
     if ours == right or not isinstance(ours, str | float | int) or not isinstance(right, str | float | int):
         return ours == right

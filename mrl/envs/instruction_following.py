@@ -62,7 +62,7 @@ def score(task: Task) -> Outcome:
             raise RowFault(f"{name}: argument missing or of the wrong type, {error!r}, in {known!r:.200}") from error
         if not is_followed:
             broken.append(name)
-    reward = 1 - len(broken) / len(names) if mode == "fraction" else float(not broken)
+    reward = (len(names) - len(broken)) / len(names) if mode == "fraction" else float(not broken)
     return Outcome(reward, extracted=f"not followed: {', '.join(broken)}" if broken else "followed")
 
 

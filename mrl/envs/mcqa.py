@@ -34,10 +34,13 @@ BOX_ENDS = re.compile(r"\s*+(?:[.)\]},:;$*]|\\text|\\quad|\\ |$)")
 ENDS = re.compile(r"\s*+(?:[.)\]},:;!?*_$\\—–-]|$|because\b|since\b|as\b|is\b)")
 
 
-SPELLINGS = str.maketrans({other: f" {letter}" for others, letter in (("أঅＡ", "A"), ("بবＢ", "B"), ("جডＣ", "C"), ("دঢＤ", "D")) for other in others})
+SPELLINGS = str.maketrans(
+    {other: f" {letter}" for others, letter in (("أঅＡ", "A"), ("بবＢ", "B"), ("جডＣ", "C"), ("دঢＤ", "D")) for other in others}
+)
 MODES = ("strict_single_letter_boxed", "lenient_boxed", "lenient_answer_colon", "lenient_answer_colon_md")
 BOXED_LETTER = re.compile(r"[^A-Za-z]*([A-Z])[^A-Za-z]*|\s*([A-Z])\s*[:).\-].*", re.DOTALL)
-COLON, COLON_MD = re.compile(r"(?i)answer\s*+:\s*+(.+)"), re.compile(r"(?i)answer[*_]{0,2}\s*+:[*_\s]{0,2}(.+)")
+COLON = re.compile(r"(?i)answer\s*+:\s*+(.+)")
+COLON_MD = re.compile(r"(?i)answer[*_]{0,2}\s*+:[*_\s]{0,2}(.+)")
 ALONE = re.compile(r"(?<![A-Za-z])([A-Za-z])(?![A-Za-z])")
 BETWEEN = re.compile(r"(?i)\s*[/|&,;]\s*|\s+(?:or|and)\s+|\s+")
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from xml.parsers import expat
 
 import yaml
-
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 from jsonschema_specifications import REGISTRY
@@ -48,7 +47,9 @@ def score(task: Task) -> Outcome:
     fields = task.fields
     form, mode = fields.get("schema_type") or "json", fields.get("response_mode") or "text"
     if form not in FORMS or mode not in ("text", "tool_call"):
-        raise RowFault(f"schema_type {form!r:.100} is none of {', '.join(FORMS)}, or response_mode {mode!r:.100} neither text nor tool_call")
+        raise RowFault(
+            f"schema_type {form!r:.100} is none of {', '.join(FORMS)}, or response_mode {mode!r:.100} neither text nor tool_call"
+        )
     schema, validator = _validator(field_of(fields, "schema_str", str))
     try:
         value = _payload(task, fields) if mode == "tool_call" else FORMS[str(form)](task.reply, schema)

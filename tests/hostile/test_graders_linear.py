@@ -56,6 +56,9 @@ def choose_letter(text: str) -> None:
     mcqa.choose(text, [mcqa.BOXED, mcqa.ANSWER], [])
     for pattern in (mcqa.MORE, mcqa.ENDS, mcqa.BOX_ENDS):
         pattern.match(text)
+    for mode in mcqa.MODES:
+        for reply in (text, f"\\boxed{{{text}}}", f"answer: {text}"):
+            mcqa.choose_as_gym(reply, {"A": "a", "B": "1."}, [], mode)
 
 
 def split_answer(text: str) -> None:
@@ -79,6 +82,8 @@ def search_end(text: str) -> None:
 
 
 _TOKEN_PATTERNS = "_VULGAR _STYLE _WORDS _THOUSANDS _NOTHING _UNIT_FRACTION _TOKEN _GROUPED _INFIX _HALF_OF_DAY _RUN_ON plain".split()
+
+MCQA = "BOXED ANSWER MORE ENDS BOX_ENDS choose BOXED_LETTER COLON COLON_MD ALONE BETWEEN _letter_of".split()
 
 MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     "mrl.config.texts._UNSAFE": safe_text,
@@ -105,7 +110,7 @@ MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     "mrl.envs.math_value._EAGER_COST": lambda text: math_value.size_of(f"gcd {text}"),
     "mrl.envs.math_value._NUMBER_RUN": math_value.search_cost,
     "mrl.envs.math_value._ENVIRONMENTS": math_value.search_cost,
-    **dict.fromkeys((f"mrl.envs.mcqa.{name}" for name in ("BOXED", "ANSWER", "MORE", "ENDS", "BOX_ENDS", "choose")), choose_letter),
+    **dict.fromkeys((f"mrl.envs.mcqa.{name}" for name in MCQA), choose_letter),
     "mrl.envs.languages.detect": languages.detect,
     "mrl.envs.tool_calls.BLOCK": lambda text: tool_calls(f"<tool_call>{text}"),
     "mrl.envs.tool_calls.FUNCTION": lambda text: tool_calls(f"<tool_call><function=f>{text}</function></tool_call>"),
