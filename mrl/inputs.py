@@ -34,7 +34,7 @@ MAX_COMPARED_BYTES = 128 << 20
 """Of rows that are compared with those of an earlier attempt in a few seconds."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # A reply that says the expected answer, as far as an environment knows such a form.
-REPLIES = {"math": "\\boxed{{{answer}}}", "mcqa": "\\boxed{{{answer}}}", "dapo": "Answer: {answer}"}
+REPLIES = {"math": "\\boxed{{{answer}}}", "mcqa": "Answer: {answer}\n\\boxed{{{answer}}}", "dapo": "Answer: {answer}"}
 
 
 @dataclass

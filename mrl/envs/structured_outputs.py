@@ -111,21 +111,18 @@ def _cell(value: object, kind: object) -> object:
     return next((read for one, read in found if not isinstance(read, str) or one == "string"), value)
 
 
+TRUTH = {"true": True, "1": True, "false": False, "0": False}
+
+
 def _scalar(value: object, kind: object) -> object:
     """`value` as a number or truth value, if it is the text of one; else as it is."""
     if not isinstance(value, str) or not value:
         return value
+    read = {"integer": int, "number": float, "boolean": lambda text: TRUTH.get(text.lower(), text)}.get(str(kind), str)
     try:
-        match kind:
-            case "integer":
-                return int(value)
-            case "number":
-                return float(value)
-            case "boolean":
-                return {"true": True, "1": True, "false": False, "0": False}.get(value.lower(), value)
-    except ValueError:
-        pass  # the schema says what is wrong with it
-    return value
+        return read(value)
+    except ValueError:  # the schema says what is wrong with it
+        return value
 
 
 def _xml(text: str, schema: object) -> object:

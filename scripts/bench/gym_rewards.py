@@ -24,6 +24,7 @@ from tests.long.record import Row, record
 
 ANSWERS = Path("tests/unit/envs/gym_answers.json")
 VERIFIERS = Path(__file__).with_name("gym_verifiers.py")
+LIMIT_S = 3600.0
 PARSER = "hermes"
 """The format in which the tool calls of answers are written for mrl."""
 GYM = (
@@ -85,9 +86,9 @@ def reward(answer: Answer, tables: str | None = None) -> float | None:
 
 def gym_python(folder: Path) -> str:
     """Makes Gym's environment."""
-    subprocess.run(["uv", "venv", "--python", "3.13", str(folder)], check=True)
+    subprocess.run(["uv", "venv", "--python", "3.13", str(folder)], check=True, timeout=LIMIT_S)
     python = str(folder / "bin/python")
-    subprocess.run(["uv", "pip", "install", "--python", python, *GYM], check=True)
+    subprocess.run(["uv", "pip", "install", "--python", python, *GYM], check=True, timeout=LIMIT_S)
     return python
 
 
@@ -97,9 +98,13 @@ def main(python: str | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         python = python or gym_python(Path(folder))
         asked = ANSWERS.read_text(encoding="utf-8")
-        found = json.loads(subprocess.run([python, str(VERIFIERS)], input=asked, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        found = json.loads(
+            subprocess.run([python, str(VERIFIERS)], input=asked, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S).stdout
+        )
         where = "import resources_servers as r; print(*r.__path__, sep='\\n')"
-        servers = subprocess.run([python, "-c", where], stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[0]
+        servers = subprocess.run([python, "-c", where], stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S).stdout.splitlines()[
+            0
+        ]
         source = Path(servers, "workplace_assistant/csv_data")
         tables = Path(folder, "tables")
         tables.mkdir()
