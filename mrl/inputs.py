@@ -34,7 +34,7 @@ MAX_COMPARED_BYTES = 128 << 20
 """Of rows that are compared with those of an earlier attempt in a few seconds."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # A reply that says the expected answer, as far as an environment knows such a form.
-REPLIES = {"math": "\\boxed{{{answer}}}", "mcqa": "\\boxed{{{answer}}}", "dapo": "Answer: {answer}"}
+REPLIES = {"math": "\\boxed{{{answer}}}", "mcqa": "Answer: {answer}\n\\boxed{{{answer}}}", "dapo": "Answer: {answer}"}
 
 
 @dataclass
@@ -240,6 +240,7 @@ def _spread(files: Sequence[Path]) -> list[Path]:
 def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rendered]) -> Look:
     """The rows whose expected answer no reply can match, by the environments that judge them: training masks their rollouts."""
     from mrl.config.texts import safe_text
+    from mrl.envs.parsers import parsers_of
     from mrl.envs.task import Task
 
     look, scores, faults = Look(), dict[str, "Score | None"](), list[str]()
@@ -253,7 +254,10 @@ def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rende
         if (score := scores[row.env_name]) is not None:
             form = "dapo" if row.env_name == "math" and config.env.math.math_verify_impl != "hf_math_verify" else row.env_name
             answer = safe_text(row.answer)
-            task = Task((REPLIES.get(form, "x").format(answer=answer),), answer, safe_text(row.question), row.row)
+            # Its reply has no thoughts.
+            _, tool_parser = parsers_of(config, row.env_name, row.row)
+            reply = REPLIES.get(form, "x").format(answer=answer)
+            task = Task((reply,), answer, safe_text(row.question), row.row, tool_parser=tool_parser)
             if reason := _fault(score, task, has_reply=form in REPLIES):
                 faults.append(f"{row_id}: {reason}")
     look.unseen = list(dict.fromkeys(look.unseen))
@@ -283,7 +287,6 @@ def _score(env_name: str, config: RunConfig, look: Look) -> Score | None:
 
 def _fault(score: Score, task: Task, *, has_reply: bool) -> str:
     """Why no reply can be right; "" if one can, as far as one reply tells. With `has_reply`, the task's is the expected answer."""
-    from mrl.envs.instruction_following import UNKNOWN
     from mrl.envs.task import RowFault
 
     try:
@@ -292,6 +295,4 @@ def _fault(score: Score, task: Task, *, has_reply: bool) -> str:
         return str(error)
     except Exception:  # of a text that is no reply
         return ""
-    if UNKNOWN in outcome.flags:
-        return f"an instruction is not known ({outcome.extracted})"
     return f"not even its own answer {task.expected!r:.100} is judged as right" if has_reply and outcome.reward == 0 else ""

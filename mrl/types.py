@@ -244,7 +244,7 @@ class Verdict:
     components: Mapping[str, float] = field(default_factory=dict)
     """Parts of the reward, by name; empty if the environment gives one number."""
     flags: tuple[str, ...] = ()
-    """Events to count beside the reward, `unknown_instruction` for example."""
+    """Events to count beside the reward, `invalid_tool_call` for example."""
     flaws: tuple[Flaw, ...] = ()
     observation: tuple[Mapping[str, str], ...] = ()
     """Messages with which the environment answers, if turns are left."""

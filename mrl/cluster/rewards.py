@@ -32,6 +32,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.data.turns import Ending, TurnFormat
 from mrl.envs.endpoints import FILE_NAME
 from mrl.envs.inspection import Remarks, amend, inspect, rules_of
+from mrl.envs.parsers import parsers_of
 from mrl.envs.pool import RewardPool
 from mrl.envs.scorer import Answer, Load, Scorer, start_environment
 from mrl.envs.task import Task
@@ -171,7 +172,8 @@ class RewardActor:
                 if self.max_turns > 1:
                     self.undecided[item.request_id] = rollout
                 prompt = item.prompt
-                task = Task(self.format.texts(rollout), prompt.expected_answer, prompt.text, prompt.row)
+                parsers = parsers_of(self.config, prompt.env_name, prompt.row)
+                task = Task(self.format.texts(rollout), prompt.expected_answer, prompt.text, prompt.row, *parsers)
                 answers.append(Answer(item.request_id, prompt.env_name, task))
             spans.add("make texts", start, rollouts=len(unjudged))
         self.scorer.submit(answers)

@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 Ending = Literal["over", "out of context"]
 """Why a rollout has no further turn: nobody says more, or it would not fit. The latter truncates the rollout."""
-MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+MARKUP = (
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+    *("<TOOLCALL>", "</TOOLCALL>", "[TOOL_CALLS]", "[ARGS]"),
+)
 """Tokens that environments read, although some tokenizers call them special."""
 _ANSWER = "the-answer-stands-here"
 """Stands for the model's words in a rendered template; no template contains it."""

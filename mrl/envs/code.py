@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import os
-import re
 import stat
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from typing import IO, TYPE_CHECKING
 
 from mrl.envs import sandbox, spawn
 from mrl.envs.scratch import scratch_folder
-from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, field_of, text_after_thinking
+from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, field_of
 
 if TYPE_CHECKING:
     from mrl.config.schema.env import EnvConfig
@@ -45,7 +44,6 @@ MAX_TRIES, WAIT_S, MAX_RETRY_S = 3, 2.0, 0.5 * GRACE_S
 # Bytes that a program may print beyond four times the expected text: white space, more digits.
 SPARE_OUTPUT_BYTES = 1 << 20
 STDERR_TAIL_BYTES = 4096
-OPENING, CLOSING = re.compile(r"[ \t]*```[^`]*"), re.compile(r"[ \t]*```[ \t]*")
 
 UNREADABLE = "its folder cannot be read"
 
@@ -106,8 +104,8 @@ def score(task: Task, *, test_timeout_s: float, timeout_s: float, may_escape: bo
     if len(inputs) != len(outputs) or not inputs or not all(isinstance(text, str) for text in inputs + outputs):
         raise RowFault(f"unit_tests must have texts, as many inputs as outputs, at least one; not {len(inputs)} and {len(outputs)}")
     function = str(tests.get("fn_name") or "")
-    program = last_code_block(text_after_thinking(task.text))
-    if program is None:
+    program = last_code_block(task.reply)
+    if program is None or not program.strip():
         return Outcome(0.0, extracted="no code block")
     flags = (UNCONFINED,) if may_escape else ()
     end = time.monotonic() + timeout_s
@@ -122,15 +120,10 @@ def score(task: Task, *, test_timeout_s: float, timeout_s: float, may_escape: bo
 
 
 def last_code_block(text: str) -> str | None:
-    """The lines between the last pair of ``` lines; None if there is none."""
-    block, start = None, None
+    """The lines between the last two lines with ```; None if there are none. As in NeMo Gym, a fence in later prose counts."""
     lines = text.split("\n")
-    for index, line in enumerate(lines):
-        if start is None:
-            start = index + 1 if OPENING.fullmatch(line) else None
-        elif CLOSING.fullmatch(line):
-            block, start = (start, index), None
-    return None if block is None else "".join(f"{line}\n" for line in lines[slice(*block)])
+    fences = [index for index, line in enumerate(lines) if "```" in line]
+    return None if len(fences) < 2 else "".join(f"{line}\n" for line in lines[fences[-2] + 1 : fences[-1]])
 
 
 def run_test(program: str, given: str, expected: str, function: str, seconds: float, *, may_escape: bool = False) -> str | None:
@@ -199,7 +192,7 @@ def _compare(data: bytes, most: int, expected: str, right: object, function: str
     if not function:
         return None if same_output(printed, expected) else "wrong output"
     try:
-        return None if json.loads(printed) == right else "wrong result"
+        return None if same_value(json.loads(printed), right) else "wrong result"
     except (ValueError, RecursionError):
         return "no result"
 
@@ -315,6 +308,16 @@ def same_output(printed: str, expected: str) -> bool:
     """Whether two outputs have the same lines, apart from white space around them; numbers of a line compare by value."""
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (printed, expected))
     return len(ours) == len(theirs) and all(a == b or _same_numbers(a.split(), b.split()) for a, b in zip(ours, theirs, strict=True))
+
+
+def same_value(ours: object, right: object) -> bool:
+    """Equality, and of numbers, which may be given as text, within numpy's tolerance, as in NeMo Gym."""
+    if ours == right or not isinstance(ours, str | float | int) or not isinstance(right, str | float | int):
+        return ours == right
+    try:
+        return abs(float(ours) - float(right)) <= 1e-8 + 1e-5 * abs(float(right))
+    except ValueError:
+        return False
 
 
 def _same_numbers(ours: Sequence[str], theirs: Sequence[str]) -> bool:

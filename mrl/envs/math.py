@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from mrl.envs.task import Environment, Outcome, Score, built_in
+from mrl.envs.task import Environment, Outcome, Score, Task, built_in
 
 if TYPE_CHECKING:
     from mrl.config.schema.env import EnvConfig
@@ -28,11 +28,16 @@ def environment(config: EnvConfig) -> Environment:
 def make(impl: str, is_strict: bool) -> Score:
     """The reward function of `env.math.math_verify_impl`; `is_strict` as `env.math.strict`."""
     if impl != "hf_math_verify":
-        return lambda task: Outcome(*score_dapo(task.text, task.expected))
+        return lambda task: Outcome(*score_dapo(seen(task), task.expected))
     # Here, so that the parent reads the declaration above without sympy.
     from mrl.envs.math_value import score
 
-    return lambda task: Outcome(*score(task.text, task.expected, is_strict=is_strict))
+    return lambda task: Outcome(*score(seen(task), task.expected, is_strict=is_strict))
+
+
+def seen(task: Task) -> str:
+    """The text that is graded: thoughts are part of it, as in NeMo RL, unless NeMo Gym would not see them."""
+    return task.reply if task.has_parser else task.text
 
 
 def score_dapo(text: str, expected: str) -> tuple[float, str]:

@@ -21,6 +21,9 @@ MAX_MESSAGE_BYTES = 64 << 20
 LENGTH_BYTES = 4
 """A message between parent and child is JSON after its length in bytes, big-endian."""
 
+DEFAULT_TOOL_PARSER = "qwen3_coder"
+"""Nemotron 3's and Qwen3-Coder's format of tool calls."""
+
 T = TypeVar("T")
 
 
@@ -39,11 +42,27 @@ class Task:
     """The question as the row gives it."""
     row: str = "{}"
     """The row's other fields for its environment: a JSON object, as text."""
+    has_parser: bool = False
+    """Whether NeMo Gym would grade what the run's reasoning parser leaves of the turns."""
+    tool_parser: str = DEFAULT_TOOL_PARSER
+    """vLLM's name of the format in which the model calls tools."""
 
     @property
     def text(self) -> str:
         """The model's last turn."""
         return self.turns[-1]
+
+    @property
+    def replies(self) -> tuple[str, ...]:
+        """The turns without thoughts: what follows `</think>`. Of a turn without that, the whole; under a parser, nothing."""
+        if self.has_parser:
+            return tuple((turn.partition("<think>")[2] or turn).partition("</think>")[2] for turn in self.turns)
+        return tuple(turn.rpartition("</think>")[2] for turn in self.turns)
+
+    @property
+    def reply(self) -> str:
+        """The last turn without thoughts."""
+        return self.replies[-1]
 
     @property
     def fields(self) -> dict[str, object]:
@@ -100,11 +119,6 @@ class Environment:
 def built_in(name: str, workers: WorkersConfig, *row_fields: str, **options: object) -> Environment:
     """Declares the environment of `mrl/envs/{name}.py`, whose `make` takes `options`."""
     return Environment(f"mrl.envs.{name}:make", options, timeout_s=workers.timeout_s, row_fields=row_fields, blames_text=True)
-
-
-def text_after_thinking(text: str) -> str:
-    """The text behind the last `</think>`, stripped; the whole text, stripped, if it has no such tag."""
-    return text.rpartition("</think>")[2].strip()
 
 
 def field_of(fields: Mapping[str, object], name: str, kind: type[T]) -> T:

@@ -14,12 +14,13 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, built_in, field_of, text_after_thinking
-from mrl.envs.tool_calls import tool_calls
+from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, built_in, field_of
+from mrl.envs.tool_calls import declared_tools, tool_calls
 
 if TYPE_CHECKING:
     from mrl.config.schema.env import EnvConfig
@@ -49,6 +50,23 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 """Fields of each table; the first one identifies a record."""
 
+CHANGED = ("emails", "events", "tasks", "customers", "plots")
+"""Tables that tools change."""
+CASED = ("status", "list_name", "board")
+"""Fields whose case counts."""
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "tasks.list_name": ("Backlog", "In Progress", "In Review", "Completed"),
+    "tasks.board": ("Back end", "Front end", "Design"),
+    "customers.status": ("Qualified", "Won", "Lost", "Lead", "Proposal"),
+    "customers.product_interest": ("Software", "Hardware", "Services", "Consulting", "Training"),
+    "plots.value_to_plot": (
+        *("total_visits", "session_duration_seconds", "user_engaged"),
+        *(f"visits_{source}" for source in ("direct", "referral", "search_engine", "social_media")),
+    ),
+    "plots.plot_type": ("bar", "line", "scatter", "histogram"),
+}
+"""The values that a field takes, where these are few."""
+
 CSV_FILES: Mapping[str, str] = {
     "emails": "emails.csv",
     "events": "calendar_events.csv",
@@ -72,8 +90,6 @@ class Office:
     """The state of one conversation."""
 
     tables: Tables
-    created: set[int]
-    """`id()` of records that the conversation made."""
 
     @staticmethod
     def open(tables: Mapping[str, list[Record]]) -> Office:
@@ -85,7 +101,7 @@ class Office:
             raise ValueError(
                 f"tables of the office are {', '.join(FIELDS)}, with fields as in mrl/envs/workplace_assistant.py; not {unknown[:5]}"
             )
-        return Office({name: copy.deepcopy(list(tables.get(name, []))) for name in FIELDS}, set())
+        return Office({name: copy.deepcopy(list(tables.get(name, []))) for name in FIELDS})
 
     def call(self, name: str, arguments: Mapping[str, object]) -> object:
         """The result of a tool; a ToolError if there is no such tool or record, or an argument is missing or not known."""
@@ -98,19 +114,41 @@ class Office:
             raise ToolError(f"{name}: {error}") from error
 
     def digest(self) -> object:
-        """The state for comparison: all records without order or case; new ones without the id that they happened to get."""
-        state = {}
-        for name, rows in self.tables.items():
-            keys = [FIELDS[name][1:] if id(row) in self.created else FIELDS[name] for row in rows]
-            state[name] = sorted([f"{key}={row.get(key, '')}".casefold() for key in of_row] for row, of_row in zip(rows, keys, strict=True))
+        """The state for comparison: records in their order, texts without case but for `CASED`; what is no text counts as nothing."""
+        state = list[list[object]]()
+        for name in CHANGED:
+            for row in self.tables[name]:
+                values = (row.get(key) for key in FIELDS[name])
+                texts = (value if isinstance(value, str) and value else None for value in values)
+                state.append(
+                    [name, *(text if text is None or key in CASED else text.lower() for key, text in zip(FIELDS[name], texts, strict=True))]
+                )
         return state
+
+    def check(self, table: str, values: Mapping[str, object]) -> None:
+        """A ToolError if a value is empty, or not one that this field takes."""
+        for key, value in values.items():
+            allowed = CHOICES.get(f"{table}.{key}", ())
+            if table == "tasks" and key == "assigned_to_email":
+                allowed = tuple({str(row.get(key)).lower() for row in self.tables[table]})
+                value = str(value).lower()
+            if not value or (allowed and value not in allowed):
+                raise ToolError(f"{key}={value!r:.100} is empty or none of {', '.join(map(str, allowed)) or 'the texts that it takes'}")
+            try:
+                if key == "event_start":
+                    datetime.fromisoformat(str(value))
+                is_possible = key != "duration" or int(str(value)) > 0
+            except ValueError as error:
+                raise ToolError(f"{key}: {error}") from error
+            if not is_possible or (key == "recipient" and not {"@", "."} <= {*str(value)}):
+                raise ToolError(f"{key}={value!r:.100} is no number of minutes or no e-mail address")
 
     def find(self, table: str, named: Mapping[str, object]) -> Record:
         """The record whose id is the only argument; a ToolError if there is none, or other arguments."""
         key = FIELDS[table][0]
         if set(named) != {key}:
             raise ToolError(f"the arguments must have {key}, and nothing else that is not known; not {sorted(named)}")
-        row = next((row for row in self.tables[table] if str(row.get(key)) == str(named[key])), None)
+        row = next((row for row in self.tables[table] if str(row.get(key)) == named[key]), None)
         if row is None:
             raise ToolError(f"no {key} {named[key]!r}")
         return row
@@ -121,7 +159,6 @@ class Office:
         numbers = [int(str(row[id_field])) for row in self.tables[table] if str(row.get(id_field, "")).isdigit()]
         row: Record = {id_field: f"{max(numbers, default=0) + 1:08d}", **values}
         self.tables[table].append(row)
-        self.created.add(id(row))
         return str(row[id_field])
 
 
@@ -137,6 +174,7 @@ def update(table: str, office: Office, /, field: str, new_value: object, **named
     row = office.find(table, named)
     if field not in FIELDS[table][1:]:
         raise ToolError(f"no field {field!r} that can be changed; there are {', '.join(FIELDS[table][1:])}")
+    office.check(table, {field: new_value})
     row[field] = new_value
     return "updated"
 
@@ -150,6 +188,8 @@ def create(table: str, needed: tuple[str, ...], optional: tuple[str, ...], offic
     missing, unknown = [key for key in needed if key not in named], named.keys() - {*needed, *optional}
     if missing or unknown:
         raise ToolError(f"arguments missing: {missing}, not known: {sorted(unknown)}")
+    # Gym lets a new customer have any status.
+    office.check("" if table == "customers" else table, {key: named[key] for key in needed})
     return office.add(table, **named)
 
 
@@ -158,6 +198,7 @@ def find_address(office: Office, /, name: str = "") -> object:
 
 
 def send_email(office: Office, /, recipient: str, subject: str, body: str) -> object:
+    office.check("emails", {"recipient": recipient, "subject": subject, "body": body})
     message = {"sender/recipient": recipient, "subject": subject, "sent_datetime": NOW, "body": body}
     office.add("emails", **{"inbox/outbox": "outbox"}, **message)
     return "sent"
@@ -170,7 +211,7 @@ def forward_email(office: Office, /, email_id: str, recipient: str) -> object:
 
 def reply_email(office: Office, /, email_id: str, body: str) -> object:
     row = office.find("emails", {"email_id": email_id})
-    return send_email(office, str(row.get("sender/recipient", "")), str(row.get("subject", "")), body)
+    return send_email(office, str(row.get("sender/recipient", "")), f"RE: {row.get('subject', '')}", body)
 
 
 def search_emails(office: Office, /, date_min: object = None, date_max: object = None, **query: object) -> object:
@@ -341,12 +382,11 @@ def score(task: Task, *, shared_tables: Mapping[str, list[Record]]) -> Outcome:
         ) from error
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise RowFault(f"tables or ground_truth: {error}") from error
-    parameters = fields.get("responses_create_params")
-    tools = fields.get("tools") or (parameters.get("tools") if isinstance(parameters, dict) else None) or []
+    tools = declared_tools(fields)
     office, flags, results = Office.open(tables), set[str](), list[str]()
-    for turn in task.turns:
+    for turn in task.replies:
         results = []
-        for call in tool_calls(text_after_thinking(turn), cast(list[object], tools)):
+        for call in tool_calls(turn, tools, task.tool_parser):
             if call.error:
                 flags.add(INVALID_CALL)
                 result: object = {"error": call.error}

@@ -12,7 +12,7 @@ import pytest
 
 from mrl.config.texts import safe_text
 from mrl.envs import instruction_following as instructions
-from mrl.envs import math, math_answer, math_same, math_tokens, math_value, mcqa
+from mrl.envs import languages, math, math_answer, math_same, math_tokens, math_value, mcqa
 from mrl.envs.code import last_code_block
 from mrl.envs.tool_calls import tool_calls
 from tests.sources import ROOT
@@ -34,7 +34,12 @@ ARGUMENTS: Mapping[str, object] = {
     "end_phrase": "a",
     "nth_paragraph": 1,
     **dict.fromkeys(("frequency", "let_frequency", "capital_frequency", "num_sentences", "num_paragraphs", "num_words"), 1),
-    **dict.fromkeys(("num_placeholders", "num_bullets", "num_highlights", "num_sections"), 1),
+    **dict.fromkeys(("num_placeholders", "num_bullets", "num_highlights", "num_sections", "n_sent", "n_words", "n", "m", "N"), 1),
+    **dict.fromkeys(("keyword1", "keyword2", "last_word"), "a"),
+    "n_start": 0,
+    "n_end": 1,
+    "phrase": "a b c",
+    "small_n": 1,
 }
 
 
@@ -51,6 +56,9 @@ def choose_letter(text: str) -> None:
     mcqa.choose(text, [mcqa.BOXED, mcqa.ANSWER], [])
     for pattern in (mcqa.MORE, mcqa.ENDS, mcqa.BOX_ENDS):
         pattern.match(text)
+    for mode in mcqa.MODES:
+        for reply in (text, f"\\boxed{{{text}}}", f"answer: {text}"):
+            mcqa.choose_as_gym(reply, {"A": "a", "B": "1."}, [], mode)
 
 
 def split_answer(text: str) -> None:
@@ -74,6 +82,8 @@ def search_end(text: str) -> None:
 
 
 _TOKEN_PATTERNS = "_VULGAR _STYLE _WORDS _THOUSANDS _NOTHING _UNIT_FRACTION _TOKEN _GROUPED _INFIX _HALF_OF_DAY _RUN_ON plain".split()
+
+MCQA = "BOXED ANSWER MORE ENDS BOX_ENDS choose BOXED_LETTER COLON COLON_MD ALONE BETWEEN _letter_of".split()
 
 MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     "mrl.config.texts._UNSAFE": safe_text,
@@ -100,14 +110,19 @@ MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     "mrl.envs.math_value._EAGER_COST": lambda text: math_value.size_of(f"gcd {text}"),
     "mrl.envs.math_value._NUMBER_RUN": math_value.search_cost,
     "mrl.envs.math_value._ENVIRONMENTS": math_value.search_cost,
-    **dict.fromkeys((f"mrl.envs.mcqa.{name}" for name in ("BOXED", "ANSWER", "MORE", "ENDS", "BOX_ENDS", "choose")), choose_letter),
-    "mrl.envs.instruction_following.detect": instructions.detect,
+    **dict.fromkeys((f"mrl.envs.mcqa.{name}" for name in MCQA), choose_letter),
+    "mrl.envs.languages.detect": languages.detect,
     "mrl.envs.tool_calls.BLOCK": lambda text: tool_calls(f"<tool_call>{text}"),
     "mrl.envs.tool_calls.FUNCTION": lambda text: tool_calls(f"<tool_call><function=f>{text}</function></tool_call>"),
     "mrl.envs.tool_calls.PARAMETER": lambda text: tool_calls(f"<tool_call><function=f>{text}</function></tool_call>"),
     **{
+        f"mrl.envs.sentences.{name}": follow_all
+        for name in "BREAK CLOSERS sentences OPENING APOSTROPHE LAST_PERIOD PIECE CLITIC RULES".split()
+    },
+    **{
         f"mrl.envs.instruction_following.{name}": follow_all
-        for name in "sentences _number_paragraphs _nth_paragraph _postscript _highlights _sections _count _has_word CHECKS".split()
+        for name in "_occurrences _number_paragraphs _nth_paragraph _postscript _bullets _highlights _sections _repeat_phrase "
+        "_is_last_word _composition CHECKS".split()
     },
 }
 """By the module, and the name that is assigned or the function that holds the pattern: what puts a text through it."""

@@ -33,6 +33,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "distillation": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/distillation_tiny.yaml", "configs/sft_tiny.yaml"),
     "environments": ("mrl/envs", "mrl/cluster/rewards.py"),
     "faults": ("mrl/store", "mrl/loop", "mrl/cluster", "mrl/startup.py"),
+    "gym_rewards": ("mrl/envs",),
     "hangs": ("mrl/spans.py", "mrl/cluster", "mrl/loop"),
     "hostile": ("mrl/envs", "mrl/rollout", "mrl/store", "mrl/config", "mrl/cluster", "conversion"),
     "learning": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/grpo_tiny.yaml", "mrl/recipes/tiny.py"),

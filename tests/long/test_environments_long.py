@@ -37,9 +37,11 @@ ROWS: dict[str, dict[str, object]] = {
     "math": {"answer": "3"},
     "mcqa": {"expected_answer": "B", "options": [{"A": "one"}, {"B": "two"}]},
     "code": {"verifier_metadata": {"unit_tests": {"inputs": ["1"], "outputs": ["1"]}}},
-    "instruction_following": {"instruction_id_list": ["punctuation:no_comma", "no:such"], "kwargs": [{}, {}]},
+    "instruction_following": {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
     "structured_outputs": {"schema_str": json.dumps({"type": "object", "properties": {"a": {"type": "string"}}})},
-    "workplace_assistant": {"ground_truth": [{"name": "email_send_email", "arguments": '{"recipient": "a", "subject": "b", "body": "c"}'}]},
+    "workplace_assistant": {
+        "ground_truth": [{"name": "email_send_email", "arguments": '{"recipient": "a@b", "subject": "b", "body": "c"}'}]
+    },
     "moody": {"answer": "x"},
     "chatty": {"answer": "x"},
 }
@@ -76,9 +78,8 @@ def test_rows_of_all_environments_are_trained_on_together(tmp_path: Path, monkey
     for step in steps:
         for name in ROWS:
             assert step[f"rollout/{name}/num_rollouts"] == 4, name
-        # Of these none may fail, and each rollout with an instruction that nobody knows is counted.
+        # Of these none may fail.
         assert [name for name in BUILT_IN if step[f"rollout/{name}/failed"]] == []
-        assert step["rollout/instruction_following/unknown_instruction"] == 4
         assert step["rollout/failed"] == step["rollout/moody/failed"]
         assert step["train/token_mult_prob_error"] <= 1.001
     total = {kind: sum(step.get(f"rollout/moody/{kind}", 0.0) for step in steps) for kind in ("failed", "crash", "timeout", "error")}

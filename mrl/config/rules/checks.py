@@ -152,6 +152,7 @@ RULES: dict[str, Check] = {
 """Checks by topic; each adds a problem for every rule of its topic that is broken."""
 ROLLOUT_RULES: dict[str, Check] = {
     "environments": data.check_environments,
+    "parsers": data.check_parsers,
     "batches": algorithms.check_batch,
     "lengths": layout.check_lengths,
     "engines": layout.check_engines,

@@ -12,7 +12,7 @@ from pathlib import Path
 from mrl.config.errors import Problems, Unprovided
 from mrl.config.model import is_hub_id, is_prepared
 from mrl.config.schema.data import DATASETS, GYM_PROCESSOR, DataDefaultConfig, DatasetConfig, known_dataset
-from mrl.config.schema.env import BUILT_IN, SERVERS, EnvConfig
+from mrl.config.schema.env import BUILT_IN, CALLS_TOOLS, REASONING_PARSERS, SERVERS, TOOL_PARSERS, EnvConfig
 from mrl.config.schema.run import RunConfig
 
 ENTRY_POINT_GROUP = "mrl.rewards"
@@ -63,6 +63,21 @@ def check_environments(config: RunConfig, problems: Problems) -> None:
         if config.data.default.env_name == NEMO_GYM:
             rule += " unless env.should_use_nemo_gym=true"
         problems.add("data.default.env_name", rule, f"use one of {', '.join(names)}")
+
+
+def check_parsers(config: RunConfig, problems: Problems) -> None:
+    """Environments read what the parsers of the engines' servers read, where the config says that rows are about it."""
+    section, default = config.env, config.data.default.env_name
+    chat = config.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
+    prefix = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
+    named = {default, *(SERVERS.get(server) for server in section.gym_servers)}
+    named |= {dataset.env_name for dataset in (config.data.train_sets | config.data.validation_sets).values()}
+    if chat.tool_parser not in (None, *TOOL_PARSERS) and CALLS_TOOLS in named:
+        rule = f"env.{CALLS_TOOLS} does not read this format of tool calls"
+        problems.add(f"{prefix}.tool_parser", rule, f"use a model with one of {', '.join(TOOL_PARSERS)}, or leave that environment out")
+    if chat.reasoning_parser not in (None, *REASONING_PARSERS) and section.should_use_nemo_gym:
+        rule = "environments of NeMo Gym grade what follows the thoughts, and do not know how this parser finds them"
+        problems.add(f"{prefix}.reasoning_parser", rule, f"use a model with one of {', '.join(REASONING_PARSERS)}")
 
 
 def check_data(config: RunConfig, problems: Problems) -> None:

@@ -114,3 +114,13 @@ BUILT_IN = tuple(_BUILT_IN)
 NEED_ANSWER = tuple(name for name, section in _BUILT_IN.items() if section.needs_answer)
 SERVERS = {section.server or name: name for name, section in _BUILT_IN.items()}
 """NeMo Gym's resource servers, and the environments that do what they do. Rows name the agent `<server>_simple_agent`."""
+
+TOOL_PARSERS = ("qwen3_coder", "qwen3_xml", "hermes", "qwen3_json", "nemotron_json", "llama3_json", "llama4_json", "mistral")
+"""vLLM's names of the formats of tool calls that environments read."""
+CALLS_TOOLS = "workplace_assistant"
+"""The environment of which every row is about tool calls."""
+REASONING_PARSERS = (
+    *("deepseek_r1", "deepseek_v3", "glm45", "glm47", "holo2", "mimo", "minimax_m2", "nano_v3", "nemotron_v3", "olmo3", "qwen3"),
+    *("step3", "step3p5"),
+)
+"""Parsers of thoughts between `<think>` and `</think>`, which environments leave out in the same way."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`mrl.envs.tool_calls` against vLLM's parser `qwen3_coder`, with which agents over HTTP get their calls."""
+"""`mrl.envs.tool_calls` against vLLM's parsers, with which agents over HTTP get their calls."""
 
 from __future__ import annotations
 
@@ -37,13 +37,16 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerLike:
     return get_tokenizer(save_tool_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
-def vllm_s(text: str, tokenizer: TokenizerLike) -> list[tuple[str, object]]:
+def vllm_s(text: str, tokenizer: TokenizerLike, name: str = "qwen3_coder") -> list[tuple[str, object]]:
     """Names and arguments as vLLM reads them."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
     request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": ""}], "tools": TOOLS})
-    parser = ToolParserManager.get_tool_parser("qwen3_coder")(tokenizer, [*(request.tools or ())])
+    kind = ToolParserManager.get_tool_parser(name)
+    if name == "llama3_json":  # the byte tokenizer has no mark of Python, which that format needs not
+        kind = type("Llama", (kind,), {"bot_token": "<tool_call>"})
+    parser = kind(tokenizer, [*(request.tools or ())])
     found = parser.extract_tool_calls(text, request).tool_calls
     return [(one.function.name, json.loads(one.function.arguments)) for one in found]
 
@@ -92,3 +95,21 @@ def test_what_vllm_repairs_is_an_error_to_environments(text: str, error: str, re
     (found,) = tool_calls(text, TOOLS)
     assert found.error.startswith(error)
     assert vllm_s(text, tokenizer) == repaired
+
+
+ONE, TWO = '{"name": "add", "arguments": {"a": 1, "b": "x}"}}', '{"name": "noop", "parameters": {}}'
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(
+            ("hermes", text)
+            for text in ("none", f"so\n<tool_call>\n{ONE}\n</tool_call> and <tool_call>{ONE}", f"<tool_call>{ONE}</tool_call>")
+        ),
+        *(("hermes", f"<tool_call>{ONE}</tool_call><tool_call>{text}</tool_call>") for text in ("{", TWO, "7", "[]")),
+        *(("llama3_json", text) for text in (ONE, f"so {ONE}; {TWO} end", f"{ONE} {{", "{}", "none", f'{{"a": {ONE}}}')),
+    ],
+)
+def test_json_is_read_as_vllm_reads_it(name: str, text: str, tokenizer: TokenizerLike):
+    assert read([one for one in tool_calls(text, TOOLS, name) if not one.error]) == vllm_s(text, tokenizer, name)

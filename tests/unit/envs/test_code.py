@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
-import random
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mrl.envs import code
-from mrl.envs.code import last_code_block, same_output, score
+from mrl.envs.code import last_code_block, same_output, same_value, score
 from mrl.envs.task import Outcome, Task
 from tests.hostile.benign import BENIGN, program
 from tests.waiting import HANG_S, SOON_S, growth
@@ -92,6 +90,22 @@ def test_functions_that_fail_say_why(program: str, reason: str):
     assert outcome.reward == 0.0 and reason in outcome.extracted
 
 
+@pytest.mark.parametrize(
+    ("program", "reward"),
+    [("print(sum(map(int, input().split())))\nexit(3)", 1.0), ("print(sum(map(int, input().split())))\n1 / 0", 0.0)],
+)
+def test_the_exit_code_that_a_program_chooses_does_not_count(program: str, reward: float):
+    assert judge(program).reward == reward
+
+
+@pytest.mark.parametrize(
+    ("returned", "right", "is_same"),
+    [(3, 3, True), ("3", 3, True), (3.00001, 3, True), (3.001, 3, False), ("x", 3, False), ([3.00001], [3], False), (None, 3, False)],
+)
+def test_numbers_that_functions_return(returned: object, right: object, *, is_same: bool):
+    assert same_value(returned, right) == is_same
+
+
 def test_all_tests_of_a_program_share_a_limit(monkeypatch: pytest.MonkeyPatch):
     now, limits_s = [100.0], list[float]()
 
@@ -115,20 +129,11 @@ def test_nothing_of_the_parent_reaches_a_program(monkeypatch: pytest.MonkeyPatch
 
 def test_the_last_block_counts():
     text = "```py\na\n```\nthen\n```\nb\n```\nand ```c``` inline"
-    assert last_code_block(text) == "b\n"
+    assert last_code_block(text) == ""
+    assert last_code_block(text.replace(" inline", "\n```")) == ""
+    assert last_code_block(text.partition("\nand")[0]) == "b\n"
     assert last_code_block("print(1)") is None
     assert score(Task(("none",), row=json.dumps({"unit_tests": ADD})), test_timeout_s=HANG_S, timeout_s=HANG_S).extracted == "no code block"
-
-
-def test_blocks_are_those_of_a_regular_expression():
-    # Which takes the square of the number of lines where they are many.
-    pattern = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
-    draw = random.Random(5)
-    lines = ["```", "```py", " ```\t", "```a`b", "x", "", "x```", "````"]
-    for _ in range(2000):
-        text = "\n".join(draw.choices(lines, k=draw.randrange(9)))
-        blocks = pattern.findall(text)
-        assert last_code_block(text) == (blocks[-1] if blocks else None), text
 
 
 def test_blocks_are_found_in_time_that_grows_with_the_text():

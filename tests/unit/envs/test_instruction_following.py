@@ -3,8 +3,9 @@ import json
 
 import pytest
 
-from mrl.envs.instruction_following import CHECKS, SCRIPTS, UNKNOWN, WORDS, detect, score
-from mrl.envs.task import Task
+from mrl.envs.instruction_following import CHECKS, score
+from mrl.envs.languages import SCRIPTS, WORDS, detect
+from mrl.envs.task import RowFault, Task
 
 # (instruction, arguments, a text that follows it, a text that does not)
 CASES = [
@@ -40,6 +41,35 @@ CASES = [
     ("change_case:english_capital", {}, "ALL OF THIS IS LOUD.", "All of this"),
     ("change_case:english_lowercase", {}, "all of this is quiet.", "All of this"),
     ("punctuation:no_comma", {}, "one and two", "one, two"),
+    ("punctuation:punctuation_dot", {}, "one and two!", "one. two"),
+    ("punctuation:punctuation_exclamation", {}, "one and two.", "one! two"),
+    ("keywords:no_adjacent_consecutive", {}, "apple cherry banana", "apple banana"),
+    ("keywords:word_once", {"keyword": "cat"}, "A Cat ran.", "Cat and cat"),
+    ("keywords:word_count_different_numbers", {"keyword": "cat", "frequency": 2, "relation": "at least"}, "cat, cats", "cat"),
+    ("keywords:exclude_word_harder", {"keyword": "cat"}, "a category, a cat.", "a cat ran"),
+    ("keywords:palindrome", {}, "the level is fine", "the floor is fine"),
+    ("keywords:keyword_specific_position", {"keyword": "cat", "n": 2, "m": 2}, "So. The cat ran.", "The cat ran. The big cat."),
+    ("keywords:start_end", {}, "well, all is well", "well, all is well."),
+    ("detectable_format:sentence_hyphens", {}, "It is so.-It is not.", "It is so. - It is not."),
+    ("detectable_format:square_brackets", {}, "[all] [of] [it]", "[all] of [it]"),
+    ("detectable_format:bigram_wrapping", {}, "<<I am>> <<at home>>", "<<I am at home>>"),
+    ("copy:repeat_phrase", {"phrase": "time flies by", "small_n": 2}, "time runs by, time walks by", "time runs by"),
+    ("copy:copy", {"prompt_to_repeat": "Say it."}, "say it.", "Say it. It."),
+    ("copy:copying_simple", {"prompt_to_repeat": "Say it."}, "SAY IT.", "it"),
+    ("copy:copying_multiple", {"prompt_to_repeat": "Say it.", "N": 2}, "Say it.\n******\nsay it.", "Say it."),
+    ("new:copy_span_idx", {"prompt_to_repeat": "Please say it now.", "n_start": 7, "n_end": 13}, "Say it", "say it now"),
+    ("paragraphs:paragraphs", {}, "one\n***\ntwo", "one\n\ntwo"),
+    ("paragraphs:paragraphs2", {}, "one\n\ntwo", "one\n\n\n\ntwo"),
+    ("first_word:first_word_sent", {"first_word": "so"}, "So it is. So be it.", "So it is. Be it."),
+    ("first_word:first_word_answer", {"first_word": "so"}, "So be it.", "Be it so."),
+    ("last_word:last_word_sent", {"last_word": "so"}, "It is so. Be it so!", "It is so. Be it."),
+    ("last_word:last_word_answer", {"last_word": "so"}, "Be it so.", "So be it."),
+    ("count:lowercase_counting", {"N": 2}, "ONE two Three four", "one two three"),
+    ("count:counting_composition", {"n_sent": 1, "n_words": 3}, "One two.***Three four.***Five six.", "One two.***Three four."),
+    ("count:count_unique", {}, "one two three.", "one two one"),
+    ("count:count_increment_word", {"keyword1": "cat", "keyword2": "dog"}, "dog cat dog", "cat dog"),
+    ("letters:letter_counting", {"N": 4, "relation": "less than"}, "a b 1 c", "abcd"),
+    ("letters:letter_counting2", {"letter": "z", "let_frequency": 2, "let_relation": "at least"}, "Zigzag", "z"),
 ]
 
 
@@ -51,15 +81,14 @@ def judge(text: str, *instructions: tuple[str, dict[str, object] | None]) -> tup
 
 def test_every_check_has_a_case():
     assert {name for name, _, _, _ in CASES} == set(CHECKS)
-    assert len(CHECKS) == 25
+    assert len(CHECKS) == 54
 
 
 @pytest.mark.parametrize(("name", "arguments", "good", "bad"), CASES)
 def test_checks(name: str, arguments: dict[str, object], good: str, bad: str):
     padded = {**arguments, "some_other_argument": None}
-    assert judge(f"<think>,,, {bad}</think>\n{good}\n", (name, padded)) == (1.0, ())
+    assert judge(f"<think>,,, {bad}</think>{good}", (name, padded)) == (1.0, ())
     assert judge(bad, (name, padded)) == (0.0, ())
-    assert judge("", (name, padded)) == (0.0, ())
 
 
 def test_all_instructions_must_be_followed():
@@ -68,8 +97,19 @@ def test_all_instructions_must_be_followed():
     assert judge('"a, b"', *both)[0] == judge("quiet", *both)[0] == 0.0
 
 
-def test_an_unknown_instruction_is_not_followed_and_is_counted():
-    assert judge("fine", ("punctuation:no_comma", {}), ("detectable_format:haiku", {})) == (0.0, (UNKNOWN,))
+def test_an_unknown_instruction_is_the_row_s_fault():
+    with pytest.raises(RowFault, match="no instruction detectable_format:haiku is known"):
+        judge("fine", ("punctuation:no_comma", {}), ("detectable_format:haiku", {}))
+
+
+def test_rows_of_either_form_and_shares_of_instructions():
+    row = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [None, {}], "grading_mode": "fraction"}
+    for fields in (row, {"verifier_metadata": row}, {"grading_mode": "binary", "verifier_metadata": row}):
+        assert score(Task(("quiet",), row=json.dumps(fields))).reward == 0.5
+    assert score(Task(("a, b",), row=json.dumps(row))).reward == 0.0
+    assert score(Task(('"a"',), row=json.dumps(row))).reward == 1.0
+    with pytest.raises(RowFault, match="grading_mode"):
+        score(Task(("quiet",), row=json.dumps({**row, "grading_mode": "half"})))
 
 
 @pytest.mark.parametrize(
@@ -81,6 +121,7 @@ def test_an_unknown_instruction_is_not_followed_and_is_counted():
         {"instruction_id_list": ["keywords:existence"], "kwargs": [{}]},
         {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": 7}]},
         {"instruction_id_list": ["keywords:frequency"], "kwargs": [{"keyword": "a", "frequency": 1, "relation": "nearly"}]},
+        {"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": ["C++("]}]},
     ],
 )
 def test_a_row_that_asks_for_nothing_that_can_be_checked_is_an_error(row: dict[str, object]):

@@ -6,6 +6,8 @@ import pytest
 from mrl.envs.mcqa import score
 from mrl.envs.task import Task
 
+PLAIN = '{"expected_answer": "B"}'
+"""A row without options, which no server of NeMo Gym could grade."""
 OPTIONS = [{"A": "one", "B": None}, {"A": None, "B": "two"}, {"C": "three"}]
 
 
@@ -26,14 +28,13 @@ def row(**fields: object) -> str:
         ("**Answer:** A", "A"),
         ("answer: A. Answer: B", "B"),
         ("<think>\\boxed{B}</think>\\boxed{A}", "A"),
-        ("\\boxed{E}", ""),  # no such option
         ("B", ""),
         ("Answer: Both", ""),
         ("", ""),
     ],
 )
 def test_the_choice(text: str, choice: str):
-    outcome = score(Task((text,), row=row()))
+    outcome = score(Task((text,), row=PLAIN))
     assert (outcome.extracted, outcome.reward) == (choice, float(choice == "B"))
 
 
@@ -61,12 +62,12 @@ The answer is a B-side|answer A/B|\boxed{B = 2}
     [(text, reward) for table, reward in ((RIGHT, 1.0), (WRONG, 0.0)) for line in table.strip().splitlines() for text in line.split("|")],
 )
 def test_letters_and_words_around_them(text: str, reward: float):
-    assert score(Task((text.replace(r"\n", "\n"),), row=row())).reward == reward
+    assert score(Task((text.replace(r"\n", "\n"),), row=PLAIN)).reward == reward
 
 
 @pytest.mark.parametrize(("text", "choice"), [("The answer is A. It is a good one: the answer is a bit odd.", "A"), ("Answer: a", "A")])
 def test_an_article_is_no_choice(text: str, choice: str):
-    assert score(Task((text,), row=row())).extracted == choice
+    assert score(Task((text,), row=PLAIN)).extracted == choice
 
 
 @pytest.mark.parametrize("regex", [r"Option Selected:\s*([A-D])", [r"no (match)", r"Option Selected:\s*([A-D])"]])
@@ -84,7 +85,11 @@ def test_the_answer_of_a_plain_row():
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"expected_answer": "D"}, "none of the options A, B, C"), ({"template_metadata": {"output_regex": "("}}, "regular")],
+    [
+        ({"expected_answer": "D"}, "none of the options A, B, C"),
+        ({"grading_mode": "lenient"}, "none of strict_single_letter_boxed"),
+        ({"template_metadata": {"output_regex": "("}}, "regular"),
+    ],
 )
 def test_a_row_that_nobody_can_answer_is_an_error(fields: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):

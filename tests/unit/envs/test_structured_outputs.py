@@ -54,7 +54,7 @@ def test_a_property_may_be_called_like_a_keyword():
     assert judge('{"properties": "a", "required": 2}', schema) == (1.0, "valid")
 
 
-@pytest.mark.parametrize("fields", [{"schema_str": "{"}, {"schema_str": '{"type": 7}'}, {}, {"schema_str": "{}", "schema_type": "xml"}])
+@pytest.mark.parametrize("fields", [{"schema_str": "{"}, {"schema_str": '{"type": 7}'}, {}, {"schema_str": "{}", "schema_type": "ini"}])
 def test_a_row_without_a_schema_is_an_error(fields: dict[str, object]):
     with pytest.raises(ValueError):
         score(Task(("{}",), row=json.dumps(fields)))

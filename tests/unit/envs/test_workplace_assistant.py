@@ -67,13 +67,11 @@ def test_results_are_observed_until_a_turn_calls_nothing():
     assert judge(REPLY, "Done.").observation == ()
 
 
-def test_new_records_are_found_and_their_order_does_not_count():
-    one, two = (call("calendar_create_event", event_name=name, participant_email="a", event_start="x", duration="5") for name in "ab")
-    truth = [
-        {"name": "calendar_create_event", "arguments": {"event_name": name, "participant_email": "a", "event_start": "x", "duration": "5"}}
-        for name in "ab"
-    ]
-    assert judge(one + two, truth=truth).reward == judge(two, one, truth=truth).reward == 1.0
+def test_new_records_are_found_and_their_order_counts():
+    event = {"participant_email": "a", "event_start": "2023-12-01 09:00:00", "duration": "5"}
+    one, two = (call("calendar_create_event", event_name=name, **event) for name in "ab")
+    truth = [{"name": "calendar_create_event", "arguments": {"event_name": name, **event}} for name in "ab"]
+    assert judge(one, two, truth=truth).reward == 1.0 > judge(two, one, truth=truth).reward
     search = judge(one, call("calendar_search_events", query="a"), truth=truth)
     assert json.loads(search.observation[0]["content"])[0]["event_id"] == "00000001"
 

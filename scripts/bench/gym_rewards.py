@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards of NeMo Gym's own verifiers and of mrl's on tests/unit/envs/gym_answers.json. Writes docs/data/gym_rewards.json.
+
+Gym runs in an environment of its own: that of `--gym-python`, else one that is made, which takes a network, uv and 2 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from mrl.config.schema.env import SERVERS, CodeEnvConfig
+from mrl.envs import code, instruction_following, mcqa, structured_outputs, workplace_assistant
+from mrl.envs.task import Score, Task
+from tests.long.record import Row, record
+
+ANSWERS = Path("tests/unit/envs/gym_answers.json")
+VERIFIERS = Path(__file__).with_name("gym_verifiers.py")
+LIMIT_S = 3600.0
+PARSER = "hermes"
+"""The format in which the tool calls of answers are written for mrl."""
+GYM = (
+    *("nemo-gym==0.5.0", "openapi-schema-validator==0.6.3", "tomli-w==1.2.0", "xmltodict==1.0.2", "tiktoken", "pandas", "numpy==2.2.6"),
+    "git+https://github.com/abukharin-nv/verifiable-instructions.git@f46a5ac87b1400a4f8973039844b6be9b56e3faf",
+)
+"""What Gym's resource servers need. The version's verifiers are those that NeMo RL 7ea279a pins, but for `for line in sys.stdin`."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A reply to a row, and Gym's reward of it."""
+
+    server: str
+    row: str
+    reply: str
+    gym: float
+
+
+def answers() -> list[Answer]:
+    """The recorded answers; calls of tools are written into the text."""
+    return [
+        Answer(group["server"], json.dumps(group["row"]), text_of(reply), reward)
+        for group in json.loads(ANSWERS.read_text(encoding="utf-8"))
+        for reply, reward in group["answers"]
+    ]
+
+
+def text_of(reply: str | Mapping[str, object]) -> str:
+    """The text of a model that says this and calls these tools."""
+    if isinstance(reply, str):
+        return reply
+    calls = reply.get("calls")
+    texts = [str(reply.get("text") or "")]
+    for call in calls if isinstance(calls, list) else []:
+        arguments = json.loads(call["arguments"]) if isinstance(call["arguments"], str) else call["arguments"]
+        texts.append(f"<tool_call>{json.dumps({'name': call['name'], 'arguments': arguments})}</tool_call>")
+    return "".join(texts)
+
+
+@cache
+def grader(server: str, tables: str | None) -> Score:
+    """The reward function of mrl that does what a server of Gym does."""
+    if server == "workplace_assistant":
+        return workplace_assistant.make(tables)
+    if server == "code_gen":
+        limits = CodeEnvConfig()
+        return code.make(limits.unit_test_timeout_s, limits.timeout_s, may_escape=False)
+    return {"mcqa": mcqa, "structured_outputs": structured_outputs, "instruction_following": instruction_following}[server].make()
+
+
+def reward(answer: Answer, tables: str | None = None) -> float | None:
+    """Mrl's reward; None for a row that it masks."""
+    try:
+        return grader(answer.server, tables)(Task((answer.reply,), row=answer.row, tool_parser=PARSER)).reward
+    except ValueError:
+        return None
+
+
+def gym_python(folder: Path) -> str:
+    """Makes Gym's environment."""
+    subprocess.run(["uv", "venv", "--python", "3.13", str(folder)], check=True, timeout=LIMIT_S)
+    python = str(folder / "bin/python")
+    subprocess.run(["uv", "pip", "install", "--python", python, *GYM], check=True, timeout=LIMIT_S)
+    return python
+
+
+def main(python: str | None) -> None:
+    """Asks both about each answer, prints the differences, and records the counts."""
+    logging.disable(logging.CRITICAL)
+    with tempfile.TemporaryDirectory() as folder:
+        python = python or gym_python(Path(folder))
+        asked = ANSWERS.read_text(encoding="utf-8")
+        found = json.loads(
+            subprocess.run([python, str(VERIFIERS)], input=asked, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S).stdout
+        )
+        where = "import resources_servers as r; print(*r.__path__, sep='\\n')"
+        servers = subprocess.run([python, "-c", where], stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S).stdout.splitlines()[
+            0
+        ]
+        source = Path(servers, "workplace_assistant/csv_data")
+        tables = Path(folder, "tables")
+        tables.mkdir()
+        for file in (*source.glob("processed/*.csv"), source / "raw/email_addresses.csv"):
+            os.symlink(file, tables / file.name)
+        rows: dict[str, Row] = {}
+        for answer, theirs in zip(answers(), [one for group in found for one in group], strict=True):
+            ours, row = reward(answer, str(tables)), rows.setdefault(answer.server, {"environment": SERVERS[answer.server], "answers": 0})
+            what = {"right in Gym": theirs > 0, "other reward here": ours not in (None, theirs), "masked here": ours is None}
+            row |= {"answers": int(str(row["answers"])) + 1, **{name: int(str(row.get(name, 0))) + is_so for name, is_so in what.items()}}
+            rows[answer.server] = row
+            if ours != theirs:
+                print(f"{answer.server}: Gym {theirs}, here {ours}: {answer.reply!r:.150} for {answer.row:.150}")
+    record("gym_rewards", list(rows.values()), command="python -m scripts.bench.gym_rewards")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.gym_rewards")
+    parser.add_argument("--gym-python", help="Python of an environment with NeMo Gym and what its servers need")
+    main(parser.parse_args().gym_python)
