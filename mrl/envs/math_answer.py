@@ -162,7 +162,7 @@ def _items(tokens: Sequence[Token], reading: Reading) -> list[Value]:
 
 
 def _named(names: Iterable[str], values: Iterable[Value]) -> Value:
-    return Value("all named", tuple(Value("named", (value,), name) for name, value in zip(names, values, strict=False)))
+    return Value("all named", tuple(Value("named", (value,), name) for name, value in zip(names, values, strict=True)))
 
 
 def _unordered(kind: Literal["set", "union"], values: Iterable[Value]) -> Value:
@@ -211,7 +211,7 @@ def _equation(sides: list[list[Token]], signs: list[str], reading: Reading) -> l
     reading.name = named[0]
     if len(sides) > 2 and all(named[:-1]) and len(set(named)) == len(sides) and not named[-1]:  # a = b = 1
         value = _side(sides[-1], reading)
-        return [_named(named[:-1], [value] * len(named)), value]
+        return [_named(named[:-1], [value] * len(named[:-1])), value]
     if len(sides[0]) == 1 and sides[0][0].kind == "number" and len(sides[-1]) > 1:
         sides = sides[::-1]  # 42 = 6 * 7
     value = _side(sides[-1], reading)

@@ -134,19 +134,17 @@ class Expression:
         whole = self.tokens[start]
         if whole.kind != "number" or self.at != start + 1 or not whole.text.isdigit():
             return None
-        match [token.text for token in self.tokens[self.at : self.at + 7] if token.text not in ("{", "}")]:
-            case "frac", _, *_:
-                before, at = set(self.left), self.at
-                part = rational(self.factor())
-                if part is not None and 0 < part < 1 and self.left == before and not self.peek("^"):
-                    return number(int(whole.text) + part)
-                self.left &= before
-                self.at = at
-            case above, "/", below, *_ if above.isdigit() and below.isdigit() and 0 < int(above) < int(below):
-                self.at += 3
-                return number(int(whole.text) + Fraction(int(above), int(below)))
-            case _:
-                pass
+        if self.peek("frac"):
+            before, at = set(self.left), self.at
+            part = rational(self.factor())
+            if part is not None and 0 < part < 1 and self.left == before and not self.peek("^"):
+                return number(int(whole.text) + part)
+            self.left &= before
+            self.at = at
+        above, sign, below = [token.text for token in (*self.tokens[self.at :], _END, _END)[:3]]
+        if sign == "/" and above.isdigit() and below.isdigit() and 0 < int(above) < int(below):
+            self.at += 3
+            return number(int(whole.text) + Fraction(int(above), int(below)))
         return None
 
     def _begins_factor(self) -> bool:
@@ -353,8 +351,10 @@ class Expression:
     def symbol(self, name: str) -> Sum:
         """A symbol with its index."""
         if self.take("_"):
-            start = self.at
-            self.argument()
+            start, depth = self.at, 0
+            while self.tokens[self.at] != _END and (self.at == start or depth):
+                depth += self.peek("{") - self.peek("}")
+                self.at += 1
             name += "_" + "".join(token.text for token in self.tokens[start : self.at] if token.text not in ("{", "}"))
         self.work.symbols.add(name)
         return atom(("symbol", name))

@@ -156,6 +156,8 @@ def tokens_of(text: str) -> list[Token]:
             kind, at = "number", match.start() + len(content)
         if kind in ("group", "number"):
             found.append(Token("number", content.replace(",", "").replace(" ", "")))
+        elif kind in ("letters", "word") and [token.text for token in found[-2:]] == ["_", "{"] and content.lower() not in _SPELLED:
+            found += [Token("letter", letter) for letter in content if letter != " "]
         elif kind == "letters":
             is_code = text[at : at + 1].isdigit() and len(content) < MAX_CODE and content not in UNITS and content not in ("and", "or")
             found += [Token("letter", letter) for letter in content] if is_code else _letters(content)

@@ -18,7 +18,7 @@ LETTER = rf"{STYLE}(?:\(\s*+{STYLE}([A-Za-z]){NO_WORD}{STYLE}\)|\[++([A-Za-z])\]
 BOXED = re.compile(rf"\\(?:boxed|fbox)\s*+\{{{STYLE}(?i:(?:option|choice|answer)[\s:]*+)?{LETTER}(?=([^\n]{{0,40}}))")
 # Behind the word: a colon, `is`, `is clearly option`; the letter of words (`a subtle one`, `I think`) is told apart in `said`.
 ANSWER = re.compile(
-    r"(?i)(?:(?<!not the )(?<!/)\b(?:answer|(?:correct|right|best)\s+(?:choice|option|letter))\b|答案)['\"]?[\s*_>]*+"
+    r"(?i)(?:(?<!not the )(?<!/)\b(?:answer|(?:correct|right|best)\s+(?:choice|option|letter|statement))\b|答案)['\"]?[\s*_>]*+"
     r"(?:(?:is|was|[=:→是为]|-+>?|–|(?:must|would|should)\s++be|to\s++(?:this|the)\s++question|choice|thus|therefore|indeed|[a-z]{2,10}ly)"
     r"[\s*_]*+)*+"
     rf"(?:(?:option|choice|letter|the)[\s:]*+)*+{LETTER}(?=([^\n]{{0,40}}))"

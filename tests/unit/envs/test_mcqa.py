@@ -50,7 +50,7 @@ The answer is C. Wait, the answer is B, not the answer C.|Option C is wrong. The
 The answer is \(B\).|Answer: B two
 <answer>B</answer>|<answer>\n(B)\n</answer>|{"answer": "B"}|Answer: 'B'.|Answer: [[B]]|Answer: {B}|Answer -> B|Answer → B|\fbox{B}
 \boxed{B - two}|The answer choice is B|The correct letter is B|The answer is clearly B.|The answer is therefore (B).
-The answer to the question is (B).|Answer： B|Answer：（Ｂ）|\boxed{Ｂ}|因此答案是B。|答案：B
+The answer to the question is (B).|Therefore, the correct statement is (B).|Answer： B|Answer：（Ｂ）|\boxed{Ｂ}|因此答案是B。|答案：B
 """
 WRONG = r"""
 The answer is a bit subtle.|The answer is both.|Answer: B or C|\boxed{B, C}|\boxed{B \text{ and } C}|\boxed{b^2}|\boxed{BC}
