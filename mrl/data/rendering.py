@@ -44,19 +44,20 @@ def fit(
     given: Conversation, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, object] | None, *, add_generation_prompt: bool
 ) -> tuple[Conversation, str]:
     """The conversation as the chat template takes it, and its text. A RowError says what the template refuses or drops."""
-    first_error = None
-    for candidate in _forms(given):
+    errors: list[str] = []
+    for candidate in _forms(given, str(tokenizer.chat_template)):
         try:
             text = write(candidate, tokenizer, template_kwargs, add_generation_prompt=add_generation_prompt)
+            if "None" in text and _writes_none(candidate, text, tokenizer, template_kwargs):
+                continue  # the form that has a text in its place follows
             lost = lost_part(candidate, text, names_tools=bool(given.tools) and _shows_tools(tokenizer, str(tokenizer.chat_template)))
             if lost is None:
                 return candidate, text
-            error = RowError(f"the chat template leaves {lost} out; use a template that writes it, or change the row")
+            errors.append(f"the chat template leaves {lost} out; use a template that writes it, or change the row")
         except RowError as refusal:
-            error = refusal
-        first_error = first_error or error
-    assert first_error is not None
-    raise first_error
+            errors.append(str(refusal))
+    # In some form a template says what it really does not take.
+    raise RowError(". In another form: ".join(dict.fromkeys(errors)))
 
 
 def write(
@@ -79,20 +80,50 @@ def write(
         raise RowError(f"the chat template does not take this conversation: {words}") from error
 
 
-def _forms(given: Conversation) -> Iterator[Conversation]:
+def _forms(given: Conversation, template: str) -> Iterator[Conversation]:
     """The conversation in the forms that templates take, the commonest first.
 
     Most walk through the arguments of calls as objects, some join them as JSON text; some want a text beside calls, if only an empty one;
-    many know fewer roles than a row may have.
+    many know fewer roles than a row may have, one name for thoughts, and tools and calls only as OpenAI writes them.
     """
     has_older = any(message["role"] in OLDER_ROLES for message in given.messages)
-    has_calls = any("tool_calls" in message for message in given.messages)
-    for as_text, keeps_none in ((False, True), (False, False), (True, True), (True, False))[: 4 if has_calls else 1]:
-        messages = [_with_arguments(message, as_text=as_text) for message in given.messages]
-        if not keeps_none:
-            messages = [{**message, "content": message["content"] or ""} for message in messages]
-        for names in [{}, OLDER_ROLES] if has_older else [{}]:
-            yield Conversation(renamed(messages, names), given.tools)
+    calls: list[Any] = [message["tool_calls"] for message in given.messages if "tool_calls" in message]
+    has_bare = any("function" not in entry for entries in (*calls, given.tools) for entry in entries)
+    messages = _with_known_thoughts(given.messages, template)
+    for wraps in (False, True)[: 1 + has_bare]:
+        tools = [_wrapped(tool) for tool in given.tools] if wraps else given.tools
+        for as_text, keeps_none in ((False, True), (False, False), (True, True), (True, False))[: 4 if calls else 1]:
+            formed = [_with_calls(message, as_text=as_text, wraps=wraps) for message in messages]
+            if not keeps_none:
+                formed = _blank(formed)
+            for names in [{}, OLDER_ROLES] if has_older else [{}]:
+                yield Conversation(renamed(formed, names), tools)
+
+
+def _with_known_thoughts(messages: Sequence[Message], template: str) -> Sequence[Message]:
+    """The messages with their thoughts under a name that the template reads, if it reads one."""
+    known = [key for key in THOUGHTS if re.search(rf"""\.{key}\b|['"]{key}['"]""", template)]
+    names = {key: known[0] for key in THOUGHTS if known and key not in known}
+    return [
+        message if message.keys() & set(known) else {names.get(key, key): value for key, value in message.items()} for message in messages
+    ]
+
+
+def _writes_none(
+    conversation: Conversation, text: str, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, object] | None
+) -> bool:
+    """True if the template writes the content that a message beside its calls has not as Python does: GLM 4.5's."""
+    if all(message["content"] is not None for message in conversation.messages):
+        return False
+    blank = Conversation(_blank(conversation.messages), conversation.tools)
+    try:
+        return write(blank, tokenizer, template_kwargs, add_generation_prompt=False).count("None") < text.count("None")
+    except RowError:
+        return False
+
+
+def _blank(messages: Sequence[Message]) -> list[Message]:
+    return [{**message, "content": message["content"] or ""} for message in messages]
 
 
 def renamed(messages: Sequence[Message], names: Mapping[str, str]) -> list[Message]:
@@ -100,7 +131,8 @@ def renamed(messages: Sequence[Message], names: Mapping[str, str]) -> list[Messa
     return [{**message, "role": names.get(str(message["role"]), message["role"])} for message in messages]
 
 
-def _with_arguments(message: Message, *, as_text: bool) -> Message:
+def _with_calls(message: Message, *, as_text: bool, wraps: bool) -> Message:
+    """The message with the arguments of its calls as objects or as texts."""
     calls: Any = message.get("tool_calls")
     if not calls:
         return message
@@ -111,8 +143,16 @@ def _with_arguments(message: Message, *, as_text: bool) -> Message:
         if isinstance(arguments, str) != as_text:
             arguments = json.dumps(arguments, ensure_ascii=False) if as_text else json.loads(arguments)
         function = {**function, "arguments": arguments}
-        shown.append({**call, "function": function} if "function" in call else function)
+        shown.append({**call, "function": function} if "function" in call else _wrapped(function) if wraps else function)
     return {**message, "tool_calls": shown}
+
+
+def _wrapped(function: Fields) -> Fields:
+    """A tool or a call as OpenAI writes them."""
+    if "function" in function:
+        return function
+    inside = {key: value for key, value in function.items() if key not in ("id", "type")}
+    return {**({"id": function["id"]} if "id" in function else {}), "type": "function", "function": inside}
 
 
 def lost_part(conversation: Conversation, text: str, *, names_tools: bool = False) -> str | None:

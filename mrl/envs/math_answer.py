@@ -8,22 +8,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
-from mrl.envs.math_form import CLOSING, GREEK, OPENING, Expression
-from mrl.envs.math_sums import Monomial, Sum, Unreadable, atom, content, negative, rational, scaled
+from mrl.envs.math_form import CLOSING, GREEK, OPENING, Expression, Work
+from mrl.envs.math_sums import ZERO, Sum, Unreadable, atom, content, order, rational, scaled, total
 from mrl.envs.math_tokens import PERCENT, UNITS, Token, plain, tokens_of
 
-RELATIONS = {sign: sign for sign in "=<>"} | {
-    "equiv": "=",
-    "lt": "<",
-    "gt": ">",
-    "le": "<=",
-    "ge": ">=",
-    "ne": "!=",
-    "in": "in",
-    "approx": "~",
-}
+RELATIONS = {sign: sign for sign in "=<>"} | dict(zip("equiv lt gt le ge ne in approx".split(), "= < > <= >= != in ~".split(), strict=True))
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 SEPARATORS = (",", ";")
 NUMBERS = ("Z", "N", "R", "Q")
@@ -41,11 +33,17 @@ CHANGING = COMPUTING | frozenset(
     "sixty seventy eighty ninety hundred thousand million square squares cube cubes root roots reciprocal inverse opposite product "
     "difference quotient remainder multiple multiples factor factors divisor divisors power logarithm sine cosine tangent".split()
 )
-REALS = frozenset(("all real numbers", "all reals", "real numbers"))
-NONE = frozenset(("no solution", "no solutions", "no real solution", "no real solutions", "none", "empty set"))
+MEANT = dict.fromkeys(("all real numbers", "all reals", "real numbers"), "R") | dict.fromkeys(
+    ("no solution", "no solutions", "no real solution", "no real solutions", "none", "empty set"), "emptyset"
+)
+"""Words that stand for a symbol."""
 UNIT_POWERS = {"2": "2", "square": "2", "squared": "2", "sq": "2", "3": "3", "cubic": "3", "cubed": "3"}
 ARTICLES = frozenset(("a", "an", "the", "on", "in", "at", "it", "is"))
 INDEX = re.compile(r"(?:_(?:\w|\{\w+\}))?")
+# Of a date no difference or quotient is meant.
+DATE = re.compile(r"\d{4}-\d\d?-\d\d?|\d\d?[/.-]\d\d?[/.-]\d{4}")
+GAP = re.compile(r"(?<!\d) | (?!\d)")
+MATRIX = re.compile(r"begin\{([pbB]?(small)?matrix|array)")
 INFINITY = atom(("symbol", "infty"))
 MAX_ITEMS, MAX_CHARACTERS = 1_000, 20_000
 # What an expression without a value raises.
@@ -55,11 +53,13 @@ FAULTS = (ValueError, ZeroDivisionError, OverflowError, RecursionError)
 class Value(NamedTuple):
     """A value that an answer says."""
 
-    kind: Literal["sum", "relation", "word", "list", "set", "seq", "union", "matrix", "named"]
-    content: Any
-    """A Sum (sum, relation), a text (word), values in order (list, seq) or in none (set, union), rows (matrix), names and values."""
-    sign: str = ""
-    """Of a relation; of a seq its brackets, as in `(]`, or the colons of a ratio."""
+    kind: Literal["sum", "relation", "word", "list", "seq", "set", "union", "matrix", "row", "all named", "named"]
+    parts: tuple[Value, ...] = ()
+    """Of a set and a union in one fixed order; of a matrix its rows; of `all named` each `named`, which has one part."""
+    text: str = ""
+    """The word; the sign of a relation; the name of what is named; of a seq its brackets, as in `(]`, or the colons of a ratio."""
+    sum: Sum = ZERO
+    """Of a sum and a relation, of which it is the difference of the sides."""
 
 
 @dataclass
@@ -69,11 +69,7 @@ class Reading:
     text: str
     values: list[Value] = field(default_factory=list)
     """Values that count as said: one; of `a \\approx b` both. Empty if the text is not readable."""
-    left: set[str] = field(default_factory=set)
-    """Kinds of work that are left."""
-    functions: set[str] = field(default_factory=set)
-    symbols: set[str] = field(default_factory=set)
-    compounds: set[object] = field(default_factory=set)
+    work: Work = field(default_factory=Work)
     units: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     """Words in front of numbers: `July` of `July 4`."""
@@ -89,23 +85,17 @@ class Reading:
         """True if it is no mathematics but words."""
         return bool(self.values) and self.values[0].kind == "word"
 
-    def expression(self, tokens: Sequence[Token]) -> Sum:
-        """One expression."""
-        reader = Expression(tokens)
-        value = reader.whole()
-        self.left |= reader.left
-        self.functions |= reader.functions
-        self.symbols |= reader.symbols
-        self.compounds |= reader.compounds
-        return value
-
 
 def read(text: str, *, takes_units: bool = False) -> Reading:
     """The reading of an answer; with `takes_units`, `5m` is 5 meters and no product."""
     is_money, text = "\\$" in text, plain(text[:MAX_CHARACTERS])
-    reading = Reading("".join(text.replace('"', "").split()).rstrip("."), takes_units=takes_units)
+    # 1 1/2 is not 11/2.
+    reading = Reading(GAP.sub("", " ".join(text.replace('"', "").split())).rstrip("."), takes_units=takes_units)
+    if DATE.fullmatch(reading.text):
+        reading.values = [Value("word", text=words(reading.text))]
+        return reading
     try:
-        tokens = [*tokens_of(text)]
+        tokens = tokens_of(text)
         while tokens and tokens[-1].text in (".", ",", ";", ":", "?", "\\"):
             tokens.pop()
         while tokens and tokens[0].text in (":", ",", ";", "=", "approx"):
@@ -116,7 +106,7 @@ def read(text: str, *, takes_units: bool = False) -> Reading:
         if not reading.units:
             reading.units = ["dollar"] * is_money + ["degree"] * any(token.text == "circ" for token in tokens)
     except FAULTS:
-        reading.values = []
+        reading.values, reading.work = [], Work()
     return reading
 
 
@@ -151,32 +141,37 @@ def _items(tokens: Sequence[Token], reading: Reading) -> list[Value]:
     # What a variable runs over, or is not, is no value.
     values = [part for part in parts if not (len(part) == 3 and part[1].text == "in" and part[2].text in NUMBERS)]
     values = values or [part[2:] for part in parts]  # x in R
-    if any(not any(token.name == "ne" for token in part) for part in values):
-        values = [part for part in values if not any(token.name == "ne" for token in part)]
+    values = [part for part in values if all(token.name != "ne" for token in part)] or values
     if not values or len(values) > MAX_ITEMS:
         raise Unreadable("nothing")
-    items: list[tuple[str, list[Value]]] = []
-    for part in values:
-        for variant in _signs(part):
-            reading.name = ""
-            found = _relation(variant, reading)
-            items.append((reading.name, found))
-    names = [name for name, _ in items]
-    if len(items) == 1:
-        return items[0][1]
-    firsts = tuple(found[0] for _, found in items)
+    names, found = list[str](), list[list[Value]]()
+    for variant in (variant for part in values for variant in _signs(part)):
+        reading.name = ""
+        found.append(_relation(variant, reading))
+        names.append(reading.name)
+    if len(found) == 1:
+        return found[0]
+    firsts = tuple(one[0] for one in found)
     if all(names) and len(set(names)) == len(names):
         reading.name = ""
-        return [Value("named", tuple(zip(names, firsts, strict=True)))]
+        return [_named(names, firsts)]
     reading.name = names[0] if len(set(names)) == 1 else ""
     if any(sign.name in RELATIONS for sign in tokens) and reading.name and all(value.kind == "seq" for value in firsts):
-        return [Value("union", frozenset(firsts))]
+        return [_unordered("union", firsts)]
     return [Value("list", firsts)]
 
 
-def _signs(tokens: Sequence[Token]) -> list[list[Token]]:
+def _named(names: Iterable[str], values: Iterable[Value]) -> Value:
+    return Value("all named", tuple(Value("named", (value,), name) for name, value in zip(names, values, strict=True)))
+
+
+def _unordered(kind: Literal["set", "union"], values: Iterable[Value]) -> Value:
+    return Value(kind, tuple(sorted(set(values), key=order)))
+
+
+def _signs(tokens: Sequence[Token]) -> list[Sequence[Token]]:
     if not any(token.text in ("pm", "mp") for token in tokens):
-        return [list(tokens)]
+        return [tokens]
     swaps = ({"pm": "+", "mp": "-"}, {"pm": "-", "mp": "+"})
     return [[Token("sign", swap[token.text]) if token.text in swap else token for token in tokens] for swap in swaps]
 
@@ -185,9 +180,9 @@ def _relation(tokens: Sequence[Token], reading: Reading) -> list[Value]:
     while len(tokens) > 1 and tokens[0].kind == "word" and tokens[0].text.lower() in ("all", "for", "every", "where"):
         tokens = tokens[1:]
     sides = split(tokens, RELATIONS)
-    signs = [RELATIONS[token.name] for token in _outside(tokens) if token.name in RELATIONS]
+    signs = [RELATIONS[tokens[end - 1].name] for end in accumulate(len(side) + 1 for side in sides[:-1])]
     if not signs:
-        return [_side(sides[0], reading)]
+        return [_side(tokens, reading)]
     if not all(sides):
         raise Unreadable("a relation without a side")
     if set(signs) <= {"in"}:
@@ -198,16 +193,6 @@ def _relation(tokens: Sequence[Token], reading: Reading) -> list[Value]:
     if len(signs) > 2 or "~" in signs or "in" in signs:
         raise Unreadable("a chain of relations")
     return [_inequality(sides, signs, reading)]
-
-
-def _outside(tokens: Sequence[Token]) -> list[Token]:
-    depth, found = 0, []
-    for token in tokens:
-        depth += token.name in OPENING
-        depth -= token.name in CLOSING
-        if depth == 0:
-            found.append(token)
-    return found
 
 
 def _symbol(tokens: Sequence[Token]) -> str:
@@ -226,28 +211,26 @@ def _equation(sides: list[list[Token]], signs: list[str], reading: Reading) -> l
     reading.name = named[0]
     if len(sides) > 2 and all(named[:-1]) and len(set(named)) == len(sides) and not named[-1]:  # a = b = 1
         value = _side(sides[-1], reading)
-        return [Value("named", tuple((name, value) for name in named[:-1])), value]
+        return [_named(named[:-1], [value] * len(named[:-1])), value]
     if len(sides[0]) == 1 and sides[0][0].kind == "number" and len(sides[-1]) > 1:
         sides = sides[::-1]  # 42 = 6 * 7
     value = _side(sides[-1], reading)
     before = [_computed(side) for side in sides[:-1]]
-    if any(_contradicts(other, sides[-1], value, reading) for other, sign in zip(before, signs, strict=True) if sign == "="):
-        reading.is_contradiction = True
+    reading.is_contradiction |= any(
+        _contradicts(other, sides[-1], value, reading) for other, sign in zip(before, signs, strict=True) if sign == "="
+    )
     if "~" in signs:
-        return [value, *(Value("sum", other) for other in before if other is not None)]
-    relation: list[Value] = []
-    if len(sides) == 2 and before[0] is not None and value.kind == "sum":
-        difference = _difference(before[0], value.content)
-        if difference:
-            relation = [Value("relation", scaled(difference, 1 / content(difference)), "=")]
-    if relation and not reading.name and _is_opaque(sides[0]):
+        return [value, *(Value("sum", sum=other) for other in before if other is not None)]
+    if len(sides) > 2 or before[0] is None or value.kind != "sum" or before[0] == value.sum:
+        return [value]
+    if not reading.name and _is_opaque(sides[0]):
         reading.name = "".join(token.text for token in sides[0])
-    return [value, *relation]
+    return [value, _compared(before[0], "=", value.sum)]
 
 
 def _contradicts(left: Sum | None, tokens: Sequence[Token], value: Value, reading: Reading) -> bool:
     """True if an equation says of two different numbers that they are the same; decimals may be rounded."""
-    mine, right = None if left is None else rational(left), rational(value.content) if value.kind == "sum" else None
+    mine, right = None if left is None else rational(left), rational(value.sum) if value.kind == "sum" else None
     if mine is None or right is None or mine == right or (reading.is_percent and 100 * mine == right):
         return False
     places = len(tokens[-1].text.partition(".")[2])
@@ -258,27 +241,29 @@ def _is_opaque(tokens: Sequence[Token]) -> bool:
     """True if a side names something: `f(x)`, `P(A)`, `AB`, a word."""
     name, *others = tokens
     is_call = name.kind == "letter" and others[:1] != [] and others[0].text == "(" and others[-1].text == ")"
-    letters = [token for token in tokens if token.kind == "letter"]
+    letters = [token.text for token in tokens if token.kind == "letter"]
     is_ratio = any(token.text == "frac" for token in tokens)
-    is_segment = len(letters) > 1 and all(
-        token.text.isupper() or is_ratio if token.kind == "letter" else token.text in OF_SEGMENTS for token in tokens
+    is_segment = all(text.isupper() or is_ratio for text in letters) and all(
+        token.kind == "letter" or token.text in OF_SEGMENTS for token in tokens
     )
-    return is_call or is_segment or any(token.kind == "word" for token in tokens)
+    return is_call or (len(letters) > 1 and is_segment) or any(token.kind == "word" for token in tokens)
 
 
 def _computed(tokens: Sequence[Token]) -> Sum | None:
     """The sum that a side is, words left out; None if it cannot be read."""
     try:
-        return Expression([token for token in tokens if token.kind != "word"]).whole()
+        return Expression([token for token in tokens if token.kind != "word"], Work()).whole()
     except FAULTS:
         return None
 
 
-def _difference(one: Sum, other: Sum) -> Sum:
-    totals: dict[Monomial, Fraction] = {}
-    for monomial, coefficient in (*one, *negative(other)):
-        totals[monomial] = totals.get(monomial, Fraction(0)) + coefficient
-    return frozenset((monomial, coefficient) for monomial, coefficient in totals.items() if coefficient)
+def _compared(one: Sum, sign: str, other: Sum) -> Value:
+    """A relation of two different sums, the same for all ways to write it."""
+    difference = total((*one, *scaled(other, -1)))
+    if not difference:
+        raise Unreadable("a relation of equal sides")
+    shared = content(difference)
+    return Value("relation", text=sign if shared > 0 else FLIPPED[sign], sum=scaled(difference, 1 / shared))
 
 
 def _inequality(sides: list[list[Token]], signs: list[str], reading: Reading) -> Value:
@@ -286,47 +271,45 @@ def _inequality(sides: list[list[Token]], signs: list[str], reading: Reading) ->
         name, directions = _symbol(sides[1]), {sign[0] for sign in signs}
         if not name or len(directions) != 1 or directions == {"!"} or "=" in signs:
             raise Unreadable("a chain of relations")
-        low, high = _sum(sides[0], reading), _sum(sides[2], reading)
         if directions == {">"}:
-            low, high, signs = high, low, signs[::-1]
+            sides, signs = sides[::-1], signs[::-1]
+        value = _interval(_sum(sides[0], reading), _sum(sides[2], reading), is_closed=("=" in signs[0], "=" in signs[1]))
         reading.name = name
-        return _interval(low, high, is_closed=("=" in signs[0], "=" in signs[1]))
+        return value
     (sign,) = signs
     if not _symbol(sides[0]) and _symbol(sides[1]):
         sides, sign = sides[::-1], FLIPPED[sign]
     reading.name = _symbol(sides[0])
     bound = _sum(sides[1], reading)
-    if reading.name and not Expression(sides[1]).symbols:
-        if sign == "!=":
-            return _all_but(bound)
-        if sign[0] == "<":
-            return _interval(negative(INFINITY), bound, is_closed=(False, "=" in sign))
-        return _interval(bound, INFINITY, is_closed=("=" in sign, False))
-    difference = _difference(_sum(sides[0], reading), bound)
-    if not difference:
-        raise Unreadable("a relation of equal sides")
-    shared = content(difference)
-    return Value("relation", scaled(difference, 1 / shared), sign if shared > 0 else FLIPPED[sign])
-
-
-def _open(low: Sum, high: Sum) -> Value:
-    return _interval(low, high, is_closed=(False, False))
+    if not reading.name:
+        return _compared(_sum(sides[0], reading), sign, bound)
+    if sign == "!=":
+        return _all_but(bound)
+    is_below, is_closed = sign[0] == "<", "=" in sign
+    return _interval(
+        None if is_below else bound, bound if is_below else None, is_closed=(not is_below and is_closed, is_below and is_closed)
+    )
 
 
 def _all_but(number: Sum) -> Value:
-    return Value("union", frozenset((_open(negative(INFINITY), number), _open(number, INFINITY))))
+    return _unordered("union", (_interval(None, number), _interval(number, None)))
 
 
-def _interval(low: Sum, high: Sum, *, is_closed: tuple[bool, bool]) -> Value:
-    brackets = ("[" if is_closed[0] else "(") + ("]" if is_closed[1] else ")")
-    return Value("seq", (Value("sum", low), Value("sum", high)), brackets)
+def _interval(low: Sum | None, high: Sum | None, *, is_closed: tuple[bool, bool] = (False, False)) -> Value:
+    """An interval; without a number it ends nowhere."""
+    ends = (scaled(INFINITY, -1) if low is None else low, INFINITY if high is None else high)
+    return Value("seq", tuple(Value("sum", sum=end) for end in ends), "(["[is_closed[0]] + ")]"[is_closed[1]])
 
 
 def _sum(tokens: Sequence[Token], reading: Reading) -> Sum:
     value = _side(tokens, reading)
     if value.kind != "sum":
         raise Unreadable("a number is expected")
-    return value.content
+    return value.sum
+
+
+def _sides(parts: Iterable[Sequence[Token]], reading: Reading) -> tuple[Value, ...]:
+    return tuple(_side(part, reading) for part in parts)
 
 
 def _side(tokens: Sequence[Token], reading: Reading) -> Value:
@@ -336,68 +319,59 @@ def _side(tokens: Sequence[Token], reading: Reading) -> Value:
         del tokens[0]  # P(1, 2)
     if tokens and all(token.kind == "word" or (token.kind == "letter" and len(tokens) > 1 and i) for i, token in enumerate(tokens)):
         text = words(" ".join(token.text for token in tokens))
-        named = "emptyset" if text in NONE else "R" if text in REALS else None
-        return Value("word", text) if named is None else Value("sum", atom(("symbol", named)))
+        return Value("sum", sum=atom(("symbol", MEANT[text]))) if text in MEANT else Value("word", text=text)
     if [token.text for token in tokens[:2]] == ["R", "setminus"] and (inner := _bracketed(tokens[2:])):
         return _all_but(_sum(inner, reading))
-    unions = split(tokens, ("cup",))
-    if len(unions) > 1:
-        return Value("union", frozenset(_side(part, reading) for part in unions))
+    if len(unions := split(tokens, ("cup",))) > 1:
+        return _unordered("union", _sides(unions, reading))
     if (inner := _bracketed(tokens)) is not None:
         opened, closed = tokens[0].text, tokens[-1].text
-        parts = split(inner, SEPARATORS)
-        conditions = split(inner, ("|", ":"))
+        parts, conditions = split(inner, SEPARATORS), split(inner, ("|", ":"))
         if opened == "\\{" and len(conditions) == 2 and _symbol(conditions[0][:1]):
             return _relation(conditions[1], reading)[0]
         if opened == "\\{":
-            return Value("set", frozenset(_side(part, reading) for part in parts))
+            return _unordered("set", _sides(parts, reading))
         if len(parts) > 1:
-            return Value("seq", tuple(_side(part, reading) for part in parts), "()" if opened == "langle" else opened + closed)
+            return Value("seq", _sides(parts, reading), "()" if opened == "langle" else opened + closed)
         if any(token.text.startswith("begin{") for token in inner):
             return _side(inner, reading)
     if any(token.text.startswith("begin{") for token in tokens):
         return _matrix(tokens, reading)
-    ratio = split(tokens, (":",))
-    if len(ratio) > 1 and all(token.kind == "word" and token.text.lower() not in CHANGING for token in ratio[0]):  # Total: 5
-        return _side(tokens[len(ratio[0]) + 1 :], reading)
-    if len(ratio) > 1:
-        return Value("seq", tuple(_side(part, reading) for part in ratio), ":")
+    label, *others = split(tokens, (":",))
+    if others and all(token.kind == "word" and token.text.lower() not in CHANGING for token in label):  # Total: 5
+        return _side(tokens[len(label) + 1 :], reading)
+    if others:
+        return Value("seq", _sides((label, *others), reading), ":")
     tokens, factor = _without_words(tokens, reading)
-    value = reading.expression(tokens)
-    return Value("sum", scaled(value, Fraction(factor)) if factor != 1 else value)
+    return Value("sum", sum=scaled(Expression(tokens, reading.work).whole(), factor))
 
 
 def _bracketed(tokens: Sequence[Token]) -> Sequence[Token] | None:
     """The tokens between the first and the last one, if these are one pair of brackets."""
     if len(tokens) < 2 or tokens[0].text not in ("(", "[", "\\{", "langle") or tokens[-1].text not in (")", "]", "\\}", "rangle"):
         return None
-    depth = 0
-    for token in tokens[:-1]:
-        depth += (token.name in OPENING) - (token.name in CLOSING)
-        if depth == 0:
-            return None
-    return tokens[1:-1]
+    depths = accumulate((token.name in OPENING) - (token.name in CLOSING) for token in tokens[:-1])
+    return tokens[1:-1] if all(depths) else None
 
 
 def _matrix(tokens: Sequence[Token], reading: Reading) -> Value:
     start = next(index for index, token in enumerate(tokens) if token.text.startswith("begin{"))
-    kind = tokens[start].text
     is_one = tokens[-1].text.startswith("end{") and not any(token.text.startswith("begin{") for token in tokens[start + 1 :])
-    if not re.match(r"begin\{([pbB]?(small)?matrix|array)", kind) or not is_one:
+    if not MATRIX.match(tokens[start].text) or not is_one:
         raise Unreadable("not one matrix")
     lines = [line for line in split(tokens[start + 1 : -1], ("\\",)) if line]
-    rows = tuple(tuple(_side(part, reading) for part in split(line, ("&",))) for line in lines)
+    rows = [_sides(split(line, ("&",)), reading) for line in lines]
     if start:
-        scale = rational(reading.expression(tokens[:start]))
-        numbers = [rational(value.content) for row in rows for value in row if value.kind == "sum"]
+        scale = rational(Expression(tokens[:start], reading.work).whole())
+        numbers = [rational(value.sum) for row in rows for value in row if value.kind == "sum"]
         if scale is None or len(numbers) != sum(map(len, rows)):
             raise Unreadable("a matrix times something")
         # The inverse of a matrix is written so; other products are to be computed.
-        above = [number.numerator for number in numbers if number is not None and number.denominator == 1]
-        if abs(scale.numerator) != 1 or len(above) != len(numbers) or math.gcd(scale.denominator, *above) != 1:
-            reading.left.add("product")
-        rows = tuple(tuple(Value("sum", scaled(value.content, scale)) for value in row) for row in rows)
-    return Value("matrix", rows)
+        whole = [number.numerator for number in numbers if number is not None and number.denominator == 1]
+        if abs(scale.numerator) != 1 or len(whole) != len(numbers) or math.gcd(scale.denominator, *whole) != 1:
+            reading.work.left.add("product")
+        rows = [tuple(Value("sum", sum=scaled(value.sum, scale)) for value in row) for row in rows]
+    return Value("matrix", tuple(Value("row", row) for row in rows))
 
 
 def _without_words(tokens: list[Token], reading: Reading) -> tuple[list[Token], int]:
@@ -423,8 +397,7 @@ def _without_words(tokens: list[Token], reading: Reading) -> tuple[list[Token], 
         factor *= MULTIPLES.get(token.text, 1)
     of_units = [part for token in tail if token.kind in ("word", "number") for part in token.text.split("/")]
     reading.units += [unit for name in of_units for unit in UNIT_POWERS.get(name, UNITS.get(name, "")).split()]
-    if tail and end > 1 and tokens[end - 1].text == "cdot":
-        end -= 1
+    end -= bool(tail) and end > 1 and tokens[end - 1].text == "cdot"
     if not end:
         raise Unreadable("words")
     return tokens[:end], factor
@@ -435,4 +408,4 @@ def words(text: str) -> str:
     return " ".join(word for word in re.findall(r"[^\W_]+", text.lower()) if word not in ARTICLES)
 
 
-REAL_LINE = _open(negative(INFINITY), INFINITY)
+REAL_LINE = _interval(None, None)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from fractions import Fraction
 
 from mrl.envs.math_answer import FAULTS, REAL_LINE, Reading, Value, words
-from mrl.envs.math_sums import atom, evaluate, order, rational, scaled
+from mrl.envs.math_sums import atom, evaluate, rational, scaled
 
 TEMPERATURES = ({"degree", "Celsius"}, {"degree", "Fahrenheit"})
 CHOICE = re.compile(r"\(?([A-Z])\)?[.:]?")
@@ -32,8 +32,8 @@ def agrees(answer: Reading, expected: Reading) -> bool | None:
         if chosen is not None and chosen[1] == choice[1] and not LETTER.search(answer.text, chosen.end()):
             return True
     if not expected.values or expected.is_word:
-        said = answer.values[0].content if answer.is_word else words(answer.text)
-        return None if not expected.values else said.replace(" ", "") == expected.values[0].content.replace(" ", "")
+        said = answer.values[0].text if answer.is_word else words(answer.text)
+        return None if not expected.values else said.replace(" ", "") == expected.values[0].text.replace(" ", "")
     if not answer.values:
         return False
     if answer.units and expected.units and not _are_units_alike(answer.units, expected.units):
@@ -42,13 +42,13 @@ def agrees(answer: Reading, expected: Reading) -> bool | None:
         return False
     if answer.name and expected.name and answer.name != expected.name and len(answer.name) == len(expected.name) == 1:
         return False
-    if answer.left - expected.left or (expected.symbols and "expand" in expected.left - answer.left):
+    if answer.work.left - expected.work.left or (expected.work.symbols and "expand" in expected.work.left - answer.work.left):
         return False
     # Of an equation that is no definition both sides count.
     wanted = expected.values[-1:] if expected.values[-1].kind == "relation" and not expected.name else expected.values
     if any(_same(mine, theirs) for mine in _candidates(answer, expected) for theirs in wanted):
         return True
-    if answer.functions or not answer.compounds <= expected.compounds:
+    if answer.work.functions or not answer.work.compounds <= expected.work.compounds:
         return False
     return any(_equal(mine, theirs, answer, expected) for mine in _candidates(answer, expected) for theirs in wanted)
 
@@ -59,14 +59,13 @@ def _are_units_alike(ours: list[str], theirs: list[str]) -> bool:
 
 def _equal(mine: Value, theirs: Value, answer: Reading, expected: Reading) -> bool:
     """True if two values without variables are the same numbers; decimals have six places, and five digits of small numbers."""
-    if mine.kind != theirs.kind or mine.kind not in ("sum", "seq", "list", "matrix"):
+    if mine.kind != theirs.kind or mine.kind not in ("sum", "seq", "list", "matrix", "row"):
         return False
     if mine.kind != "sum":
-        ours, others = (tuple(_numbers(value)) for value in (mine, theirs))
-        is_alike = mine.sign == theirs.sign and _shape(mine) == _shape(theirs)
-        return is_alike and all(_equal(one, other, answer, expected) for one, other in zip(ours, others, strict=True))
+        is_alike = mine.text == theirs.text and len(mine.parts) == len(theirs.parts)
+        return is_alike and all(_equal(one, other, answer, expected) for one, other in zip(mine.parts, theirs.parts, strict=True))
     try:
-        found, right = (evaluate(value.content) for value in (mine, theirs))
+        found, right = evaluate(mine.sum), evaluate(theirs.sum)
         difference, size = abs(complex(found - right)), abs(complex(right))
     except FAULTS:
         return False
@@ -81,61 +80,67 @@ def _equal(mine: Value, theirs: Value, answer: Reading, expected: Reading) -> bo
 def magnitudes(values: Iterable[Value]) -> Iterable[float]:
     """Absolute values of the numbers in values, as far as they are numbers."""
     for value in values:
+        yield from magnitudes(value.parts)
         if value.kind == "sum":
             with suppress(*FAULTS):
-                yield abs(complex(evaluate(value.content)))
-        elif value.kind in ("seq", "list", "matrix"):
-            yield from magnitudes(_numbers(value))
-
-
-def _shape(value: Value) -> list[int]:
-    return [0 if isinstance(member, Value) else len(member) for member in value.content]
-
-
-def _numbers(value: Value) -> Iterable[Value]:
-    for member in value.content:
-        yield from (member,) if isinstance(member, Value) else member
+                yield abs(complex(evaluate(value.sum)))
 
 
 def _candidates(answer: Reading, expected: Reading) -> list[Value]:
     values = list(answer.values)
     if expected.values[-1].kind != "relation" or expected.name:
         # The left side of an equation counts only where an equation is expected, and not one that is solved.
-        values = [value for value in values if value.kind != "relation" or value.sign != "="]
+        values = [value for value in values if value.kind != "relation" or value.text != "="]
     if expected.is_percent and not answer.is_percent and values[0].kind == "sum":
-        values.append(Value("sum", scaled(values[0].content, Fraction(100))))
+        values.append(values[0]._replace(sum=scaled(values[0].sum, 100)))
     return values
 
 
 def _same(mine: Value, theirs: Value) -> bool:
     """True if two values say the same; brackets may be missing, and what is in no order may be in any."""
     mine, theirs = _unwrapped(mine), _unwrapped(theirs)
-    if mine == theirs:
-        return True
+    return mine == theirs or _is_written_as(mine, theirs) or _is_loosely(mine, theirs) or _is_loosely(theirs, mine)
+
+
+def _is_written_as(mine: Value, theirs: Value) -> bool:
+    """True if an answer is another way to write the expected value, which may not be written like the answer."""
     match theirs, mine:
-        case (Value("seq", (Value("sum", above), Value("sum", below)), ":"), Value("sum", quotient)) if (rational(below) or 10) < 10:
-            return scaled(quotient, rational(below) or Fraction(0)) == above  # 3:5, and no time of day
-        case Value("list", members), Value("list", others):
-            return Counter(map(order, members)) == Counter(map(order, others))
-        case (Value("set", members), Value("list", others)) | (Value("list", others), Value("set", members)):
-            return members == frozenset(others)
-        case Value("named", pairs), Value("named", others):
-            return dict(pairs) == dict(others)
-        case Value("list", members), Value("named", pairs) if len({str(name).partition("_")[0] for name, _ in pairs}) == 1:
-            return Counter(map(order, members)) == Counter(order(value) for _, value in pairs)
-        case (Value("list", members), Value("seq", others, "()")) | (Value("seq", members, "()"), Value("list", others)):
-            return members == others
-        case (Value("seq", members, "()"), Value("matrix", rows)) | (Value("matrix", rows), Value("seq", members, "()")):
-            return members == tuple(row[0] for row in rows if len(row) == 1) or (len(rows) == 1 and members == rows[0])
-        case (Value("seq", members, "()"), Value("named", pairs)) | (
-            Value("named", pairs),
-            (Value("seq", members, "()") | Value("list", members)),
-        ):
-            return members in (tuple(value for _, value in given) for given in (pairs, sorted(pairs, key=order)))
+        case Value("seq", (Value("sum", sum=above), Value("sum", sum=below)), ":"), Value("sum", sum=quotient):
+            divisor = rational(below) or 10
+            return divisor < 10 and scaled(quotient, divisor) == above  # 3:5, and no time of day
+        case Value("list", members), Value("all named", named) if len({one.text.partition("_")[0] for one in named}) == 1:
+            return Counter(members) == Counter(value for one in named for value in one.parts)
+        case Value("all named", named), Value("list", members):
+            return members in _orders(named)
     return False
 
 
+def _is_loosely(one: Value, other: Value) -> bool:
+    """True if two values are the same in two ways to write them: with and without brackets or names, in a row or in a column."""
+    match one, other:
+        case Value("list", members), Value("list", others):
+            return Counter(members) == Counter(others)
+        case Value("list", members), Value("set", others):
+            return set(members) == set(others)
+        case Value("list", members), Value("seq", others, "()" | "[]" as brackets):
+            return members == others and (brackets == "()" or len(others) > 2)  # [1, 2] is an interval
+        case Value("seq", members, "()"), Value("matrix", (Value("row", others),)):
+            return members == others
+        case Value("seq", members, "()"), Value("matrix", rows):
+            return members == tuple(row.parts[0] for row in rows if len(row.parts) == 1)
+        case Value("all named", members), Value("all named", others):
+            return set(members) == set(others)
+        case Value("seq", members, "()"), Value("all named", named):
+            return members in _orders(named)
+    return False
+
+
+def _orders(named: tuple[Value, ...]) -> list[tuple[Value, ...]]:
+    """The values of names as they are written, and in the order of the names."""
+    return [tuple(value for one in given for value in one.parts) for given in (named, sorted(named, key=lambda one: one.text))]
+
+
 def _unwrapped(value: Value) -> Value:
-    if value.kind == "set" and len(value.content) == 1:
-        return next(iter(value.content))
-    return Value("sum", atom(("symbol", "R"))) if value == REAL_LINE else value
+    if value.kind == "set" and len(value.parts) == 1:
+        return value.parts[0]
+    return Value("sum", sum=atom(("symbol", "R"))) if value == REAL_LINE else value

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import cmath
 import math
+from collections.abc import Iterable
 from fractions import Fraction
 
 Monomial = frozenset[tuple[object, Fraction]]
 """Atoms (symbols, roots, functions, sums in parentheses) with their powers."""
-Sum = frozenset[tuple[Monomial, Fraction]]
+Term = tuple[Monomial, Fraction]
+Sum = frozenset[Term]
 """Terms with their coefficients."""
 
-ONE: Monomial = frozenset()
 ZERO: Sum = frozenset()
 MAX_FACTORIAL = 1_000
 
@@ -27,12 +28,25 @@ class Unreadable(ValueError):
 
 def number(value: Fraction | int) -> Sum:
     """A rational number."""
-    return frozenset({(ONE, Fraction(value))}) if value else ZERO
+    return term({}, Fraction(value)) if value else ZERO
 
 
 def atom(key: object, power: Fraction | int = 1) -> Sum:
     """One atom to a power."""
-    return frozenset({(frozenset({(key, Fraction(power))}), Fraction(1))})
+    return term({key: Fraction(power)})
+
+
+def term(powers: dict[object, Fraction], coefficient: Fraction = Fraction(1)) -> Sum:
+    """One term of atoms with their powers."""
+    return frozenset({(frozenset((key, power) for key, power in powers.items() if power), coefficient)})
+
+
+def total(terms: Iterable[Term]) -> Sum:
+    """The sum of terms, of which some may be alike."""
+    totals: dict[Monomial, Fraction] = {}
+    for monomial, coefficient in terms:
+        totals[monomial] = totals.get(monomial, Fraction(0)) + coefficient
+    return frozenset((monomial, coefficient) for monomial, coefficient in totals.items() if coefficient)
 
 
 def rational(value: Sum) -> Fraction | None:
@@ -43,9 +57,9 @@ def rational(value: Sum) -> Fraction | None:
     return coefficient if not others and not monomial else None
 
 
-def negative(value: Sum) -> Sum:
-    """The sum with its signs changed."""
-    return frozenset((monomial, -coefficient) for monomial, coefficient in value)
+def scaled(value: Sum, factor: Fraction | int) -> Sum:
+    """The sum with its coefficients multiplied."""
+    return frozenset((monomial, coefficient * factor) for monomial, coefficient in value) if factor else ZERO
 
 
 def order(value: object) -> str:
@@ -61,11 +75,6 @@ def content(value: Sum) -> Fraction:
     above = math.gcd(*(coefficient.numerator for _, coefficient in terms))
     below = math.lcm(*(coefficient.denominator for _, coefficient in terms))
     return Fraction(above if terms[-1][1] > 0 else -above, below)
-
-
-def scaled(value: Sum, factor: Fraction) -> Sum:
-    """The sum with its coefficients multiplied."""
-    return frozenset((monomial, coefficient * factor) for monomial, coefficient in value) if factor else ZERO
 
 
 def evaluate(value: Sum) -> Fraction | complex:
@@ -93,13 +102,11 @@ def _evaluate_atom(key: object) -> Fraction | complex:
             return complex(evaluate(base)) ** complex(evaluate(exponent))
         case ("number", Fraction() as number):
             return number
-        case ("function", "!" | "binom" | "ln" | "log" as name, arguments):
+        case ("function", "ln" | "log" as name, (argument, *_)):
+            return cmath.log(complex(evaluate(argument))) / (1 if name == "ln" else math.log(10))
+        case ("function", "!" | "binom" as name, arguments):
             found = [evaluate(argument) for argument in arguments]
-            if name in ("ln", "log"):
-                return cmath.log(complex(found[0])) / (1 if name == "ln" else math.log(10))
-            whole = [
-                int(value) for value in found if isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= MAX_FACTORIAL
-            ]
+            whole = [int(one) for one in found if isinstance(one, Fraction) and one.denominator == 1 and 0 <= one <= MAX_FACTORIAL]
             if len(whole) == len(found):
                 return Fraction(math.factorial(*whole) if name == "!" else math.comb(*whole))
     raise Unreadable(f"{key!r:.40} is no number")

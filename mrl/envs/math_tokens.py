@@ -7,33 +7,12 @@ import re
 import unicodedata
 from typing import NamedTuple
 
-_SIGNS = {
-    "×": "times",
-    "÷": "div",
-    "·": "cdot",
-    "⋅": "cdot",
-    "∙": "cdot",
-    "√": "sqrt",
-    "∞": "infty",
-    "≤": "le",
-    "≥": "ge",
-    "⩽": "le",
-    "⩾": "ge",
-    "≠": "ne",
-    "±": "pm",
-    "∓": "mp",
-    "∪": "cup",
-    "∈": "in",
-    "≈": "approx",
-    "∅": "emptyset",
-    "∠": "angle",
-    "⟨": "langle",
-    "⟩": "rangle",
-    "→": "to",
-}
-_GREEK = dict(zip("αβγδεθλμρσφωτπ", "alpha beta gamma delta epsilon theta lambda mu rho sigma phi omega tau pi".split(), strict=True))
+_NAMED_CHARACTERS = (
+    "×times ÷div ·cdot ⋅cdot ∙cdot √sqrt ∞infty ≤le ≥ge ⩽le ⩾ge ≠ne ±pm ∓mp ∪cup ∈in ≈approx ∅emptyset ∠angle ⟨langle ⟩rangle →to "
+    "αalpha βbeta γgamma δdelta εepsilon θtheta λlambda μmu ρrho σsigma φphi ωomega τtau πpi"
+)
 _CHARACTERS = str.maketrans(
-    {sign: f" \\{name} " for sign, name in {**_SIGNS, **_GREEK}.items()}
+    {sign: f" \\{''.join(name)} " for sign, *name in _NAMED_CHARACTERS.split()}
     | dict.fromkeys("\u2212\u2013\u2012\u2010\u2011\uff0d", "-")
     | dict.fromkeys("\u00a0\u2002\u2003\u2005\u2006\u2007\u2009\u200a\u202f", "\\,")
     | dict.fromkeys("\u200b\u2060\ufeff€£¥₹", "")
@@ -41,6 +20,22 @@ _CHARACTERS = str.maketrans(
     | {sign: f"_{{{number}}}" for sign, number in zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True)}
     | {"°": "^\\circ ", "º": "^\\circ ", "\u2044": "/", "'": " \\prime ", "’": "", '"': ""}
 )
+
+
+def _by_spelling(lists: str) -> dict[str, str]:
+    """The first name of each list by all of its names."""
+    return {name: names.split()[0] for names in lists.split(";") for name in names.split()}
+
+
+UNITS = _by_spelling(
+    "mm millimeter millimeters;cm centimeter centimeters centimetre centimetres;m meter meters metre metres;km kilometer kilometers;"
+    "in inch inches;ft foot feet;yd yard yards;mi mile miles;mg;g gram grams;kg kilogram kilograms;lb lbs pound pounds;oz ounce ounces;"
+    "s sec second seconds;min minute minutes;h hr hrs hour hours;day days;week weeks;month months;year years;ml mL;L liter liters litre;"
+    "dollar dollars USD usd;cent cents;euro euros EUR;mph;kmh kph;unit units;rad radian radians;J;N;W;Pa;Hz;K;V;A;mol;"
+    "ante;post;Celsius;Fahrenheit"
+)
+UNITS |= {"mph": "mi h", "kmh": "km h", "kph": "km h"}
+"""Names of units, by each the first of its spellings, or the units that it is made of."""
 _VULGAR = re.compile("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
 
 _STYLE = re.compile(
@@ -54,7 +49,11 @@ _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!\s*+|\\[,;:!]|\\ |~)(?=\d{3}(?!\d)
 _GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\.\d{3}){2,}|(?:'\d{3})+)(?![\d.'])")
 _INFIX = re.compile(r"\{([^{}]*)\\(over|choose)(?![A-Za-z])([^{}]*)\}")
 _HALF_OF_DAY = re.compile(r"(:\d\d)(?:[\s~]|\\(?:text|mathrm)\{|\\[, ])*+([apAP])\.?\s?[mM](?![A-Za-z])\.?\}?")
+# As expected answers have it: `5 m/s`, `25 m^2`. `5m` may be a product.
+_UNIT = "|".join(sorted(UNITS, key=len, reverse=True))
 _RESPELLED = (
+    (rf"(?<=\d) +((?:{_UNIT})/(?:{_UNIT}))$", r"\\text{ \1}"),
+    (rf"(?<=\d) +({_UNIT})(\^\{{?[23]\}}?|[²³])$", r"\\text{ \1}\2"),
     (r"(?<![a-z])\{([-:])\}", r"\1"),
     (r"(?<=\d)''", r"\\text{ in}"),
     (r"(°|\\circ\}?)\s*+(?:\\(?:text|mathrm)\{)?C(?![A-Za-z])\}?", r"\1\\text{ Celsius}"),
@@ -78,27 +77,11 @@ _TOKEN = re.compile(
     r"|(?P<letters>[A-Za-z]+)"
     r"|(?P<sign>[^\s])"
 )
-_SAME = {
-    **dict.fromkeys(("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac"), "frac"),
-    **dict.fromkeys(("dbinom", "tbinom"), "binom"),
-    **dict.fromkeys(("leq", "leqslant"), "le"),
-    **dict.fromkeys(("geq", "geqslant"), "ge"),
-    **dict.fromkeys(("ast", "cdot", "times"), "cdot"),
-    **dict.fromkeys(("simeq", "approx", "doteq"), "approx"),
-    **dict.fromkeys(("lvert", "rvert", "vert", "mid"), "|"),
-    "varnothing": "emptyset",
-    "bigcup": "cup",
-    "neq": "ne",
-    "lbrace": "{",
-    "rbrace": "}",
-    "lbrack": "[",
-    "rbrack": "]",
-    "varphi": "phi",
-    "varepsilon": "epsilon",
-    "infinity": "infty",
-    "degree": "circ",
-    "degrees": "circ",
-}
+_SAME = _by_spelling(
+    "frac dfrac tfrac cfrac nicefrac sfrac;binom dbinom tbinom;le leq leqslant;ge geq geqslant;cdot ast times;approx simeq doteq;"
+    "| lvert rvert vert mid;emptyset varnothing;cup bigcup;ne neq;{ lbrace;} rbrace;[ lbrack;] rbrack;phi varphi;epsilon varepsilon;"
+    "infty infinity;circ degree degrees"
+)
 _BARE = {"%": "%", "{": "\\{", "}": "\\}", "|": "|", "[": "[", "]": "]"}
 
 FUNCTIONS = frozenset(
@@ -108,16 +91,6 @@ FUNCTIONS = frozenset(
 _RUN_ON = re.compile(rf"({'|'.join(sorted(FUNCTIONS | {'pi'}, key=len, reverse=True))})([a-gi-zA-Z])")
 _NAMED = FUNCTIONS | {"sqrt", "pi", "infty", "infinity", "theta", "alpha", "beta", "degrees"}
 
-_UNIT_LISTS = (
-    "mm millimeter millimeters;cm centimeter centimeters centimetre centimetres;m meter meters metre metres;km kilometer kilometers;"
-    "in inch inches;ft foot feet;yd yard yards;mi mile miles;mg;g gram grams;kg kilogram kilograms;lb lbs pound pounds;oz ounce ounces;"
-    "s sec second seconds;min minute minutes;h hr hrs hour hours;day days;week weeks;month months;year years;ml mL;L liter liters litre;"
-    "dollar dollars USD usd;cent cents;euro euros EUR;mph;kmh kph;unit units;rad radian radians;J;N;W;Pa;Hz;K;V;A;mol;"
-    "ante;post;Celsius;Fahrenheit"
-)
-UNITS = {name: names.split()[0] for names in _UNIT_LISTS.split(";") for name in names.split()}
-UNITS |= {"mph": "mi h", "kmh": "km h", "kph": "km h"}
-"""Names of units, by each the first of its spellings, or the units that it is made of."""
 PERCENT = frozenset(("percent", "percentage", "pct"))
 
 
@@ -183,6 +156,8 @@ def tokens_of(text: str) -> list[Token]:
             kind, at = "number", match.start() + len(content)
         if kind in ("group", "number"):
             found.append(Token("number", content.replace(",", "").replace(" ", "")))
+        elif kind in ("letters", "word") and [token.text for token in found[-2:]] == ["_", "{"] and content.lower() not in _SPELLED:
+            found += [Token("letter", letter) for letter in content if letter != " "]
         elif kind == "letters":
             is_code = text[at : at + 1].isdigit() and len(content) < MAX_CODE and content not in UNITS and content not in ("and", "or")
             found += [Token("letter", letter) for letter in content] if is_code else _letters(content)

@@ -10,14 +10,16 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from decimal import Decimal
 from itertools import groupby
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from math_verify.parser import extract_match, get_extraction_regexes
 from sympy import Abs, Add, Basic, Integer, Mul, Number, Pow, Product, Rational, Sum, exp
 
-from mrl.envs.math_answer import Reading, read
+from mrl.envs.math_answer import DATE, Reading, read
 from mrl.envs.math_same import agrees, magnitudes
+from mrl.envs.math_tokens import plain
 from mrl.envs.task import RowFault
 
 # Of type int in math-verify; 0 and below switch its own deadlines off.
@@ -48,6 +50,7 @@ ANSWER_PHRASE = re.compile(r"(?i)answer(?:\s++is)?\s*+:?\s*+([^\n]*)")
 # Signs of Markdown around an answer: not the powers of programs.
 EMPHASIS = re.compile(r"(?<!\w)\*\*|\*\*(?!\w)|`|(?<![\w*])\*(?=[^\s*])([^\s*]{1,60})\*(?![\w*])|(?<!\w)__([^_\s]{1,60})__(?!\w)")
 SPELLED = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2007": " ", "`": ""})
+SCIENTIFIC = re.compile(r"[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,2}")
 # After `####`: the words of a heading, with or without a number before them.
 HEADING = re.compile(r"(?:\d+[.):]\s*)?[^\W\d_]{2}")
 OPERATION = re.compile(r"\\(?:[a-zA-Z]+)|[!|%']")
@@ -188,7 +191,7 @@ def score_form(text: str, expected: str, size: Size) -> tuple[float, str]:
         shown = (phrases or text.strip().rsplit("\n", 1)[-1:])[-1].strip()
         shown = shown if "!" in expected else shown.rstrip("!")
         if len(shown) <= MAX_PHRASE_CHARACTERS and size_of(shown).fits(size):
-            reading = read(shown, takes_units=not wanted.symbols)
+            reading = read(shown, takes_units=not wanted.work.symbols)
             same = agrees(reading, wanted)
             if same or wanted.is_word or (phrases and reading.values and _DIGITS.search(shown)):
                 return (1.0, shown) if same else (0.0, NOT_FINAL + shown)
@@ -196,7 +199,7 @@ def score_form(text: str, expected: str, size: Size) -> tuple[float, str]:
     for piece in pieces(text, size):
         if found is not None and piece.match.start() >= start:
             continue  # a part of what cannot be read
-        reading, start = read(piece.raw, takes_units=not wanted.symbols), piece.match.start()
+        reading, start = read(piece.raw, takes_units=not wanted.work.symbols), piece.match.start()
         if found is None or reading.values:
             found, answer = piece, reading
         if reading.values or BOX in text:
@@ -217,7 +220,8 @@ def score_form(text: str, expected: str, size: Size) -> tuple[float, str]:
 
 def _parse_expected(expected: str) -> tuple[list[object], float]:
     """math-verify's reading of the expected answer, and the digits that its value has."""
-    gold: list[object] = parse(f"\\boxed{{{expected}}}", extraction_config=GOLD_TARGETS, parsing_timeout=NO_TIMEOUT)
+    text = f"\\boxed{{{_in_latex(expected.strip().rstrip('.'))}}}"
+    gold: list[object] = parse(text, extraction_config=GOLD_TARGETS, parsing_timeout=NO_TIMEOUT)
     if not gold:
         raise RowFault(f"the expected answer {expected!r:.100} cannot be parsed")
     num_digits = value_digits(gold[0]) if isinstance(gold[0], Basic) else 0.0
@@ -226,8 +230,20 @@ def _parse_expected(expected: str) -> tuple[list[object], float]:
     return gold, num_digits
 
 
+def _in_latex(expected: str) -> str:
+    """The expected answer as math-verify reads it: numbers as 1e-05, and signs and digits of Unicode, are none for it."""
+    if len(expected) < MAX_DIGIT_RUN and SCIENTIFIC.fullmatch(expected):
+        return format(Decimal(expected), "f")
+    if expected.isascii():
+        return expected
+    return plain("".join(str(int(sign)) if sign.isdecimal() else sign for sign in expected)).replace('"', "")
+
+
 def answer_part(text: str) -> str:
-    """The text behind the last `####` that an answer follows; all of the text if there are only headings, or none."""
+    """The text in the last `<answer>`, else behind the last `####` that an answer follows, and that is no heading; else all of it."""
+    said, _, behind = text.rpartition("<answer>")[2].partition("</answer>")
+    if "<answer>" in text and said.strip() and BOX not in behind:
+        return said
     end = len(text)
     has_box = BOX in text
     while (at := text.rfind("####", 0, end)) >= 0:
@@ -251,7 +267,7 @@ def _differ(values: list[object], expected: str) -> bool:
     """True if math-verify would be wrong to take an answer for the expected one: words, bases of numbers, and zero."""
     shown = str(values[-1])
     ours, theirs, mine, wanted = read(shown), read(expected), DIGITS_OF_BASE.search(shown), DIGITS_OF_BASE.search(expected)
-    if ours.is_word and theirs.is_word:
+    if theirs.is_word and (ours.is_word or DATE.fullmatch(expected)):
         return ours.values != theirs.values
     if mine is not None and wanted is not None:
         return [group for group in mine.groups() if group] != [group for group in wanted.groups() if group]

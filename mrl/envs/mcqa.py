@@ -16,21 +16,25 @@ from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, built_in
 if TYPE_CHECKING:
     from mrl.config.schema.env import EnvConfig
 
-STYLE = r"(?:\\(?:text|textbf|textit|mathrm|mathbf|mbox|boldsymbol)\s*+\{|\*\*|__|\$|\\\(|[\s`\"'“])*+"
+STYLE = r"(?:\\(?:text|textbf|textit|mathrm|mathbf|mbox|boldsymbol)\s*+\{|\*\*|__|\$|\\\(|[\s`\"'“{])*+"
 """Fonts, signs of Markdown and of mathematics, which may stand before a letter."""
-LETTER = rf"{STYLE}(?:\(\s*+{STYLE}([A-Za-z])(?![\w'’]){STYLE}\)|\[([A-Za-z])\]|([A-Za-z])(?![\w'’]))"
-BOXED = re.compile(rf"\\boxed\s*+\{{{STYLE}(?i:(?:option|choice|answer)[\s:]*+)?{LETTER}(?=([^\n]{{0,40}}))")
-# Behind the word: a colon, `is`, `is option`; the letter of words (`a subtle one`, `I think`) is told apart in `said`.
+NO_WORD = r"(?!\w|['’]\w)"
+LETTER = rf"{STYLE}(?:\(\s*+{STYLE}([A-Za-z]){NO_WORD}{STYLE}\)|\[++([A-Za-z])\]|([A-Za-z]){NO_WORD})"
+BOXED = re.compile(rf"\\(?:boxed|fbox)\s*+\{{{STYLE}(?i:(?:option|choice|answer)[\s:]*+)?{LETTER}(?=([^\n]{{0,40}}))")
+# Behind the word: a colon, `is`, `is clearly option`; the letter of words (`a subtle one`, `I think`) is told apart in `said`.
 ANSWER = re.compile(
-    r"(?i)(?<!not the )\b(?:answer|(?:correct|right|best)\s+(?:choice|option))\b[\s*_]*+"
-    r"(?:(?:is|was|=|:|-|–|must\s++be|would\s++be|should\s++be)[\s*_]*+)*+"
+    r"(?i)(?:(?<!not the )(?<!/)\b(?:answer|(?:correct|right|best)\s+(?:choice|option|letter|statement))\b|答案)['\"]?[\s*_>]*+"
+    r"(?:(?:is|was|[=:→是为]|-+>?|–|(?:must|would|should)\s++be|to\s++(?:this|the)\s++question|choice|thus|therefore|indeed|[a-z]{2,10}ly)"
+    r"[\s*_]*+)*+"
     rf"(?:(?:option|choice|letter|the)[\s:]*+)*+{LETTER}(?=([^\n]{{0,40}}))"
     r"|\b(?:option|choice)\s+\(?([A-Z])\)?(?=(\s+is\s+(?:the\s+)?(?:correct|right|best)\b))"
 )
+WIDE = {0xFEE0 + ord(letter): letter for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ:()"}
+"""The letters and signs of Chinese and Japanese keyboards."""
 # More letters behind one make several answers; the text of an option may follow.
 MORE = re.compile(r"\s*+(?:,|/|&|\band\b|\bor\b|\\text\{\s*+(?:and|or)\s*+\}?)\s*+(?:\\text\{|\()?\s*+[A-Za-z](?![\w'])")
 # Behind a letter in a box that is no product, power or equation.
-BOX_ENDS = re.compile(r"\s*+(?:[.)\]},:;$*]|\\text|\\quad|\\ |$)")
+BOX_ENDS = re.compile(r"\s*+(?:[.)\]},:;$*]|[-–—]\s++[A-Za-z]{2}|\\text|\\quad|\\ |$)")
 ENDS = re.compile(r"\s*+(?:[.)\]},:;!?*_$\\—–-]|$|because\b|since\b|as\b|is\b)")
 
 
@@ -141,7 +145,7 @@ def _letter_of(payload: str, options: Mapping[str, str]) -> str:
 def choose(text: str, patterns: list[re.Pattern[str]], letters: list[str]) -> str:
     """The letter of the last match of the first pattern that has one; empty if none has."""
     for pattern in patterns:
-        for match in reversed(list(pattern.finditer(text))):
+        for match in reversed(list(pattern.finditer(text.translate(WIDE) if pattern in (BOXED, ANSWER) else text))):
             found = (
                 said(match) if pattern in (BOXED, ANSWER) else next((group for group in match.groups() if group), match[0]).strip().upper()
             )

@@ -90,7 +90,7 @@ MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     "mrl.envs.math.ANSWER_LINE": lambda text: math.score_dapo(text, "1"),
     "mrl.envs.math.plain_answer": lambda text: math.score_dapo(f"answer: {text[: math.DAPO_TAIL_CHARACTERS]}", "1"),
     **dict.fromkeys((f"mrl.envs.math_tokens.{name}" for name in _TOKEN_PATTERNS), split_answer),
-    **dict.fromkeys((f"mrl.envs.math_answer.{name}" for name in ("INDEX", "_matrix", "_symbol", "words")), math_answer.read),
+    **dict.fromkeys((f"mrl.envs.math_answer.{name}" for name in ("INDEX", "MATRIX", "DATE", "GAP", "_symbol", "words")), math_answer.read),
     **dict.fromkeys((f"mrl.envs.math_same.{name}" for name in ("CHOICE", "CHOSEN", "LETTER", "agrees")), match_answer),
     "mrl.envs.math_value.HEADING": math_value.answer_part,
     "mrl.envs.math_value.WORD": lambda text: math_value.answer_part(f"#### {text}\\boxed{{"),
@@ -128,11 +128,13 @@ MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
 """By the module, and the name that is assigned or the function that holds the pattern: what puts a text through it."""
 
 MEETS_NO_TEXT = {
+    "mrl.envs.math_value.SCIENTIFIC",
     "mrl.envs.math_value.score_form",
     "mrl.data.chat.use_chat_template",
     "mrl.data.reading.Names",
     "mrl.data.rendering._LAYOUT",
     "mrl.data.rendering._parts",
+    "mrl.data.rendering._with_known_thoughts",
     "mrl.data.rows._THOUSANDS",
     "mrl.data.rows.gold_of",
     "mrl.envs.mcqa.own_patterns",

@@ -177,6 +177,60 @@ def test_what_a_template_lays_out_anew_is_not_lost(template: str, messages: list
     assert text == rendered(messages, template=template)
 
 
+# As GLM 4.5's: a content that is not there is written as Python does.
+WRITES_NONE = TOJSON.replace("{{ m.content or '' }}", "{{ m.content }}")
+# As Qwen 3's and as gpt-oss's: one name for thoughts.
+THINKS = TOJSON.replace("{{ m.content or '' }}", "{% if m.NAME %}<think>{{ m.NAME }}</think>{% endif %}{{ m.content or '' }}")
+# As Llama 3.1's and gpt-oss's: tools and calls stand in `function`.
+IN_FUNCTION = TOJSON.replace("{{ t | tojson }}", "{{ t.function.name + ' ' + t.function.description }}").replace(
+    "{{ c.function.name }}", "{{ c.type + c.function.name }}"
+)
+
+
+def test_a_call_without_text_is_written_without_text():
+    messages: list[Turn] = [ASKED, called(ARGUMENTS), ASKED]
+    _, text = fit(Conversation(messages), tokenizer_of(WRITES_NONE), None, add_generation_prompt=False)
+    assert text == rendered([ASKED, called(ARGUMENTS) | {"content": ""}, ASKED], template=WRITES_NONE) and "None" not in text
+    said: list[Turn] = [{"role": "user", "content": "Is it None?"}, *messages]
+    _, text = fit(Conversation(said), tokenizer_of(TOJSON), None, add_generation_prompt=False)
+    assert text == rendered(said)
+
+
+@pytest.mark.parametrize("given", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("known", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_are_written_under_the_name_that_the_template_reads(given: str, known: str):
+    def turns(name: str) -> list[Turn]:
+        return [
+            ASKED,
+            called(ARGUMENTS) | {name: "look first"},
+            {"role": "tool", "content": "12 C"},
+            {"role": "assistant", "content": "12"},
+        ]
+
+    template = THINKS.replace("NAME", known)
+    _, text = fit(Conversation(turns(given)), tokenizer_of(template), None, add_generation_prompt=False)
+    assert text == rendered(turns(known), template=template) and "<think>look first</think>" in text
+
+
+def test_bare_tools_and_calls_are_written_as_templates_want_them():
+    tool: Turn = {"name": "get_weather", "description": "Looks.", "parameters": SCHEMA}
+    (call,) = called(ARGUMENTS)["tool_calls"]
+    bare: Turn = called(ARGUMENTS) | {"tool_calls": [call["function"] | {"id": "c1"}]}
+    _, text = fit(Conversation([ASKED, bare], [tool]), tokenizer_of(IN_FUNCTION), None, add_generation_prompt=False)
+    assert text == rendered([ASKED, called(ARGUMENTS)], [{"type": "function", "function": tool}], template=IN_FUNCTION)
+
+
+def test_a_refusal_says_what_the_template_refuses_in_each_form():
+    refuses = TOJSON.replace("{% if tools %}", "{% for m in messages %}{{ '' + m.content }}{% endfor %}{% if tools %}", 1)
+    with pytest.raises(RowError, match="NoneType.* In another form: the chat template leaves the call of get_weather in message 2 out"):
+        fit(
+            Conversation([ASKED, called(ARGUMENTS)]),
+            tokenizer_of(refuses.replace("m.tool_calls or []", "[]")),
+            None,
+            add_generation_prompt=False,
+        )
+
+
 def test_a_template_that_knows_no_tools_is_told(caplog: pytest.LogCaptureFixture):
     tokenizer = tokenizer_of(SILENT)
     for _ in range(2):

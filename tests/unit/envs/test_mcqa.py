@@ -49,11 +49,15 @@ The answer is B. Note that the answer is a bit subtle.|The answer is (b)|the ans
 \boxed{Option B}
 The answer is C. Wait, the answer is B, not the answer C.|Option C is wrong. The answer is B. Option C is also wrong.
 The answer is \(B\).|Answer: B two
+<answer>B</answer>|<answer>\n(B)\n</answer>|{"answer": "B"}|Answer: 'B'.|Answer: [[B]]|Answer: {B}|Answer -> B|Answer → B|\fbox{B}
+\boxed{B - two}|The answer choice is B|The correct letter is B|The answer is clearly B.|The answer is therefore (B).
+The answer to the question is (B).|Therefore, the correct statement is (B).|Answer： B|Answer：（Ｂ）|\boxed{Ｂ}|因此答案是B。|答案：B
 """
 WRONG = r"""
 The answer is a bit subtle.|The answer is both.|Answer: B or C|\boxed{B, C}|\boxed{B \text{ and } C}|\boxed{b^2}|\boxed{BC}
 Answer: bat|Answer: B and C
-The answer is a B-side|answer A/B|\boxed{B = 2}
+The answer is a B-side|answer A/B|\boxed{B = 2}|\boxed{B - 2}|\boxed{B - x}|The answer is hardly B or C|The answer is not B.
+The answer to B is hard.|Answer: B's friend|<answer></answer> B
 """
 
 
