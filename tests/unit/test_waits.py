@@ -93,7 +93,6 @@ UNLIMITED = {
     ("mrl/store/checkpoints.py", "shutil.rmtree(removed"): "in `commit`, which has a limit",
     ("mrl/store/loggers/swanlab.py", "folder.mkdir("): "in a logger's thread, which the driver waits for within a limit",
     ("mrl/store/loggers/tensorboard.py", "self._writer.flush()"): "in a logger's thread, which the driver waits for within a limit",
-    ("mrl/store/loggers/thread.py", "sys.std"): "the last words of a process; a launcher that takes none of them has to end it",
     ("mrl/store/samples.py", "file.write(lines"): "in `append_report_samples`, which `RunFolder` calls within a limit",
     ("mrl/store/samples.py", "file.write((json"): "in the thread that writes texts, which the driver waits for within WRITE_TIMEOUT_S",
     ("mrl/store/samples.py", "aside."): "in the thread that writes texts, which the driver waits for within WRITE_TIMEOUT_S",
