@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import shutil
 import statistics
 import time
@@ -17,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S, make_folder, read_whole, write_atomic
+from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S, make_folder, put_aside, read_whole, write_atomic
 from conversion.files.hf_folder import OF_THE_MODEL, copy_companions
 from conversion.files.limits import is_waiting, within
 from mrl import spans
@@ -28,6 +29,7 @@ from mrl.env import kill_point
 from mrl.phases import ModelName
 from mrl.store.about import about_this_attempt
 from mrl.store.checkpoints import (
+    DAMAGED,
     LEDGER,
     RUN_CONFIG,
     Checkpoint,
@@ -111,6 +113,8 @@ class RunFolder:
             kill_point("start")
             make_folder(self.log_folder)
             self.checkpoints.remove_unfinished()
+            for name in (RUN_CONFIG, ABOUT):
+                read_or_set_aside(self.path / name)
             for line in changes_since(self.path / RUN_CONFIG, self.config):
                 logger.info("Config since the last attempt: %s", line)
             kill_point("start")
@@ -120,7 +124,11 @@ class RunFolder:
             spans.record_in(self.log_folder / "actors" / f"driver{spans.SUFFIX}")
         except TimeoutError:
             raise
+        except ValueError:
+            self._ownership.give_back()
+            raise
         except OSError as error:
+            self._ownership.give_back()
             way_out = "free space there, or choose another folder"
             raise ValueError(f"checkpointing.checkpoint_dir={self.path} cannot be written: {error}; {way_out}") from error
         logger.info("Using log directory: %s", self.log_folder)
@@ -148,19 +156,15 @@ class RunFolder:
 
     def _check_start(self) -> None:
         """Refuses what another run has left, and leaves it as it is; then sets damaged checkpoints aside, and opens the ledger."""
-        try:
-            self._refuse_to_begin_anew()
-            if self._identity is not None:
-                if resumes_at := newest_step(self.path):
-                    check_models(Checkpoint(resumes_at, self.path / f"step_{resumes_at}"), self.config)
-                check_identity(self.path / IDENTITY, self._identity, allowed=self.config.checkpointing.allow_changes, resumes_at=resumes_at)
-            newest = self.checkpoints.newest(sets_aside=True)
-            self.ledger = Ledger(self.path / LEDGER, check_owner=self._ownership.check)
-            if self.ledger.damage and (obstacle := self.ledger.find_obstacle(*_place(newest))):
-                raise ValueError(obstacle)
-        except (OSError, ValueError):
-            self._ownership.give_back()
-            raise
+        self._refuse_to_begin_anew()
+        if self._identity is not None:
+            if resumes_at := newest_step(self.path):
+                check_models(Checkpoint(resumes_at, self.path / f"step_{resumes_at}"), self.config)
+            check_identity(self.path / IDENTITY, self._identity, allowed=self.config.checkpointing.allow_changes, resumes_at=resumes_at)
+        newest = self.checkpoints.newest(sets_aside=True)
+        self.ledger = Ledger(self.path / LEDGER, check_owner=self._ownership.check)
+        if self.ledger.damage and (obstacle := self.ledger.find_obstacle(*_place(newest))):
+            raise ValueError(obstacle)
 
     def _refuse_to_begin_anew(self, *, before: float = math.inf) -> None:
         if lost := find_lost_run(self.path, before=before):
@@ -403,10 +407,24 @@ def last_step_in(path: Path) -> int:
     return int(max((step for step, _ in _lines(path) if step < math.inf), default=-1))
 
 
+def read_or_set_aside(path: Path) -> bytes:
+    """The content of a file; of one that cannot be read, or is none, nothing: it is renamed, so that there can be a new one."""
+    if not os.path.lexists(path):
+        return b""
+    try:
+        return read_whole(path)
+    except TimeoutError:
+        raise
+    except OSError as error:
+        aside = put_aside(path, DAMAGED)
+        logger.warning("%s cannot be read: %s. It is set aside as %s", path, error, aside.name)
+        return b""
+
+
 def _lines(path: Path) -> list[tuple[float, str]]:
     found: list[tuple[float, str]] = []
     # A power cut may leave anything; our lines are ASCII.
-    for line in read_whole(path).decode("ascii", errors="replace").splitlines() if path.exists() else []:
+    for line in read_or_set_aside(path).decode("ascii", errors="replace").splitlines():
         try:
             found.append((int(json.loads(line)["step"]), line))
         except (ValueError, KeyError, TypeError, RecursionError):

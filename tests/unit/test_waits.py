@@ -90,7 +90,6 @@ UNLIMITED = {
     ("mrl/cluster/runtime.py", "shutil.rmtree("): "in the folder of temporary files: Ray's own, on a disk of the host",
     ("mrl/store/ledger.py", "self.flush()"): "no file: see `Ledger.flush`, which has a limit",
     ("mrl/loop/saving.py", "self._folder.ledger.flush()"): "no file: see `Ledger.flush`, which has a limit",
-    ("mrl/store/checkpoints.py", "shutil.rmtree(removed"): "in `commit`, which has a limit",
     ("mrl/store/loggers/swanlab.py", "folder.mkdir("): "in a logger's thread, which the driver waits for within a limit",
     ("mrl/store/loggers/tensorboard.py", "self._writer.flush()"): "in a logger's thread, which the driver waits for within a limit",
     ("mrl/store/samples.py", "file.write(lines"): "in `append_report_samples`, which `RunFolder` calls within a limit",

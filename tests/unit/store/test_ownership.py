@@ -187,13 +187,6 @@ def test_who_has_lost_the_folder_publishes_nothing_more(file: Path):
     assert len((file.parent / "ledger.jsonl").read_text().splitlines()) == 1
 
 
-def test_a_damaged_file_of_an_owner_is_named(file: Path):
-    for damaged in ("{", "{}", '{"process": {"pid": 7}}', "7"):
-        file.write_text(damaged)
-        with pytest.raises(ValueError, match=r"owner\.json names no process .*; remove it"):
-            Ownership(file).take()
-
-
 def test_a_file_that_is_given_back_between_two_looks_is_tried_again(file: Path, monkeypatch: pytest.MonkeyPatch):
     """Another process removes it after the link has failed."""
     link, answers = os.link, [FileExistsError]
