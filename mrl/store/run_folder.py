@@ -25,6 +25,7 @@ from mrl import spans
 from mrl.config.load import changes_since, resolved_yaml
 from mrl.config.schema.run import RunConfig
 from mrl.data.chat import OWN_TEMPLATE, load_tokenizer, template_text
+from mrl.data.reading import LeftOut, write_quarantine
 from mrl.env import kill_point
 from mrl.phases import ModelName
 from mrl.store.about import about_this_attempt
@@ -113,8 +114,6 @@ class RunFolder:
             kill_point("start")
             make_folder(self.log_folder)
             self.checkpoints.remove_unfinished()
-            for name in (RUN_CONFIG, ABOUT):
-                read_or_set_aside(self.path / name)
             for line in changes_since(self.path / RUN_CONFIG, self.config):
                 logger.info("Config since the last attempt: %s", line)
             kill_point("start")
@@ -157,6 +156,8 @@ class RunFolder:
     def _check_start(self) -> None:
         """Refuses what another run has left, and leaves it as it is; then sets damaged checkpoints aside, and opens the ledger."""
         self._refuse_to_begin_anew()
+        for name in (RUN_CONFIG, ABOUT, IDENTITY):
+            read_or_set_aside(self.path / name)
         if self._identity is not None:
             if resumes_at := newest_step(self.path):
                 check_models(Checkpoint(resumes_at, self.path / f"step_{resumes_at}"), self.config)
@@ -322,6 +323,18 @@ class RunFolder:
 
     def print_header(self, step: int, last_step: int) -> None:
         story.info("\n%s", step_header(step, last_step))
+
+    def copy_identity(self, checkpoint: Checkpoint) -> None:
+        """Puts model, tokenizer and data of the run, by their checksums, into a checkpoint."""
+        if self._identity is not None:
+            path, text = checkpoint.folder / IDENTITY, json.dumps(self._identity)
+            within(WRITE_TIMEOUT_S, f"write of {path}", path.write_text, text, encoding="utf-8")
+
+    def note_left_out(self, left_out: Sequence[LeftOut]) -> None:
+        """Writes the rows of data that the run leaves out into the folder `quarantine`, if there are any."""
+        quarantine = self.path / "quarantine"
+        with self._may_fail("quarantine"):
+            within(WRITE_TIMEOUT_S, f"write of {quarantine}", write_quarantine, left_out, quarantine)
 
     def copy_tokenizer(self, checkpoint: Checkpoint, model: ModelName = "policy") -> None:
         """Puts the files of `COPIED` beside the weights of a model, so that it can be exported on its own."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,18 @@ import pytest
 
 from conversion.files import durable
 from mrl.store import checkpoints, ownership
+from mrl.store.identity import Identity
 from mrl.store.run_folder import METRICS, SAMPLES, RunFolder
 from tests.unit.store.test_checkpoints import empty, replace_by_a_bad_block, replace_by_a_folder, replace_by_a_loop
 from tests.unit.store.test_kill_points import run
 from tests.unit.store.test_run_folder import config
 from tests.waiting import Clock
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes most of the time of an attempt here."""
+    monkeypatch.setattr("mrl.store.run_folder.write_report", lambda *_, **__: None)
 
 
 @pytest.fixture
@@ -35,9 +43,30 @@ def assert_goes_on(folder: Path) -> None:
         assert len((folder / METRICS).read_text().splitlines()) >= last - 2
 
 
-@pytest.mark.parametrize("break_", [empty, replace_by_a_folder, replace_by_a_bad_block, replace_by_a_loop, Path.unlink])
-@pytest.mark.parametrize("name", [METRICS, SAMPLES, "ledger.jsonl", "config.yaml", "about.json"])
-def test_a_file_of_the_run_folder_that_cannot_be_read_is_set_aside(folder: Path, break_: Callable[[Path], None], name: str):
+def identity(model: str = "a") -> Identity:
+    return {"model": {"config.json": model}, "tokenizer": {}, "data": {}}
+
+
+@pytest.mark.parametrize("break_", [empty, replace_by_a_folder, Path.unlink])
+def test_an_identity_that_is_lost_is_that_of_the_newest_checkpoint(tmp_path: Path, break_: Callable[[Path], None]):
+    (tmp_path / "model").mkdir()
+    run(tmp_path, 1, identity())
+    for step in (2, 3):
+        break_(tmp_path / "run/identity.json")
+        with pytest.raises(ValueError, match=r"policy\.model_name: the run resumes at step \d with another model"):
+            run(tmp_path, 1, identity("b"))
+        assert sorted(run(tmp_path, 1, identity()).folder.ledger.state.trained) == list(range(1, step + 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "break_"),
+    [
+        *itertools.product([METRICS, SAMPLES], [replace_by_a_folder, replace_by_a_bad_block, replace_by_a_loop]),
+        *itertools.product(["ledger.jsonl", "config.yaml"], [empty, replace_by_a_folder]),
+        ("about.json", replace_by_a_folder),
+    ],
+)
+def test_a_file_of_the_run_folder_that_cannot_be_read_is_set_aside(folder: Path, name: str, break_: Callable[[Path], None]):
     break_(folder / name)
     assert_goes_on(folder)
 
@@ -46,14 +75,13 @@ def dangling(path: Path) -> None:
     path.symlink_to("/nowhere")
 
 
-@pytest.mark.parametrize("make", [Path.touch, Path.mkdir, dangling])
-@pytest.mark.parametrize("name", ["tmp_step_3", "tmp_old_step_1", "tmp_old_tmp_step_1"])
-def test_what_has_the_name_of_an_interrupted_save_is_removed(folder: Path, make: Callable[[Path], None], name: str):
+@pytest.mark.parametrize(("name", "make"), [("tmp_step_3", Path.touch), ("tmp_step_3", dangling), ("tmp_old_tmp_step_1", Path.mkdir)])
+def test_what_has_the_name_of_an_interrupted_save_is_removed(folder: Path, name: str, make: Callable[[Path], None]):
     make(folder / name)
     assert_goes_on(folder)
 
 
-@pytest.mark.parametrize("make", [Path.touch, Path.mkdir, dangling])
+@pytest.mark.parametrize("make", [Path.touch, dangling])
 def test_what_has_the_name_of_a_checkpoint_and_is_none_is_passed_over(folder: Path, make: Callable[[Path], None]):
     make(folder / "step_9")
     assert_goes_on(folder)
@@ -97,7 +125,7 @@ def test_a_checkpoint_that_this_user_may_not_read_is_not_damaged(folder: Path, m
     assert_goes_on(folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"process": {"pid": 7}}', b"7", b"\0" * 100])
+@pytest.mark.parametrize("content", [b"", b'{"process": {"pid": 7}}', b"7"])
 def test_an_owner_whose_name_is_lost_is_judged_by_its_signs_of_life(folder: Path, monkeypatch: pytest.MonkeyPatch, content: bytes):
     monkeypatch.setattr(ownership, "time", clock := Clock())
     (folder / "owner.json").write_bytes(content)
