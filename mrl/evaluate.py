@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import sys
 
+from conversion.files.limits import limit_console
 from mrl.signals import LISTENER
 
 if __name__ == "__main__" and "--check" not in sys.argv:
     LISTENER.listen()
+    limit_console()
 
 from mrl import check
 from mrl.config.secrets import run_entry
@@ -40,6 +42,7 @@ from mrl.data.prompts import PromptData, load_prompts, validation_sampling
 from mrl.loop.preflight import check_start
 from mrl.store.console import rollout_progress
 from mrl.store.evaluations import ALL, scores_by_environment, table_lines, write_results
+from mrl.store.loggers.thread import exit_with
 from mrl.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -122,4 +125,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_entry(main))
+    exit_with(main)

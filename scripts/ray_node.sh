@@ -172,6 +172,8 @@ check_devices
 
 # Ray would start a Python process for each core of the node, of which mrl uses none: its actors have environments of their own.
 export RAY_prestart_worker_first_driver=0
+# Nothing waits for the dashboard but the start of Ray, which a busy host must not fail for it.
+export RAY_DASHBOARD_STARTUP_TIMEOUT_S=${RAY_DASHBOARD_STARTUP_TIMEOUT_S:-600}
 export RAY_USAGE_STATS_ENABLED=0 RAY_raylet_start_wait_time_s=${RAY_raylet_start_wait_time_s:-120} RAY_AUTH_MODE=token
 if [[ -n ${RAY_TOKEN_FILE:-} ]]; then
     export RAY_AUTH_TOKEN_PATH=$RAY_TOKEN_FILE

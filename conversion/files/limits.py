@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits for calls that have none of their own: of a file system, or of a library that waits for another process."""
+"""Limits for calls that have none of their own: of a file system, of a library that waits for another process, or of a console."""
 
 from __future__ import annotations
 
+import io
+import os
+import select
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TextIO, TypeVar
+
+# A console that takes nothing for so long has no reader, or lies on a file system that hangs.
+CONSOLE_TIMEOUT_S = 5.0
+# Lines that wait for it: a few MB.
+MAX_WAITING = 10_000
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,3 +74,100 @@ def within(limit_s: float, what: str, call: Callable[P, T], *arguments: P.args, 
         return thread.within(limit_s, what, call, *arguments, **options)
     finally:
         thread.end()
+
+
+class LimitedOutput(io.RawIOBase):
+    """The writes to a console, made by a thread. One that takes nothing costs a writer `CONSOLE_TIMEOUT_S` once.
+
+    What follows waits in order until it takes something again; what is too much then, or finds a full disk or no reader, is lost and
+    counted.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._pid, self.name = descriptor, os.getpid(), "console"
+        self._thread = LimitedThread("console")
+        self._waiting = deque[bytes]()
+        self._lock = threading.Lock()
+        self._num_lost = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        text = bytes(data)
+        if os.getpid() != self._pid:  # a fork lacks the thread
+            return os.write(self._descriptor, text)
+        with self._lock:
+            is_first, has_room = not self._waiting, len(self._waiting) < MAX_WAITING
+            if has_room:
+                self._waiting.append(text)
+            self._num_lost += not has_room
+        if is_first:
+            self.settle()
+        return len(text)
+
+    def settle(self) -> bool:
+        """Waits until the console has taken all output, up to the limit; whether it has, and has lost nothing that it was not told of."""
+        try:
+            self._thread.within(CONSOLE_TIMEOUT_S, "console", self._write_waiting)
+        except TimeoutError:
+            return False
+        return not self._num_lost
+
+    def _write_waiting(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    break
+                text = self._waiting[0]
+            is_taken = self._write_all(text)
+            with self._lock:
+                self._waiting.popleft()
+                self._num_lost += not is_taken
+        if self._num_lost and self._write_all(f"\n[{self._num_lost} lines of output are lost: nothing took them]\n".encode()):
+            self._num_lost = 0
+
+    def _write_all(self, text: bytes) -> bool:
+        """Whether the console has taken the whole text, however long that takes."""
+        while text:
+            try:
+                text = text[os.write(self._descriptor, text) :]
+            except BlockingIOError:  # whoever shares it may have made it so
+                select.select([], [self._descriptor], [], CONSOLE_TIMEOUT_S)
+            except OSError:
+                return False
+        return True
+
+
+_consoles: list[tuple[str, TextIO, LimitedOutput]] = []
+
+
+def limit_console() -> None:
+    """Lets nothing that this process prints hold it up for longer than a limit, or end it. `settle_console` comes at its end."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed by who started this process: a file of the run would get the number, and what libraries print
+            os.open(os.devnull, os.O_RDWR)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w", encoding="utf-8")
+        output = LimitedOutput(stream.fileno())
+        setattr(sys, name, io.TextIOWrapper(output, stream.encoding, stream.errors, line_buffering=True))
+        _consoles.append((name, stream, output))
+
+
+def settle_console() -> bool:
+    """Gives Python its own streams back once the console has taken all output; False: it does not, and they would hang, or fail."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    is_settled = all([output.settle() for _, _, output in _consoles])
+    while is_settled and _consoles:
+        name, stream, _ = _consoles.pop()
+        setattr(sys, name, stream)
+    return is_settled

@@ -27,6 +27,7 @@ from conversion.files.limits import LimitedThread
 from mrl import spans
 from mrl.cluster import hangs
 from mrl.cluster.errors import ActorLost, ActorName, Aftermath, DeadlineExceeded, NoCluster, way_out
+from mrl.cluster.members import lost_nodes
 from mrl.refit import GivenUp
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, wh
     In place of an aftermath it is the first of another kind, if one comes; in place of a complaint of those that give no answer at all,
     a DeadlineExceeded with their names.
     """
-    if isinstance(error, ActorLost):
+    if isinstance(error, ActorLost | NoCluster):
         return error
     waiting = dict(pending)
     end = time.monotonic() + BLAME_WINDOW_S
@@ -194,11 +195,13 @@ def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, wh
         for reference in ready:
             try:
                 fetch(reference, actor=waiting.pop(reference), what=what)
-            except ActorLost as lost:
+            except (ActorLost, NoCluster) as lost:
                 return lost
             except (RuntimeError, ValueError) as other:
                 if isinstance(error, Aftermath):
                     error = other
+    if lost := lost_nodes():
+        return NoCluster(f"{lost}; {error}")
     message = hangs.who_is_to_blame(error, [str(name) for name in waiting.values()], what=what)
     return error if message is None else DeadlineExceeded(message)
 
@@ -206,7 +209,7 @@ def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, wh
 def fetch(reference: ray.ObjectRef[T], *, actor: object, what: str) -> T:
     """The answer of a call that is ready. Raises ActorLost if the actor died, else its own error with its name and `what` in front.
 
-    NoCluster: a daemon of Ray has died, and actors with it.
+    NoCluster: a daemon of Ray has died, or another node, and actors with it.
     """
     with translated(actor, what):
         return ray.get(reference, timeout=FETCH_TIMEOUT_S)
@@ -238,6 +241,8 @@ def translated(actor: object, what: str) -> Iterator[None]:
     except LOSSES as error:
         if dead := dead_daemons():
             raise NoCluster(f"{dead}, and all actors with it; {actor} gave no answer to {what}") from error
+        if lost := lost_nodes():
+            raise NoCluster(f"{lost}, and all actors there with it; {actor} gave no answer to {what}") from error
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
         raise ActorLost(actor, what, f"{SHORT_OF_MEMORY}: {reason}" if isinstance(error, OutOfMemoryError) else reason) from error

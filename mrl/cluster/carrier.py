@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+from conversion.files.limits import limit_console
+
 OUTBOX = "outbox"
 LINK_SUFFIX = ".to"
 INTERVAL_S = 0.2
@@ -77,6 +79,7 @@ def start_carrier(folder: Path) -> tuple[int, int]:
         os.close(ends_here)
         return pid, stays_open
     os.close(stays_open)
+    limit_console()
     carrier, is_last = Carrier(folder), False
     while not is_last:
         is_last = bool(select.select([ends_here], [], [], INTERVAL_S)[0])

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from conversion.files.limits import within
+from conversion.files.limits import limit_console, within
 from mrl.cluster.carrier import end_carrier, start_carrier
 from mrl.signals import MARK
 
@@ -146,6 +146,7 @@ def reap(folder: str) -> None:
 
 if __name__ == "__main__":
     carrier = start_carrier(Path(sys.argv[1]))
+    limit_console()
     sys.stdin.buffer.read()
     reap(sys.argv[1])
     end_carrier(*carrier)

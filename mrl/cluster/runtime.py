@@ -32,6 +32,7 @@ from mrl.cluster.environment import SIGNS
 from mrl.cluster.errors import NoCluster
 from mrl.cluster.lifetime import REAPER_TIMEOUT_S, end_reaper, kill_processes, read_capacity, start_reaper
 from mrl.cluster.lookouts import Lookouts
+from mrl.cluster.members import Member, members
 from mrl.cluster.scheduling import engine_slots, find_engine_across_nodes, share_of_cores, slot_table
 from mrl.cluster.watchdog import start_watchdog
 from mrl.config.schema.run import RunConfig
@@ -91,6 +92,10 @@ def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[P
         with shielded(), hangs.waiting("start of Ray", lambda: hangs.RAY_PROCESSES, time.monotonic()):
             if config.cluster.num_nodes > 1:
                 join_cluster()
+                living = [node for node in ray.nodes() if node["Alive"]]
+                members[:] = [
+                    Member(str(node["NodeManagerHostname"]), node["NodeManagerAddress"], node["NodeManagerPort"]) for node in living
+                ]
             else:
                 _keep_others_out(folder)
                 start_ray(config, folder)

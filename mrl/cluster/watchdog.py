@@ -305,12 +305,10 @@ class Watchdog:
         return {reading.key: innermost(text) for reading, text in stacks}, target
 
     def _say(self, level: int, text: str) -> None:
-        """Writes to the local disk first: whoever else logs may hold the terminal."""
+        """Writes to the local disk first: the console may take nothing for a while."""
         with local_file(self._folder, self._log_folder / LOG).open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-        console = threading.Thread(target=logger.log, args=(level, "%s", text), daemon=True)
-        console.start()
-        console.join(CONSOLE_TIMEOUT_S)
+        logger.log(level, "%s", text)
 
     def _end(self, reason: str) -> None:
         """Kills the run's processes and ends this one, as a failed attempt."""

@@ -7,15 +7,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from conversion.files.durable import WRITE_TIMEOUT_S
-from conversion.files.limits import within
 from mrl import check, env, startup
 from mrl.algo.agreement import Disagreement
 from mrl.cluster.errors import ActorLost, DeadlineExceeded, NoCluster
 from mrl.cluster.nodes import watch_hosts
 from mrl.config.files import find_config
 from mrl.config.load import load_run
-from mrl.data.reading import write_quarantine
 from mrl.loop import examples, rollouts
 from mrl.loop.rollout_queue import NoSignal
 from mrl.loop.run import Budget, Run, Supplier, Training
@@ -35,8 +32,7 @@ Train = Callable[[Run[Supplier], Checkpoint | None], RunState]
 def run_attempt(train: Train, training: Training[Supplier], folder: RunFolder, budget: Budget) -> bool:
     """Runs the configured steps from the newest checkpoint on. False if the budget was over first: the same command goes on."""
     config, started = training.config, time.monotonic()
-    quarantine = folder.path / "quarantine"
-    within(WRITE_TIMEOUT_S, f"write of {quarantine}", write_quarantine, training.left_out, quarantine)
+    folder.note_left_out(training.left_out)
     checkpoint, last_step = folder.newest_checkpoint(), training.num_steps
     while checkpoint is not None and (checkpoint.step >= last_step or is_good_enough(config.rollouts, checkpoint.state().metrics)):
         # No rank will load it, and look at its shards.

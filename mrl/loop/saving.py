@@ -75,6 +75,7 @@ class CheckpointSaver:
             models = self._session.trained_models
             checkpoint = self._folder.checkpoints.begin(state, models)
             self._folder.ledger.copy_to(checkpoint.ledger)
+            self._folder.copy_identity(checkpoint)
             for model in models:
                 self._folder.copy_tokenizer(checkpoint, model)
             begun: list[ModelName] = []

@@ -8,17 +8,17 @@ A folder `step_N` without its marker, or with a file that differs from the manif
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from conversion.files.durable import IO_TIMEOUT_S, put_aside, sync_file, write_atomic
+from conversion.files.durable import IO_TIMEOUT_S, put_aside, remove_any, sync_file, write_atomic
 from conversion.files.limits import within
 from conversion.files.manifest import FileRecord, file_record
 from conversion.files.reading import find_difference, name_inside, read_file, read_json, sha256_file
@@ -108,7 +108,9 @@ class CheckpointStore:
         return pending
 
     def _lay_out(self, pending: Checkpoint, models: Iterable[ModelName], state: str) -> None:
-        shutil.rmtree(pending.folder, ignore_errors=True)
+        # Under another name first: a file server may keep a part of it for a while.
+        if os.path.lexists(pending.folder):
+            remove_any(put_aside(pending.folder, REMOVED))
         for model in models:
             pending.weights_of(model).mkdir(parents=True)
         (pending.folder / STATE).write_text(state, encoding="utf-8")
@@ -143,10 +145,10 @@ class CheckpointStore:
         sync_file(self.folder)
         kill_point("commit")
         if replaced is not None:
-            shutil.rmtree(replaced, ignore_errors=True)
+            remove_any(replaced)
         try:
             self._prune(pending.step)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             logger.warning("%s is saved, but of those before it not all that should go could be removed: %s", final, error)
         return Checkpoint(pending.step, final)
 
@@ -180,10 +182,10 @@ class CheckpointStore:
         within(IO_TIMEOUT_S, f"removal of interrupted saves in {self.folder}", self._remove_unfinished)
 
     def _remove_unfinished(self) -> None:
-        for pattern in ("tmp_step_*", f"{REMOVED}step_*"):
+        for pattern in ("tmp_step_*", f"{REMOVED}*"):
             for folder in self.folder.glob(pattern):
                 logger.info("removing %s, left by an interrupted save", folder)
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_any(folder)
 
     def _value(self, state: RunState) -> float | None:
         """The metric by which a checkpoint ranks; None if there is none, or it is no number."""
@@ -214,7 +216,7 @@ class CheckpointStore:
                 # Under another name first: an interrupted removal leaves nothing that looks like a checkpoint.
                 removed = put_aside(checkpoint.folder, REMOVED)
                 kill_point("prune")
-                shutil.rmtree(removed, ignore_errors=True)
+                remove_any(removed)
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
@@ -273,12 +275,16 @@ def check_models(checkpoint: Checkpoint, config: RunConfig) -> None:
 def find_damage(folder: Path, *, with_shards: bool = True) -> str | None:
     """The damage of a checkpoint folder: no marker, or the first file that differs from the manifest; None if it is whole.
 
-    Of shards compares sizes, and the content only `with_shards`. What cannot be read is damaged, unless the file system gives no answer.
+    Of shards compares sizes, and the content only `with_shards`. What cannot be read is damaged, unless the file system gives no answer, or
+    this user may not read it, a ValueError.
     """
     try:
         return _find_damage(folder, with_shards=with_shards)
     except TimeoutError:
         raise
+    except PermissionError as error:
+        way_out = f"start as its user, or let this one read it: chmod -R u+rwX {folder}"
+        raise ValueError(f"{folder} may be whole, and this user may not read it: {error}; {way_out}") from error
     except (OSError, ValueError) as error:
         return f"it cannot be read: {error}"
 
@@ -299,6 +305,8 @@ def _find_damage(folder: Path, *, with_shards: bool) -> str | None:
             return f"{path.relative_to(folder)} is missing"
         if path.stat().st_size != size:
             return f"{path.relative_to(folder)} has {path.stat().st_size} bytes, the manifest says {size}"
+        if not os.access(path, os.R_OK):  # shards, too, which only ranks read
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     read = {path: sha256 for path, (_, sha256) in files.items() if with_shards or not SHARD.fullmatch(path.name)}
     return find_difference(read) or None
 

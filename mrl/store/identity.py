@@ -30,7 +30,7 @@ Identity = dict[str, dict[str, str]]
 """For model, tokenizer and data, and for teachers and a critic if there are any: the parts that it consists of, and a checksum of each."""
 
 IDENTITY = "identity.json"
-"""In the run folder."""
+"""In the run folder, and a copy in each checkpoint."""
 KEYS = {
     "model": "policy.model_name",
     "tokenizer": "policy.tokenizer",
@@ -130,9 +130,9 @@ def find_changes(
 ) -> tuple[list[str], list[str]]:
     """What a run that resumes would exchange: what refuses it, and what `allowed` names. `UNKNOWN` equals all.
 
-    ValueError: the file is damaged.
+    ValueError: the file is damaged, and its copy in the checkpoint, too.
     """
-    before, refused, said = _read(file) if resumes_at and file.exists() else identity, list[str](), list[str]()
+    before, refused, said = (_read(file, resumes_at) if resumes_at else None) or identity, list[str](), list[str]()
     for name in names:
         parts, old = identity.get(name, {}), before.get(name, {})
         changed = [part for part in parts | old if parts.get(part) not in (UNKNOWN, old.get(part))]
@@ -147,11 +147,16 @@ def find_changes(
     return refused, said
 
 
-def _read(file: Path) -> Identity:
-    with suppress(ValueError):
-        content = read_json(file)
-        if isinstance(content, dict) and all(isinstance(content.get(name), dict) for name in _ALWAYS):
-            return content
+def _read(file: Path, resumes_at: int) -> Identity | None:
+    """The identity of a run, or else its copy in the checkpoint from which it resumes; None: there is neither."""
+    places = [place for place in (file, file.parent / f"step_{resumes_at}" / file.name) if place.exists()]
+    for place in places:
+        with suppress(ValueError, OSError):
+            content = read_json(place)
+            if isinstance(content, dict) and all(isinstance(content.get(name), dict) for name in _ALWAYS):
+                return content
+    if not places:
+        return None
     raise ValueError(f"{file} is damaged; restore it, or remove it if model, tokenizer and data are those of the run")
 
 

@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from conversion.files.durable import WRITE_TIMEOUT_S, read_whole, remove_file, write_atomic
+from conversion.files.durable import WRITE_TIMEOUT_S, read_whole, remove_file, sync_file, write_atomic
 from conversion.files.limits import within
 from conversion.files.owners import HEARTBEAT_S, Owner, heartbeat, this_process
 from mrl import env
@@ -59,17 +59,22 @@ class Attempt:
         return f"process {self.process.pid} on {self.process.host}{job}"
 
 
+NOBODY = Attempt(Owner("an unknown host", "", 0, 0, 0), None, 0)
+"""In place of an owner whose name cannot be read: signs of life decide."""
+
+
 class Ownership:
     """The calling process's hold on a run folder, from `take` to `give_back`."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._mine = Attempt(this_process(), env.SLURM_JOB_ID.read(), int(env.SLURM_RESTART_COUNT.read() or 0))
-        self._beating = ExitStack()
+        self._beating, self._is_held = ExitStack(), False
 
     def take(self) -> None:
         """Makes this process the owner, after a watch for the owner's signs of life; ValueError: a living process owns the folder."""
         self._claim(self._file)
+        self._is_held = True
         self._beating.enter_context(heartbeat(self._file))
 
     def _claim(self, file: Path) -> None:
@@ -98,8 +103,9 @@ class Ownership:
     def _create(self, file: Path) -> bool:
         """Whether this process has made `file`, which did not exist, with its name in it."""
         aside = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
-        aside.write_text(self._text(), encoding="utf-8")
         try:
+            aside.write_text(self._text(), encoding="utf-8")
+            sync_file(aside)
             os.link(aside, file)
         except FileExistsError:
             # A file server whose first answer got lost is asked again, and finds what it has made.
@@ -116,7 +122,7 @@ class Ownership:
                 return False
             file.write_text(self._text(), encoding="utf-8")
         finally:
-            aside.unlink()
+            aside.unlink(missing_ok=True)
         return True
 
     def _text(self) -> str:
@@ -138,7 +144,7 @@ class Ownership:
     def give_back(self) -> None:
         """Ends the hold; the file goes if it is still this process's."""
         self._beating.close()
-        if self._read(self._file) == self._mine:
+        if self._is_held and self._read(self._file) == self._mine:
             remove_file(self._file)
 
     def _read(self, file: Path) -> Attempt | None:
@@ -147,8 +153,8 @@ class Ownership:
             return Attempt(Owner(**found["process"]), found["job"], found["restart"])
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{file} names no process ({error}); remove it if no run uses this folder") from error
+        except (ValueError, KeyError, TypeError):  # as a power loss leaves it, or a kill where there are no hard links
+            return NOBODY
 
     def _lives(self, other: Attempt, file: Path) -> bool:
         if other.process.is_visible():

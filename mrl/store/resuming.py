@@ -47,9 +47,8 @@ def look_at_folder(config: RunConfig, data: Sequence[Data], *, is_strict: bool) 
             found.problems.append(Unprovided(f"{key} is in use by {holder}; wait for it, stop it, or choose another folder"))
     except (OSError, ValueError) as error:
         found.problems.append(str(error))
-    newest = _newest_whole(path, key, found)
-    step = newest_step(path)
     try:
+        newest, step = _newest_whole(path, key, found), newest_step(path)
         if step:
             check_models(Checkpoint(step, path / f"step_{step}"), config)
             _compare(config, path / IDENTITY, step, data, found, is_strict=is_strict)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import shutil
 import statistics
 import time
@@ -17,17 +18,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S, make_folder, read_whole, write_atomic
+from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S, make_folder, put_aside, read_whole, write_atomic
 from conversion.files.hf_folder import OF_THE_MODEL, copy_companions
 from conversion.files.limits import is_waiting, within
 from mrl import spans
 from mrl.config.load import changes_since, resolved_yaml
 from mrl.config.schema.run import RunConfig
 from mrl.data.chat import OWN_TEMPLATE, load_tokenizer, template_text
+from mrl.data.reading import LeftOut, write_quarantine
 from mrl.env import kill_point
 from mrl.phases import ModelName
 from mrl.store.about import about_this_attempt
 from mrl.store.checkpoints import (
+    DAMAGED,
     LEDGER,
     RUN_CONFIG,
     Checkpoint,
@@ -120,7 +123,11 @@ class RunFolder:
             spans.record_in(self.log_folder / "actors" / f"driver{spans.SUFFIX}")
         except TimeoutError:
             raise
+        except ValueError:
+            self._ownership.give_back()
+            raise
         except OSError as error:
+            self._ownership.give_back()
             way_out = "free space there, or choose another folder"
             raise ValueError(f"checkpointing.checkpoint_dir={self.path} cannot be written: {error}; {way_out}") from error
         logger.info("Using log directory: %s", self.log_folder)
@@ -148,19 +155,17 @@ class RunFolder:
 
     def _check_start(self) -> None:
         """Refuses what another run has left, and leaves it as it is; then sets damaged checkpoints aside, and opens the ledger."""
-        try:
-            self._refuse_to_begin_anew()
-            if self._identity is not None:
-                if resumes_at := newest_step(self.path):
-                    check_models(Checkpoint(resumes_at, self.path / f"step_{resumes_at}"), self.config)
-                check_identity(self.path / IDENTITY, self._identity, allowed=self.config.checkpointing.allow_changes, resumes_at=resumes_at)
-            newest = self.checkpoints.newest(sets_aside=True)
-            self.ledger = Ledger(self.path / LEDGER, check_owner=self._ownership.check)
-            if self.ledger.damage and (obstacle := self.ledger.find_obstacle(*_place(newest))):
-                raise ValueError(obstacle)
-        except (OSError, ValueError):
-            self._ownership.give_back()
-            raise
+        self._refuse_to_begin_anew()
+        for name in (RUN_CONFIG, ABOUT, IDENTITY):
+            read_or_set_aside(self.path / name)
+        if self._identity is not None:
+            if resumes_at := newest_step(self.path):
+                check_models(Checkpoint(resumes_at, self.path / f"step_{resumes_at}"), self.config)
+            check_identity(self.path / IDENTITY, self._identity, allowed=self.config.checkpointing.allow_changes, resumes_at=resumes_at)
+        newest = self.checkpoints.newest(sets_aside=True)
+        self.ledger = Ledger(self.path / LEDGER, check_owner=self._ownership.check)
+        if self.ledger.damage and (obstacle := self.ledger.find_obstacle(*_place(newest))):
+            raise ValueError(obstacle)
 
     def _refuse_to_begin_anew(self, *, before: float = math.inf) -> None:
         if lost := find_lost_run(self.path, before=before):
@@ -319,6 +324,18 @@ class RunFolder:
     def print_header(self, step: int, last_step: int) -> None:
         story.info("\n%s", step_header(step, last_step))
 
+    def copy_identity(self, checkpoint: Checkpoint) -> None:
+        """Puts model, tokenizer and data of the run, by their checksums, into a checkpoint."""
+        if self._identity is not None:
+            path, text = checkpoint.folder / IDENTITY, json.dumps(self._identity)
+            within(WRITE_TIMEOUT_S, f"write of {path}", path.write_text, text, encoding="utf-8")
+
+    def note_left_out(self, left_out: Sequence[LeftOut]) -> None:
+        """Writes the rows of data that the run leaves out into the folder `quarantine`, if there are any."""
+        quarantine = self.path / "quarantine"
+        with self._may_fail("quarantine"):
+            within(WRITE_TIMEOUT_S, f"write of {quarantine}", write_quarantine, left_out, quarantine)
+
     def copy_tokenizer(self, checkpoint: Checkpoint, model: ModelName = "policy") -> None:
         """Puts the files of `COPIED` beside the weights of a model, so that it can be exported on its own."""
         source, target = Path(self.config.policy.tokenizer.name), checkpoint.weights_of(model).parent / "tokenizer"
@@ -403,10 +420,24 @@ def last_step_in(path: Path) -> int:
     return int(max((step for step, _ in _lines(path) if step < math.inf), default=-1))
 
 
+def read_or_set_aside(path: Path) -> bytes:
+    """The content of a file; of one that cannot be read, or is none, nothing: it is renamed, so that there can be a new one."""
+    if not os.path.lexists(path):
+        return b""
+    try:
+        return read_whole(path)
+    except TimeoutError:
+        raise
+    except OSError as error:
+        aside = put_aside(path, DAMAGED)
+        logger.warning("%s cannot be read: %s. It is set aside as %s", path, error, aside.name)
+        return b""
+
+
 def _lines(path: Path) -> list[tuple[float, str]]:
     found: list[tuple[float, str]] = []
     # A power cut may leave anything; our lines are ASCII.
-    for line in read_whole(path).decode("ascii", errors="replace").splitlines() if path.exists() else []:
+    for line in read_or_set_aside(path).decode("ascii", errors="replace").splitlines():
         try:
             found.append((int(json.loads(line)["step"]), line))
         except (ValueError, KeyError, TypeError, RecursionError):

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NoReturn, cast
 
-from conversion.files.limits import is_waiting
+from conversion.files.limits import is_waiting, settle_console
 from mrl.config.own import find
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.secrets import redact_text, run_entry
@@ -125,11 +125,9 @@ class SinkThread:
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
-    """Ends this process with the exit code of `main`, even while a logger or a disk hangs: Python would wait for threads and hooks."""
+    """Ends this process with the exit code of `main`, even while a logger, a disk or a console hangs: Python would wait for them."""
     code = run_entry(main)
-    if is_waiting() or any(thread.name.startswith(THREAD_PREFIX) for thread in threading.enumerate()):
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
+    logging.shutdown()
+    if not settle_console() or is_waiting() or any(thread.name.startswith(THREAD_PREFIX) for thread in threading.enumerate()):
         os._exit(code)
     sys.exit(code)

@@ -13,6 +13,7 @@ import pytest
 
 from mrl import env
 from mrl.store.checkpoints import find_damage
+from mrl.store.identity import Identity
 from mrl.store.ledger import replay
 from mrl.store.run_folder import RunFolder
 from tests.unit.loop.test_saving import Attempt, flip
@@ -23,11 +24,11 @@ HANG_S = 60
 POINTS = {"start": 3, "rollouts": 16, "commit": 16, "prune": 8, "fallback": 5}
 
 
-def run(folder: Path, steps: int) -> Attempt:
+def run(folder: Path, steps: int, identity: Identity | None = None) -> Attempt:
     """An attempt that makes so many steps, each saved; two checkpoints are kept. Its ranks are those of the tests of saving."""
     settings = config(folder)
     settings.checkpointing.metric_name, settings.checkpointing.save_period, settings.checkpointing.keep_top_k = None, 1, 2
-    run_folder = RunFolder(settings)
+    run_folder = RunFolder(settings, identity)
     run_folder.open()
     attempt = Attempt(run_folder)
     state = attempt.saver.load(attempt.newest, last_step=99)

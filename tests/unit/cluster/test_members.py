@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from mrl.cluster import members
+from mrl.cluster.members import Member, lost_nodes
+
+
+def test_lost_nodes_are_named_with_what_is_lost(monkeypatch: pytest.MonkeyPatch):
+    assert lost_nodes() == ""
+    with socket.create_server(("127.0.0.1", 0)) as raylet, socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))  # and nobody listens
+        places = [("alive", raylet.getsockname()[1]), ("gone", reserved.getsockname()[1]), ("dark", 1)]
+        connect = socket.create_connection
+
+        def connect_or_wait(address: tuple[str, int], timeout: float) -> socket.socket:
+            if address[1] == 1:
+                raise TimeoutError("timed out")
+            return connect(address, timeout=timeout)
+
+        monkeypatch.setattr(members.socket, "create_connection", connect_or_wait)
+        monkeypatch.setattr(members, "members", [Member(host, "127.0.0.1", port) for host, port in places])
+        expected = "Ray's raylet on node gone (127.0.0.1) died and node dark (127.0.0.1) is down, or its network is (timed out)"
+        assert lost_nodes() == expected
