@@ -134,7 +134,7 @@ class LimitedOutput(io.RawIOBase):
             self._num_lost = 0
 
     def _write_all(self, text: bytes) -> bool:
-        """Whether the console has taken the whole text, however long that takes."""
+        """Waits, however long, until the console has taken the whole text, and tells whether it has."""
         while text:
             try:
                 text = text[os.write(self._descriptor, text) :]

@@ -35,12 +35,12 @@ class ServingChatConfig:
     enable_auto_tools: bool = False
     """Look for calls of tools in answers to requests that bring tools, by `tool_parser`."""
     tool_parser: str | None = None
-    """How the model writes calls of tools: a name of vLLM's, or one that `tool_parser_plugin` registers.
+    """Parser of tool calls: a name of vLLM's, or one that `tool_parser_plugin` registers.
 
     Environments read calls by it, too; null = `qwen3_coder`, as Nemotron 3 writes.
     """
     reasoning_parser: str | None = None
-    """How the model marks thoughts: a name of vLLM's, `nemotron_v3` for Nemotron 3, or the plugin's; null = they stay in the text.
+    """Parser of thoughts: a name of vLLM's, `nemotron_v3` for Nemotron 3, or the plugin's; null = they stay in the text.
 
     With one, rows of NeMo Gym are graded by what follows `</think>`, and by nothing where it is missing, as there.
     """
