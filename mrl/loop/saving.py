@@ -141,7 +141,13 @@ class CheckpointSaver:
     def save_last(self, state: RunState) -> None:
         """Saves the state of a run that ends early, unless it has been saved, and waits for it."""
         self.finish()
-        if self._is_enabled and state.step > self._saved_step:
+        if self._is_enabled:
+            self.save(state)
+
+    def save(self, state: RunState) -> None:
+        """Saves a state, unless it has been saved, and waits for it."""
+        self.finish()
+        if state.step > self._saved_step:
             self.begin(state, waits=True)
 
     def take_metrics(self) -> dict[str, float]:
