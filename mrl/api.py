@@ -206,8 +206,6 @@ def start(config: str | Path, overrides: Sequence[str] = ()) -> Iterator[Loop]:
 
     startup.lap("import")
     started = time.monotonic() - env.job_age_s()
-    if threading.current_thread() is threading.main_thread() and not LISTENER.is_listening:
-        LISTENER.listen()
     # A program that has set up its logging keeps it.
     secrets = None if logging.getLogger().handlers else start_logging("text")
     loaded, migration = load_run(config, overrides, secrets=secrets)
@@ -217,6 +215,8 @@ def start(config: str | Path, overrides: Sequence[str] = ()) -> Iterator[Loop]:
             f"`python -m mrl.train {config}`, or choose algorithm grpo, ppo or distillation"
         )
     migration.log()
+    if threading.current_thread() is threading.main_thread() and not LISTENER.is_listening:
+        LISTENER.listen()
     training = rollouts.prepare(loaded)
     try:
         with open_folder(training) as folder:

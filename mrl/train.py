@@ -77,7 +77,6 @@ def update_policy(run: Run[Supplier], step: Step, batches: Sequence[Batch]) -> d
             updates = [policies.call(PolicyVerbs.train_step, index)[0] for _ in range(config.num_passes) for index in range(len(batches))]
             # Of the last pass, as in NeMo RL.
             metrics |= metrics_of_updates(updates[-len(batches) :])
-        run.saver.poll()
     warn_of_bounded_ratios(metrics)
     metrics["train/num_logprob_passes"] = float(config.needs_old_logprobs + config.keeps_reference)
     step.note_update(batches, metrics, run.token_samples(batches))

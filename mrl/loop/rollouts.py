@@ -137,12 +137,7 @@ def prepare(config: RunConfig) -> Training[RolloutSupplier]:
             start_session(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session,
             open_saver(config, folder, session) as saver,
         ):
-
-            def on_tick() -> None:
-                saver.poll()
-                budget.check()
-
-            queue = open_queue(config, data, session.collector, folder.ledger, last_step=num_steps, on_tick=on_tick)
+            queue = open_queue(config, data, session.collector, folder.ledger, last_step=num_steps, on_tick=budget.check)
             supplier = RolloutSupplier(config, data, folder, session, queue, SignalWatch(grpo.max_steps_without_signal))
             yield Run(config, folder, supplier, saver, budget, num_steps, Critic(config, session) if config.has_critic else None)
 

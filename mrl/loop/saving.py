@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a checkpoint at the start, and saves others while the loop goes on: each rank writes on its own; the driver publishes the whole."""
+"""Loads a checkpoint at the start, and saves others while the loop goes on: each rank writes on its own; a thread publishes the whole."""
 
 from __future__ import annotations
 
 import logging
-import math
-import time
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -35,10 +35,12 @@ class CheckpointSaver:
         self._is_enabled = config.checkpointing.enabled
         self._is_async = config.policy.megatron_cfg.checkpoint.async_save
         self._deadline_s = checkpoint_deadline(config).seconds
+        self._refit_s = config.deadlines.refit_s
         self._folder = folder
         self._session = session
-        self._pending: Checkpoint | None = None
-        self._polled_at = -math.inf
+        self._under_way: Future[None] | None = None
+        self._is_awaited = threading.Event()
+        """Whether the driver waits for the save under way."""
         self._hidden_s: float | None = None
         self._saved_step = 0
 
@@ -89,41 +91,55 @@ class CheckpointSaver:
                 for model in begun:
                     models[model].call(PolicyVerbs.finish_save, self._deadline_s, deadline_s=self._deadline_s)
                 raise OSError(problem)
-            self._pending, self._polled_at = checkpoint, -math.inf
-        if waits or not self._is_async:
-            self.finish(is_needed=waits)
+            if waits or not self._is_async:
+                self._publish(checkpoint, self._deadline_s)
+            else:
+                self._is_awaited.clear()
+                self._under_way = under_way = Future[None]()
+                threading.Thread(target=self._publish_once_written, args=(checkpoint, under_way), name="saves", daemon=True).start()
 
-    def poll(self) -> None:
-        """Publishes the save under way if every rank has written its part. Call it where the ranks are idle: it waits for their answer."""
-        if self._pending is None or time.monotonic() - self._polled_at < POLL_INTERVAL_S:
-            return
-        self._polled_at = time.monotonic()
-        groups = self._session.trained_models.values()
-        if all(all(group.call(PolicyVerbs.is_written, deadline_s=self._deadline_s).values()) for group in groups):
-            self.finish()
+    def finish(self) -> None:
+        """Waits until the save under way, if there is one, is published or has failed."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            self._is_awaited.set()
+            # No deadline: each of its own waits has one.
+            under_way.result()
 
-    def finish(self, *, is_needed: bool = False) -> None:
-        """Waits for the save under way, if there is one, and publishes it. RuntimeError: it `is_needed` and cannot be written."""
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        with self._may_fail(pending.step, is_needed=is_needed):
-            files: dict[str, FileRecord] = {}
-            hidden_s, problems = 0.0, list[str]()
-            for model, group in self._session.trained_models.items():
-                parts = group.call(PolicyVerbs.finish_save, self._deadline_s, deadline_s=self._deadline_s)
-                problems += [parts[0].problem] if parts[0].problem else []
-                folder = pending.weights_of(model).relative_to(pending.folder)
-                files |= {f"{folder}/{name}": record for part in parts.values() for name, record in part.files.items()}
-                hidden_s = max(hidden_s, *(part.hidden_s for part in parts.values()))
-            if problems:
-                raise OSError(problems[0])
-            # A checkpoint whose steps the ledger lacks could not be resumed from.
-            self._folder.ledger.flush()
-            self._folder.checkpoints.commit(pending, files)
-            self._saved_step = pending.step
-            if self._is_async:
-                self._hidden_s = (self._hidden_s or 0.0) + hidden_s
+    def _publish_once_written(self, pending: Checkpoint, under_way: Future[None]) -> None:
+        """Publishes a save once every rank has written its part, or as soon as the driver waits for it."""
+        groups, is_written = self._session.trained_models.values(), PolicyVerbs.is_written
+        # The ranks first do what the loop asks of them, a train step or a refit.
+        patience_s = self._deadline_s + max(self._session.policies.deadline_s, self._refit_s)
+        try:
+            while not all(all(group.call(is_written, deadline_s=patience_s).values()) for group in groups):
+                if self._is_awaited.wait(POLL_INTERVAL_S):
+                    break
+            with self._may_fail(pending.step, is_needed=False):
+                self._publish(pending, self._deadline_s if self._is_awaited.is_set() else patience_s)
+        except Exception as error:  # the driver raises it
+            under_way.set_exception(error)
+        else:
+            under_way.set_result(None)
+
+    def _publish(self, pending: Checkpoint, deadline_s: float) -> None:
+        """Has the ranks finish what they write, and publishes the whole. OSError: it cannot be written."""
+        files: dict[str, FileRecord] = {}
+        hidden_s, problems = 0.0, list[str]()
+        for model, group in self._session.trained_models.items():
+            parts = group.call(PolicyVerbs.finish_save, self._deadline_s, deadline_s=deadline_s)
+            problems += [parts[0].problem] if parts[0].problem else []
+            folder = pending.weights_of(model).relative_to(pending.folder)
+            files |= {f"{folder}/{name}": record for part in parts.values() for name, record in part.files.items()}
+            hidden_s = max(hidden_s, *(part.hidden_s for part in parts.values()))
+        if problems:
+            raise OSError(problems[0])
+        # A checkpoint whose steps the ledger lacks could not be resumed from.
+        self._folder.ledger.flush()
+        self._folder.checkpoints.commit(pending, files)
+        self._saved_step = pending.step
+        if self._is_async:
+            self._hidden_s = (self._hidden_s or 0.0) + hidden_s
 
     @contextmanager
     def _may_fail(self, step: int, *, is_needed: bool) -> Iterator[None]:
@@ -151,7 +167,12 @@ class CheckpointSaver:
             self.begin(state, waits=True)
 
     def take_metrics(self) -> dict[str, float]:
-        """`time/checkpoint_hidden` of saves published since the last call, if any: seconds of writing for which nothing waited."""
+        """`time/checkpoint_hidden` of saves published since the last call, if any: seconds of writing for which nothing waited.
+
+        Raises what has ended the save under way.
+        """
+        if self._under_way is not None and self._under_way.done():
+            self.finish()
         hidden_s, self._hidden_s = self._hidden_s, None
         return {} if hidden_s is None else {"time/checkpoint_hidden": hidden_s}
 
