@@ -173,7 +173,7 @@ class Ranks:
         self.handles: list = []
         self.in_order = threading.Lock()
         """Held while all ranks are called: two threads that call verbs, which are collective, call each rank in the same order."""
-        given, secrets = split_secrets(config.policy.megatron_cfg.env_vars or {}, config.secrets)
+        given, secrets = split_secrets(config.policy.megatron_cfg.env_vars or {}, config.facts.secrets)
         for rank in range(placement.num_policy_ranks):
             variables = policy_variables(config, {"OMP_NUM_THREADS": str(placement.num_threads(rank))} | given)
             log_file = log_folder / f"policy-rank-{rank}.log"

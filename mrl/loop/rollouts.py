@@ -12,6 +12,7 @@ from mrl.algo.advantages import train_sequences
 from mrl.algo.distillation import sequences_to_teach
 from mrl.cluster.agreement import compare_at_start
 from mrl.cluster.session import RolloutSession, start_session
+from mrl.config.model import with_value
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import make_batches
 from mrl.data.order import num_steps_of
@@ -129,7 +130,9 @@ def prepare(config: RunConfig) -> Training[RolloutSupplier]:
     """Checks config, model and data before any process starts; returns the run, ready to start. ValueError: the input is at fault."""
     config = check_start(config)
     data, grpo = load_prompts(config), config.rollouts
-    config.num_steps = num_steps = min(grpo.max_num_steps, num_steps_of(config, len(data.train)))
+    # Only the data tell how many steps an epoch has.
+    num_steps = min(grpo.max_num_steps, num_steps_of(config, len(data.train)))
+    config = with_value(config, f"{'grpo' if config.has_critic else config.algorithm}.max_num_steps", num_steps)
 
     @contextmanager
     def open_run(folder: RunFolder, budget: Budget) -> Iterator[Run[RolloutSupplier]]:
