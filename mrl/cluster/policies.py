@@ -46,6 +46,8 @@ Ts = TypeVarTuple("Ts")
 POLICY_RANK = "policy rank"
 MEETING_FILE = "ranks"
 """In the session folder of a run of one node: the store in which its ranks meet."""
+# So often a thread that waits beside the loop looks whether somebody waits for it.
+LOOK_S = 0.25
 RankRows = tuple[tuple[int, ...], ...]
 """Rows of one dp rank, as indices into the batch."""
 
@@ -216,6 +218,16 @@ class PolicyGroup(Actors[PolicyVerbs]):
     def start(self, verb: Callable[[PolicyVerbs, *Ts], T], arguments: Mapping[int, tuple[*Ts]]) -> dict[ActorName, ray.ObjectRef[T]]:
         with self.in_order:
             return super().start(verb, arguments)
+
+    def call_behind(
+        self, verb: Callable[[PolicyVerbs, *Ts], T], *arguments: *Ts, deadline_s: float, is_awaited: threading.Event
+    ) -> dict[int, T]:
+        """As `call`, from another thread than the loop's: however long the ranks do what that asks of them, until `is_awaited`."""
+        pending = self.start(verb, dict.fromkeys(range(self.world_size), arguments))
+        references, num_answers = list(pending.values()), 0
+        while num_answers < len(references) and not is_awaited.is_set():
+            num_answers = len(ray.wait(references, num_returns=len(references), timeout=LOOK_S)[0])
+        return self.wait(pending, deadline_s=deadline_s, what=verb.__name__)
 
     def load(self, hf: Path, cached: Path | None, parallel: MegatronParallel) -> None:
         """Has every rank load its part of the starting weights: from the checkpoint in the cache, repaired if damaged, or from `hf`."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from mrl.phases import ModelName
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 # Asking hundreds of ranks takes milliseconds.
 POLL_INTERVAL_S = 0.5
@@ -35,12 +37,12 @@ class CheckpointSaver:
         self._is_enabled = config.checkpointing.enabled
         self._is_async = config.policy.megatron_cfg.checkpoint.async_save
         self._deadline_s = checkpoint_deadline(config).seconds
-        self._refit_s = config.deadlines.refit_s
         self._folder = folder
         self._session = session
         self._under_way: Future[None] | None = None
         self._is_awaited = threading.Event()
-        """Whether the driver waits for the save under way."""
+        """Whether the driver waits for the save under way: only then its waits have deadlines, beside what the loop asks of the ranks."""
+        self._is_abandoned = False
         self._hidden_s: float | None = None
         self._saved_step = 0
 
@@ -92,7 +94,8 @@ class CheckpointSaver:
                     models[model].call(PolicyVerbs.finish_save, self._deadline_s, deadline_s=self._deadline_s)
                 raise OSError(problem)
             if waits or not self._is_async:
-                self._publish(checkpoint, self._deadline_s)
+                self._is_awaited.set()
+                self._publish(checkpoint)
             else:
                 self._is_awaited.clear()
                 self._under_way = under_way = Future[None]()
@@ -103,37 +106,40 @@ class CheckpointSaver:
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             self._is_awaited.set()
-            # No deadline: each of its own waits has one.
+            # No deadline: each of its own waits has one now.
             under_way.result()
 
     def _publish_once_written(self, pending: Checkpoint, under_way: Future[None]) -> None:
         """Publishes a save once every rank has written its part, or as soon as the driver waits for it."""
-        groups, is_written = self._session.trained_models.values(), PolicyVerbs.is_written
-        # The ranks first do what the loop asks of them, a train step or a refit.
-        patience_s = self._deadline_s + max(self._session.policies.deadline_s, self._refit_s)
         try:
-            while not all(all(group.call(is_written, deadline_s=patience_s).values()) for group in groups):
+            while not all(all(answers.values()) for _, answers in self._ask(PolicyVerbs.is_written)):
                 if self._is_awaited.wait(POLL_INTERVAL_S):
                     break
             with self._may_fail(pending.step, is_needed=False):
-                self._publish(pending, self._deadline_s if self._is_awaited.is_set() else patience_s)
+                self._publish(pending)
         except Exception as error:  # the driver raises it
             under_way.set_exception(error)
         else:
             under_way.set_result(None)
 
-    def _publish(self, pending: Checkpoint, deadline_s: float) -> None:
+    def _ask(self, verb: Callable[[PolicyVerbs, *Ts], T], *arguments: *Ts) -> list[tuple[ModelName, dict[int, T]]]:
+        """Calls a verb of each model that is trained; answers by rank."""
+        limits = {"deadline_s": self._deadline_s, "is_awaited": self._is_awaited}
+        return [(model, group.call_behind(verb, *arguments, **limits)) for model, group in self._session.trained_models.items()]
+
+    def _publish(self, pending: Checkpoint) -> None:
         """Has the ranks finish what they write, and publishes the whole. OSError: it cannot be written."""
         files: dict[str, FileRecord] = {}
         hidden_s, problems = 0.0, list[str]()
-        for model, group in self._session.trained_models.items():
-            parts = group.call(PolicyVerbs.finish_save, self._deadline_s, deadline_s=deadline_s)
+        for model, parts in self._ask(PolicyVerbs.finish_save, self._deadline_s):
             problems += [parts[0].problem] if parts[0].problem else []
             folder = pending.weights_of(model).relative_to(pending.folder)
             files |= {f"{folder}/{name}": record for part in parts.values() for name, record in part.files.items()}
             hidden_s = max(hidden_s, *(part.hidden_s for part in parts.values()))
         if problems:
             raise OSError(problems[0])
+        if self._is_abandoned:
+            return
         # A checkpoint whose steps the ledger lacks could not be resumed from.
         self._folder.ledger.flush()
         self._folder.checkpoints.commit(pending, files)
@@ -148,11 +154,17 @@ class CheckpointSaver:
         except TimeoutError:  # the file system does not answer: it would not let go of what has been begun
             raise
         except OSError as error:
+            if self._is_abandoned:
+                return
             self._folder.checkpoints.remove_unfinished()
             text = f"the checkpoint of step {step} cannot be written: {error}; the one before it stays"
             if is_needed:
                 raise RuntimeError(text) from error
             logger.error("%s", text)
+
+    def abandon(self) -> None:
+        """Leaves the save under way as it is: the attempt fails, and its folder may soon be another's."""
+        self._is_abandoned = True
 
     def save_last(self, state: RunState) -> None:
         """Saves the state of a run that ends early, unless it has been saved, and waits for it."""
@@ -185,5 +197,8 @@ def open_saver(config: RunConfig, folder: RunFolder, session: Session) -> Iterat
         yield saver
     except (KeyboardInterrupt, SystemExit):
         saver.finish()
+        raise
+    except BaseException:
+        saver.abandon()
         raise
     saver.finish()

@@ -36,7 +36,7 @@ NUM_RANKS = 2
 class Ranks:
     """`PolicyGroup`, as the saver sees it."""
 
-    world_size, deadline_s = NUM_RANKS, HANG_S
+    world_size = NUM_RANKS
 
     def __init__(self) -> None:
         self.hashed: list[tuple[int, str]] = []
@@ -46,6 +46,9 @@ class Ranks:
 
     def call(self, verb: Callable, *arguments: Path, deadline_s: float) -> dict[int, object]:
         return {rank: getattr(self, verb.__name__)(rank, *arguments) for rank in range(NUM_RANKS)}
+
+    def call_behind(self, verb: Callable, *arguments: Path, deadline_s: float, is_awaited: threading.Event) -> dict[int, object]:
+        return self.call(verb, *arguments, deadline_s=deadline_s)
 
     def call_each(self, verb: Callable, arguments: dict[int, tuple], *, deadline_s: float) -> dict[int, object]:
         return {rank: getattr(self, verb.__name__)(rank, *mine) for rank, mine in arguments.items()}
