@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
+from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.plan.deadlines import checkpoint_deadline
@@ -106,8 +107,8 @@ class CheckpointSaver:
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             self._is_awaited.set()
-            # No deadline: each of its own waits has one now.
-            under_way.result()
+            # Its own waits have deadlines now: two calls of each model's ranks, and the writes of the driver. They name what they wait for.
+            under_way.result(2 * len(self._session.trained_models) * self._deadline_s + 2 * (WRITE_TIMEOUT_S + IO_TIMEOUT_S))
 
     def _publish_once_written(self, pending: Checkpoint, under_way: Future[None]) -> None:
         """Publishes a save once every rank has written its part, or as soon as the driver waits for it."""

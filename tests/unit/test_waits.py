@@ -52,7 +52,6 @@ WRITES = {
 }
 DRIVER = ("mrl/loop/", "mrl/store/", "mrl/cluster/", "mrl/train.py")
 UNLIMITED = {
-    ("mrl/loop/saving.py", "under_way.result()"): "of a thread whose own waits have deadlines as soon as the driver waits for it",
     ("mrl/cluster/payload.py", "ray.put(pack(flat))"): "in a rank, whose answer the driver waits for within train_s",
     ("mrl/policy/checkpoint.py", "os.fsync(probe.fileno())"): "in a rank, whose answer the driver waits for within checkpoint_s",
     (
