@@ -7,7 +7,7 @@ import torch
 
 from mrl import api
 
-OVERRIDES = ["checkpointing.checkpoint_dir=results/own_loop", "grpo.max_num_steps=40"]
+OVERRIDES = ["checkpointing.checkpoint_dir=results/own_loop", "grpo.max_num_steps=40", "grpo.val_at_start=false", "grpo.val_at_end=false"]
 
 
 def with_advantages(group: api.RolloutGroup) -> list[api.TrainSequence]:
@@ -22,17 +22,18 @@ def with_advantages(group: api.RolloutGroup) -> list[api.TrainSequence]:
 
 
 def main() -> None:
+    # Starts Ray, Megatron and vLLM, proves that they hold the same weights, and goes on where the run folder ends.
     with api.start("grpo_tiny.yaml", [*OVERRIDES, *sys.argv[1:]]) as loop:
         print(f"accuracy before: {loop.rollouts.validate()['val/accuracy']:.3f}")
-        while loop.state.step < loop.last_step:
+        while not loop.is_over:
+            # vLLM samples answers to the next prompts, and their environment judges them.
             groups = loop.rollouts.take()
-            metrics = loop.policy.train([sequence for group in groups for sequence in with_advantages(group)])
-            metrics["train/reward"] = sum(sum(group.rewards) / len(group.rewards) for group in groups) / len(groups)
+            sequences = [sequence for group in groups for sequence in with_advantages(group)]
+            # Megatron computes old logprobs, packs batches, and makes optimizer steps by the loss of the config.
+            metrics = loop.policy.train(sequences)
+            # vLLM gets the new weights, every byte compared; the step is logged, and validated and saved if that is due.
             metrics = loop.refit.run(metrics)
-            print(
-                f"step {loop.state.step}: reward {metrics['train/reward']:.3f}, loss {metrics['train/loss']:.4f}, "
-                f"{metrics['refit/verified_bytes']:,.0f} bytes of the engines verified"
-            )
+            print(f"step {loop.state.step}: {metrics['refit/verified_bytes']:,.0f} bytes of the engines verified")
         print(f"accuracy after: {loop.rollouts.validate()['val/accuracy']:.3f}; saved {loop.policy.save()}")
 
 

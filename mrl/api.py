@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a run, for a training loop of your own; `examples/own_loop.py` is one. Names of `__all__` keep their meaning."""
+"""The parts of which `mrl.train` makes a step, for a training loop of your own; `examples/own_loop.py` is one.
+
+Names of `__all__` keep their meaning.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mrl import spans
+from mrl import env, startup
+from mrl.signals import ENDED_EARLY, LISTENER
 from mrl.store.loggers.sink import LoggedRun, Sample, Sink
 from mrl.types import Prompt, RolloutGroup, RolloutInfo, RunState, TrainSequence, Verdict
 
 if TYPE_CHECKING:
     from mrl.config.schema.run import RunConfig
-    from mrl.loop.rollout_queue import Supplied
     from mrl.loop.rollouts import RolloutSupplier
-    from mrl.loop.run import Run
+    from mrl.loop.run import Run, Step
 
 __all__ = [
     "Engines",
@@ -37,6 +42,8 @@ __all__ = [
     "start",
 ]
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class Loop:
@@ -45,10 +52,8 @@ class Loop:
     run: Run[RolloutSupplier]
     state: RunState
     """Finished steps, and the version of the engines' weights."""
-    taken: Supplied | None = field(default=None, init=False)
-    """Groups of the step under way."""
-    began: float = field(default=0.0, init=False)
-    """When they were asked for, by `time.monotonic`."""
+    step: Step | None = field(default=None, init=False)
+    """The step under way."""
 
     def __post_init__(self) -> None:
         self.policy, self.engines, self.refit, self.rollouts = Policy(self), Engines(self), Refit(self), Rollouts(self)
@@ -67,6 +72,22 @@ class Loop:
         """The steps of the whole run: `grpo.max_num_steps`, or fewer if the epochs end before."""
         return self.run.last_step
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no step follows: the last is done, a signal or the time limit ends the run, or its validation is good enough."""
+        return self.run.is_over
+
+    def step_under_way(self) -> Step:
+        """The step that `rollouts.take` has begun."""
+        if self.step is None:
+            raise RuntimeError("no step is under way: loop.rollouts.take() begins one")
+        return self.step
+
+    def check_refitted(self, name: str) -> None:
+        """Raises RuntimeError while the policy is ahead of the engines and of `state`."""
+        if self.step is not None and self.step.batches:
+            raise RuntimeError(f"{name} comes before policy.train, or after refit.run, which ends the step")
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -75,15 +96,21 @@ class Policy:
     _loop: Loop
 
     def train(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """Makes an optimizer step on each `policy.train_global_batch_size` sequences, by the loss of the config; returns its metrics."""
-        from mrl.data.batch import make_batches
+        """Makes an optimizer step on each `policy.train_global_batch_size` sequences, by the loss of the config; returns its metrics.
+
+        Whatever else learns or judges them takes part: PPO's critic, whose advantages take the place of yours, and teachers.
+        """
         from mrl.train import update_policy
 
-        return update_policy(self._loop.run, self._loop.state.step + 1, make_batches(sequences, self._loop.config))
+        if not sequences:
+            raise ValueError("policy.train: no sequences")
+        run, step = self._loop.run, self._loop.step_under_way()
+        return update_policy(run, step, run.supplier.pack(sequences, step))
 
     def save(self) -> Path:
         """Saves a checkpoint of the last finished step, from which the next `start` goes on; returns its folder."""
-        self._loop.run.saver.begin(self._loop.state, waits=True)
+        self._loop.check_refitted("policy.save")
+        self._loop.run.saver.save(self._loop.state)
         return self._loop.run.folder.path / f"step_{self._loop.state.step}"
 
 
@@ -98,6 +125,7 @@ class Engines:
         from mrl.loop.rollouts import VALIDATION_EPOCH
         from mrl.store.summary import Clock
 
+        self._loop.check_refitted("engines.sample")
         supplier, version = self._loop.run.supplier, self._loop.state.weight_version
         asked = [(VALIDATION_EPOCH - 1 - draw, prompt) for prompt in prompts]
         sampling = supplier.data.sampling
@@ -111,18 +139,32 @@ class Rollouts:
     _loop: Loop
 
     def take(self) -> list[RolloutGroup]:
-        """The groups of the next step, `grpo.num_prompts_per_step` of `grpo.num_generations_per_prompt` rollouts; EOFError: none left."""
-        from mrl.store.summary import Clock
+        """The groups of the next step, `grpo.num_prompts_per_step` of `grpo.num_generations_per_prompt` rollouts.
 
-        self._loop.began = time.monotonic()
-        self._loop.taken = self._loop.run.supplier.queue.take(self._loop.state, Clock())
-        if self._loop.taken is None:
-            raise EOFError("all prompts of grpo.max_num_epochs are consumed")
-        return self._loop.taken.groups
+        EOFError, which ends the `with` block of `start` quietly: none follow, as all prompts are used up, or the run is over.
+        """
+        from mrl.loop.run import Step, Stopped
+
+        if self._loop.step is not None:
+            raise RuntimeError("loop.refit.run() ends the step under way first")
+        if self._loop.is_over:
+            raise Stopped
+        step = Step.after(self._loop.state)
+        groups = self._loop.run.supplier.sample(self._loop.state, step)
+        self._loop.step = step
+        return groups
+
+    def sequences(self, groups: Sequence[RolloutGroup]) -> list[TrainSequence]:
+        """Groups of the step as `mrl.train` trains on them: with the advantages and masks that the config says."""
+        return self._loop.run.supplier.sequences(groups, self._loop.step_under_way())
 
     def validate(self) -> dict[str, float]:
-        """Accuracy on the held-out prompts, as `val/accuracy`."""
+        """Accuracy on the held-out prompts, as `val/accuracy`, beside the validations of the config."""
+        self._loop.check_refitted("rollouts.validate")
         found = self._loop.run.supplier.validate(self._loop.state)
+        if not found:
+            # A signal has broken it off.
+            self._loop.run.budget.check()
         # A checkpoint is ranked by them.
         self._loop.state.metrics |= found
         return found
@@ -134,34 +176,58 @@ class Refit:
 
     _loop: Loop
 
-    def run(self, metrics: dict[str, float] | None = None) -> dict[str, float]:
-        """Ends the step: the engines sample from the new weights from here on. Returns and logs `metrics` and the refit's own."""
-        loop, supplied = self._loop, self._loop.taken
-        assert supplied is not None, "Rollouts.take comes first"
-        loop.state.step, loop.taken = loop.state.step + 1, None
-        loop.run.folder.ledger.train(loop.state.step, supplied.trained, supplied.dropped)
-        loop.state.metrics = (metrics or {}) | loop.run.supplier.refit(loop.state)
-        loop.run.folder.log_metrics(loop.state.step, loop.state.metrics)
-        spans.add("step", loop.began, step=loop.state.step)
-        return loop.state.metrics
+    def run(self, metrics: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Ends the step: the engines sample from the new weights from here on. Returns the step's metrics, with yours.
+
+        Validates and saves as the config says, then prints and logs the step.
+        """
+        from mrl.train import end_step, refit_engines
+
+        loop, step = self._loop, self._loop.step_under_way()
+        refit_engines(loop.run, loop.state, step)
+        loop.step = None
+        step.metrics |= metrics or {}
+        end_step(loop.run, loop.state, step)
+        return step.metrics
 
 
 @contextmanager
 def start(config: str | Path, overrides: Sequence[str] = ()) -> Iterator[Loop]:
-    """Starts the processes of a GRPO config, and goes on from the newest checkpoint in `checkpointing.checkpoint_dir`.
+    """Starts the processes of a config with rollouts, and goes on from the newest checkpoint in `checkpointing.checkpoint_dir`.
 
-    They live inside the `with` block. Policy and engines are proven to hold the same weights. ValueError: the input is at fault.
+    They live inside the `with` block. Policy and engines are proven to hold the same weights. A signal or the time limit saves the last
+    finished step, ends the block, and exits with code 75: the same command goes on. ValueError: the input is at fault.
     """
     from mrl.config.load import load_run
-    from mrl.loop.rollouts import prepare
+    from mrl.config.secrets import start_logging
+    from mrl.loop import rollouts
+    from mrl.loop.main import open_folder, start_run
     from mrl.loop.run import Budget
-    from mrl.store.run_folder import RunFolder
-    from mrl.train import resume
 
-    training = prepare(load_run(config, overrides)[0])
-    folder = RunFolder(training.config, training.identity)
-    folder.open()
-    with folder:
-        checkpoint = folder.newest_checkpoint()
-        with training.open(folder, Budget(None, started=time.monotonic())) as run, folder.open_loggers():
-            yield Loop(run, resume(run, checkpoint))
+    startup.lap("import")
+    started = time.monotonic() - env.job_age_s()
+    # A program that has set up its logging keeps it.
+    secrets = None if logging.getLogger().handlers else start_logging("text")
+    loaded, migration = load_run(config, overrides, secrets=secrets)
+    if not loaded.has_engines:
+        raise ValueError(
+            f"algorithm={loaded.algorithm}: a loop of one's own trains on rollouts, and this algorithm on rows alone; run "
+            f"`python -m mrl.train {config}`, or choose algorithm grpo, ppo or distillation"
+        )
+    migration.log()
+    if threading.current_thread() is threading.main_thread() and not LISTENER.is_listening:
+        LISTENER.listen()
+    training = rollouts.prepare(loaded)
+    try:
+        with open_folder(training) as folder:
+            checkpoint, budget = folder.newest_checkpoint(), Budget(loaded.checkpointing.must_save_by_s, started=started)
+            with start_run(training, folder, checkpoint, budget) as run:
+                state = run.begin(checkpoint)
+                with run.saved(state):
+                    yield Loop(run, state)
+        is_done = run.is_done(state)
+    finally:
+        LISTENER.let_go()
+    if not is_done:
+        logger.info("Ended before the last step; the same command goes on")
+        raise SystemExit(ENDED_EARLY)

@@ -51,21 +51,33 @@ class Listener:
         self.reaper_pid: int | None = None
         """The child that kills this process's other children once it has closed its pipe."""
         self._ending = ""
-        self._lock = threading.Lock()
+        # A handler may come while the main thread holds it.
+        self._lock = threading.RLock()
         self._taken: tuple[float, int] = (0.0, 0)
 
     def listen(self) -> None:
-        """Takes signals from now on, in a thread. Call it before any other thread starts. Ctrl-C or a hang-up that is ignored stays so."""
+        """Takes signals from now on, in a thread. Call it in the main thread, best before any other starts.
+
+        Ctrl-C or a hang-up that is ignored stays so.
+        """
         ignored = {number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN}
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         awaited = set(STOP_SIGNALS) - ignored
         self.is_listening = True
+        for number in awaited:
+            # Threads of libraries that were there before do not block it. What the kernel gives to one of them comes here.
+            signal.signal(number, lambda found, _: self.take(signal.Signals(found), 0))
         threading.Thread(target=self._listen, args=(awaited,), name="signals", daemon=True).start()
 
     def hold(self, ending: str) -> None:
         """From now on the first signal is for the run, which sees it in `first`; `ending` says what that does then."""
         with self._lock:
             self._ending = ending
+
+    def let_go(self) -> None:
+        """The run has ended: from now on a signal ends the process."""
+        with self._lock:
+            self._ending, self.first = "", None
 
     def take(self, number: signal.Signals, sender: int) -> None:
         """Acts on a signal from process `sender`; 0: from the kernel, as at Ctrl-C."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to the actors of a kind: of rollouts to engines, of verdicts to reward actors. Needs no Ray."""
+"""What is under way: groups of rollouts, and requests to the actors of a kind, to engines and to reward actors. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -12,6 +12,44 @@ from typing import Generic, Protocol, TypeVar
 
 from mrl.cluster.errors import ActorLost
 from mrl.cluster.event_loop import News
+from mrl.types import Prompt, PromptKey, RolloutGroup, RolloutInfo, Verdict
+
+
+@dataclass(eq=False)
+class AskedGroup:
+    """A prompt whose rollouts are under way."""
+
+    epoch: int
+    prompt: Prompt
+    num_generations: int
+    weight_version: int
+    """Of the engines when the group was asked for."""
+    infos: dict[int, RolloutInfo] = field(default_factory=dict)
+    """Rollouts that are sampled, by index."""
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
+
+    @property
+    def key(self) -> PromptKey:
+        return self.epoch, self.prompt.prompt_id
+
+    @property
+    def num_missing(self) -> int:
+        """Rollouts that are not sampled."""
+        return self.num_generations - len(self.infos)
+
+    @property
+    def num_unjudged(self) -> int:
+        return self.num_generations - len(self.verdicts)
+
+    @property
+    def oldest_version(self) -> int:
+        """Weight version of the oldest token of a sampled group."""
+        return min(info.weight_version for info in self.infos.values())
+
+    def judged(self) -> RolloutGroup:
+        """The group as the training loop gets it."""
+        indices = range(self.num_generations)
+        return RolloutGroup(self.prompt, tuple(map(self.infos.__getitem__, indices)), tuple(map(self.verdicts.__getitem__, indices)))
 
 
 class HasRequestId(Protocol):

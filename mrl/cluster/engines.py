@@ -256,7 +256,7 @@ class EngineGroup(Actors[EngineVerbs]):
         return self.log_folder / f"engine-{index}.log"
 
     def _start(self, slots: EngineSlots) -> ActorHandle[EngineActor]:
-        given, hidden = split_secrets(self.config.policy.generation.vllm_cfg.env_vars or {}, self.config.secrets)
+        given, hidden = split_secrets(self.config.policy.generation.vllm_cfg.env_vars or {}, self.config.facts.secrets)
         options = self.placement.options(slots.slots[0], engine_variables(self.config, given))
         actor = start_actor(EngineActor, options, self._log_file(slots.engine_index), hidden)
         devices = slots.device_ids(self.config.cluster.gpus_per_node)

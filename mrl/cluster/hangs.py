@@ -177,7 +177,7 @@ class HangJudge:
 
 
 waits: list[Wait] = []
-"""The waits under way in this process. Only the driver's main thread changes it."""
+"""The waits under way in this process: those of the driver's main thread, and of another one that it waits for."""
 _judge: HangJudge | None = None
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import random
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple, cast
 
 import ray
 
@@ -40,10 +41,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 POLICY_RANK = "policy rank"
 MEETING_FILE = "ranks"
 """In the session folder of a run of one node: the store in which its ranks meet."""
+# So often a thread that waits beside the loop looks whether somebody waits for it.
+LOOK_S = 0.25
 RankRows = tuple[tuple[int, ...], ...]
 """Rows of one dp rank, as indices into the batch."""
 
@@ -169,7 +173,9 @@ class Ranks:
     def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path) -> None:
         self.start_s = start_deadline(config).seconds
         self.handles: list = []
-        given, secrets = split_secrets(config.policy.megatron_cfg.env_vars or {}, config.secrets)
+        self.in_order = threading.Lock()
+        """Held while all ranks are called: two threads that call verbs, which are collective, call each rank in the same order."""
+        given, secrets = split_secrets(config.policy.megatron_cfg.env_vars or {}, config.facts.secrets)
         for rank in range(placement.num_policy_ranks):
             variables = policy_variables(config, {"OMP_NUM_THREADS": str(placement.num_threads(rank))} | given)
             log_file = log_folder / f"policy-rank-{rank}.log"
@@ -194,6 +200,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         self.config = config.of_model(model)
         self.start_s = ranks.start_s
         self.handles, self.master, self.world_size = ranks.handles, ranks.master, len(ranks.handles)
+        self.in_order = ranks.in_order
         building = {
             self.name(rank): ask(actor, PolicyActor.build, config, rank, self.world_size, self.master, pad_token_id, model)
             for rank, actor in enumerate(self.handles)
@@ -207,6 +214,20 @@ class PolicyGroup(Actors[PolicyVerbs]):
             self.load(hf, cached, parallel)
             startup.lap("load")
         self.device = self.call(PolicyVerbs.device_name, only=[0])[0]
+
+    def start(self, verb: Callable[[PolicyVerbs, *Ts], T], arguments: Mapping[int, tuple[*Ts]]) -> dict[ActorName, ray.ObjectRef[T]]:
+        with self.in_order:
+            return super().start(verb, arguments)
+
+    def call_behind(
+        self, verb: Callable[[PolicyVerbs, *Ts], T], *arguments: *Ts, deadline_s: float, is_awaited: threading.Event
+    ) -> dict[int, T]:
+        """As `call`, from another thread than the loop's: however long the ranks do what that asks of them, until `is_awaited`."""
+        pending = self.start(verb, dict.fromkeys(range(self.world_size), arguments))
+        references, num_answers = list(pending.values()), 0
+        while num_answers < len(references) and not is_awaited.is_set():
+            num_answers = len(ray.wait(references, num_returns=len(references), timeout=LOOK_S)[0])
+        return self.wait(pending, deadline_s=deadline_s, what=verb.__name__)
 
     def load(self, hf: Path, cached: Path | None, parallel: MegatronParallel) -> None:
         """Has every rank load its part of the starting weights: from the checkpoint in the cache, repaired if damaged, or from `hf`."""
@@ -226,10 +247,11 @@ class PolicyGroup(Actors[PolicyVerbs]):
             # Stored once for the ranks that train the same rows: Ray would serialise an argument once for each of them.
             sequences = [put({index: batch.sequences[index] for row in rows for index in row}) for rows in batch.rows]
             pending = {}
-            for rank, dp_rank in enumerate(self.dp_ranks):
-                # Ray hands a rank what the reference stands for.
-                mine = cast("dict[int, TrainSequence]", sequences[dp_rank]), batch.rows[dp_rank], batch.logprob_rows[dp_rank]
-                pending[self.name(rank)] = ask(self.handles[rank], PolicyActor.set_batch, self.model, *mine, position > 0)
+            with self.in_order:
+                for rank, dp_rank in enumerate(self.dp_ranks):
+                    # Ray hands a rank what the reference stands for.
+                    mine = cast("dict[int, TrainSequence]", sequences[dp_rank]), batch.rows[dp_rank], batch.logprob_rows[dp_rank]
+                    pending[self.name(rank)] = ask(self.handles[rank], PolicyActor.set_batch, self.model, *mine, position > 0)
             self.wait(pending, deadline_s=None, what="set_batch")
 
     def call_on_tokens(
@@ -240,15 +262,20 @@ class PolicyGroup(Actors[PolicyVerbs]):
         Both are by place in the step, in the order of its batches, so that models may have other batches of the same sequences.
         """
         firsts = list(accumulate([0, *(len(batch.sequences) for batch in batches)]))
-        pending = {}
-        for rank, dp_rank in enumerate(self.dp_ranks):
-            mine = None
-            if given is not None:
-                mine = [
-                    {index: given[first + index] for row in batch.rows[dp_rank] for index in row}
-                    for first, batch in zip(firsts, batches, strict=False)
-                ]
-            pending[self.name(rank)] = ask(self.handles[rank], PolicyActor.call_on_tokens, self.model, verb, mine)
+
+        def part(dp_rank: int) -> list[dict[int, PayloadRef]] | None:
+            if given is None:
+                return None
+            return [
+                {index: given[first + index] for row in batch.rows[dp_rank] for index in row}
+                for first, batch in zip(firsts, batches, strict=False)
+            ]
+
+        with self.in_order:
+            pending = {
+                self.name(rank): ask(self.handles[rank], PolicyActor.call_on_tokens, self.model, verb, part(dp_rank))
+                for rank, dp_rank in enumerate(self.dp_ranks)
+            }
         answers = self.wait(pending, deadline_s=None, what=verb).values()
         return {
             first + index: payload
@@ -264,8 +291,9 @@ class PolicyGroup(Actors[PolicyVerbs]):
         """
         self.set_batches([make_batch(sequences, self.config)])
         pending, payloads = {}, {}
-        for rank, actor in enumerate(self.handles):
-            pending[self.name(rank)], payloads[rank] = actor.teach.options(num_returns=2).remote(self.model, k)
+        with self.in_order:
+            for rank, actor in enumerate(self.handles):
+                pending[self.name(rank)], payloads[rank] = actor.teach.options(num_returns=2).remote(self.model, k)
         taught = list(sequences)
         for rank, indices in self.wait(pending, deadline_s=None, what="teach").items():
             for place, index in enumerate(indices):

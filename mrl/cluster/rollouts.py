@@ -8,12 +8,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from mrl.cluster import hangs
+from mrl.cluster.book import AskedGroup
 from mrl.cluster.engines import GENERATION, EngineGroup
 from mrl.cluster.errors import DeadlineExceeded
 from mrl.cluster.event_loop import Silence, in_loop
 from mrl.cluster.payload import PayloadRef
 from mrl.cluster.rewards import Rewards, Unjudged
-from mrl.cluster.scheduling import AskedGroup
 from mrl.config.schema.run import RunConfig
 from mrl.data.order import LengthHints
 from mrl.types import Prompt, RolloutGroup, RolloutInfo, RolloutRequest, SamplingParams, request_seed

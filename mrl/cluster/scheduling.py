@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decisions of scheduling, without Ray: what each slot carries, what is known of a group under way, what a death leads to.
+"""The decisions of scheduling, without Ray: what each slot carries, and what a death leads to.
 
 A slot is a GPU, or a process on hosts without GPUs. Slots 0 to num_policy_ranks - 1 carry the policy rank of the same number. Colocated
 engines share those slots; dedicated engines have the slots that follow.
@@ -8,12 +8,11 @@ engines share those slots; dedicated engines have the slots that follow.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.config.schema.run import RunConfig
-from mrl.types import Prompt, PromptKey, RolloutGroup, RolloutInfo, Verdict
 
 ENGINE = "engine"
 R = TypeVar("R")
@@ -64,43 +63,6 @@ def share_of_cores(slot: int, node_of: Mapping[int, int], num_cores: Mapping[int
 def find_engine_across_nodes(node_of: Mapping[int, int], engines: Sequence[EngineSlots]) -> EngineSlots | None:
     """An engine whose workers would be on several nodes; None if there is none."""
     return next((engine for engine in engines if len({node_of[slot] for slot in engine.slots}) > 1), None)
-
-
-@dataclass(eq=False)
-class AskedGroup:
-    """A prompt whose rollouts are under way."""
-
-    epoch: int
-    prompt: Prompt
-    num_generations: int
-    weight_version: int
-    """Of the engines when the group was asked for."""
-    infos: dict[int, RolloutInfo] = field(default_factory=dict)
-    """Rollouts that are sampled, by index."""
-    verdicts: dict[int, Verdict] = field(default_factory=dict)
-
-    @property
-    def key(self) -> PromptKey:
-        return self.epoch, self.prompt.prompt_id
-
-    @property
-    def num_missing(self) -> int:
-        """Rollouts that are not sampled."""
-        return self.num_generations - len(self.infos)
-
-    @property
-    def num_unjudged(self) -> int:
-        return self.num_generations - len(self.verdicts)
-
-    @property
-    def oldest_version(self) -> int:
-        """Weight version of the oldest token of a sampled group."""
-        return min(info.weight_version for info in self.infos.values())
-
-    def judged(self) -> RolloutGroup:
-        """The group as the training loop gets it."""
-        indices = range(self.num_generations)
-        return RolloutGroup(self.prompt, tuple(map(self.infos.__getitem__, indices)), tuple(map(self.verdicts.__getitem__, indices)))
 
 
 def lost_engine(lost: ActorLost) -> int:

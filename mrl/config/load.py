@@ -34,7 +34,7 @@ from mrl.config.files import (
     shorten,
     split_key,
 )
-from mrl.config.schema.run import KEYS, LIKE_POLICY, SAME_KEYS, RunConfig, fields_of, section_of
+from mrl.config.schema.run import KEYS, LIKE_POLICY, SAME_KEYS, Facts, RunConfig, fields_of, section_of
 from mrl.config.secrets import note_secrets, redact
 from mrl.config.teachers import read_teachers
 from mrl.config.values import REFERENCE, Tree, Unresolved, ValueReader, find_long_expressions
@@ -97,7 +97,8 @@ def read_run(
     config, migration, found = _interpret(settings, secrets)
     problems += found
     if config is not None and not to_evaluate:
-        problems += read_teachers(config, settings, secrets, known=found, interpret=_interpret)
+        config, wrong = read_teachers(config, settings, secrets, known=found, interpret=_interpret)
+        problems += wrong
     return config, migration, list(dict.fromkeys(problems))
 
 
@@ -124,8 +125,8 @@ def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None,
     beside = {key: written[key] for name in sorted(named) if (key := split_key(name)) in written and key not in translated}
     reader = ValueReader(Tree(beside | translated, secrets), translated, misplaced)
     config = reader.section(RunConfig)
-    config.secrets = frozenset(secrets)
-    config.origins = {".".join(key): setting.origin for key, setting in translated.items()}
+    origins = {".".join(key): setting.origin for key, setting in translated.items()}
+    config = config.with_facts(Facts(frozenset(secrets), origins))
     problems += reader.problems()
     faults = reader.faults()
     return None if "algorithm" in faults else hide(config, faults), migration, [*problems, *refused]
@@ -138,7 +139,7 @@ def resolved_yaml(config: RunConfig) -> str:
 
 
 def _plain(config: RunConfig) -> dict[str, object]:
-    plain = redact(dataclasses.asdict(config), config.secrets)
+    plain = redact(dataclasses.asdict(config), config.facts.secrets)
     assert isinstance(plain, dict)
     return plain
 
@@ -155,7 +156,7 @@ def changes_since(file: Path, config: RunConfig) -> list[str]:
         return [f"{file} cannot be read, so nothing is compared"]
     new, absent, lines = flatten(_plain(config), (), ""), Setting("(no such key)", ""), []
     for key in (key for key in old | new if old.get(key) != new.get(key)):
-        origin = config.origins.get(".".join(key))
+        origin = config.facts.origins.get(".".join(key))
         lines.append(f"{describe(key, old.get(key, absent))} -> {shorten(new.get(key, absent).value)}" + (f" ({origin})" if origin else ""))
     return lines
 

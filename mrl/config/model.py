@@ -17,7 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeVar
@@ -209,7 +209,7 @@ def with_section(config: RunConfig, model: ModelName, section: PolicyConfig | Va
     if isinstance(section, ValueConfig):
         changed.value = section
     elif name:
-        changed.further_teachers = {**config.further_teachers, name: section}
+        return config.with_facts(replace(config.facts, teachers={**config.facts.teachers, name: section}))
     elif model == "teacher":
         changed.teacher = section
     else:

@@ -2,7 +2,7 @@
 """Secrets of the environment and of configs, blanked out of everything that is written: saved configs, messages, log lines, tracebacks.
 
 The secrets of a config are the values of keys that are called like a secret, and of environment variables that its expressions read.
-`load_config` collects them in `RunConfig.secrets`, and in the set that the log handler of the entry blanks out.
+`load_config` collects them in the config's `Facts`, and in the set that the log handler of the entry blanks out.
 """
 
 from __future__ import annotations

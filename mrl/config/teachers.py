@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -45,22 +46,29 @@ class Own:
     """Place of the teacher's definition, for settings without an origin."""
 
 
-def read_teachers(config: RunConfig, settings: Settings, secrets: set[str], *, known: list[str], interpret: Interpret) -> list[str]:
-    """Sets the config's teachers, and returns what is wrong with them. `known` are its problems without them."""
+def read_teachers(
+    config: RunConfig, settings: Settings, secrets: set[str], *, known: list[str], interpret: Interpret
+) -> tuple[RunConfig, list[str]]:
+    """The config with its teachers, and what is wrong with them. `known` are its problems without them."""
     problems: list[str] = []
+    origins, teachers = dict(config.facts.origins), {}
+
+    def read(own: Own) -> PolicyConfig | None:
+        return _read(own, settings, secrets, known, interpret, problems, origins)
+
     if any(key[0] == TEACHER and (key[1:] or setting.value is not None) for key, setting in settings.items()):
         written = _written(settings, secrets, problems)
-        config.teacher = None if problems else _read(config, Own(written, TEACHER), settings, secrets, known, interpret, problems)
+        config = copy.copy(config)
+        config.teacher = None if problems else read(Own(written, TEACHER))
         if config.teacher is None:
-            config.origins |= {".".join(key): setting.origin for key, setting in settings.items() if key[0] == TEACHER and key[1:]}
+            origins |= {".".join(key): setting.origin for key, setting in settings.items() if key[0] == TEACHER and key[1:]}
     with suppress(NotKnown):
         if config.teaching is not None:
-            config.further_teachers = {}
-            *_, origin = ("", *(origin for key, origin in config.origins.items() if key.startswith(SEVERAL)))
+            *_, origin = ("", *(origin for key, origin in origins.items() if key.startswith(SEVERAL)))
             for name, own in _described(config.teaching, config.policy.megatron_cfg.sequence_parallel, origin).items():
-                if (section := _read(config, own, settings, secrets, known, interpret, problems)) is not None:
-                    config.further_teachers[name] = section
-    return problems
+                if (section := read(own)) is not None:
+                    teachers[name] = section
+    return config.with_facts(replace(config.facts, origins=origins, teachers=teachers)), problems
 
 
 def _written(settings: Settings, secrets: set[str], problems: list[str]) -> Settings:
@@ -101,11 +109,17 @@ def _described(given: OnPolicyDistillationConfig, splits_sequences: bool, origin
 
 
 def _read(
-    config: RunConfig, own: Own, settings: Settings, secrets: set[str], known: list[str], interpret: Interpret, problems: list[str]
+    own: Own,
+    settings: Settings,
+    secrets: set[str],
+    known: list[str],
+    interpret: Interpret,
+    problems: list[str],
+    origins: dict[str, str],
 ) -> PolicyConfig | None:
     """The section of a teacher, in which keys that it leaves out have the policy's values; None, and problems, if it is not known.
 
-    `config.origins` gets those of the keys that the section sets itself.
+    `origins` gets those of the keys that the section sets itself.
     """
     tree, never_shared = Tree(settings, secrets), [("model_name",), ("tokenizer",)]
     if own.model == TEACHER:
@@ -132,11 +146,11 @@ def _read(
     problems += [in_section(problem, own.model) for problem in found]
     if inner is None or found:
         return None
-    for key, origin in inner.origins.items():
-        is_set, origin = split_key(key) in own.settings or origin != config.origins.get(key), origin or own.origin
+    for key, origin in inner.facts.origins.items():
+        is_set, origin = split_key(key) in own.settings or origin != origins.get(key), origin or own.origin
         # What a YAML alias repeats of another section has a file, and no line.
         if key.startswith(f"{STUDENT}.") and is_set and (":" in origin or origin == COMMAND_LINE):
-            config.origins[prefix_of(own.model) + key.removeprefix(f"{STUDENT}.")] = origin
+            origins[prefix_of(own.model) + key.removeprefix(f"{STUDENT}.")] = origin
     return inner.policy
 
 

@@ -21,11 +21,10 @@ from mrl.data.order import num_steps_of, prompts_of_step
 from mrl.data.planning import SequenceCost, sequence_cost
 from mrl.data.supervised import Example, SupervisedData, load_examples
 from mrl.loop.preflight import check_start
-from mrl.loop.run import Budget, Run, StepData, Training
+from mrl.loop.run import Budget, Run, Step, Training
 from mrl.loop.saving import open_saver
 from mrl.store.identity import identity_of
 from mrl.store.run_folder import RunFolder
-from mrl.store.summary import Clock
 from mrl.types import Batch, RunState
 
 logger = logging.getLogger(__name__)
@@ -43,14 +42,13 @@ class ExampleSupplier:
 
     def prove_weights(self) -> None: ...
 
-    def take(self, state: RunState, clock: Clock) -> StepData:
+    def take(self, state: RunState, step: Step) -> list[Batch]:
         examples, config = self.data.train, self.config
         batch_size, seed, shuffle = config.policy.train_global_batch_size, config.training.seed, config.data.shuffle
         picked = prompts_of_step(state.step, prompts_per_step=batch_size, num_prompts=len(examples), seed=seed, shuffle=shuffle)
-        keys = [(epoch, examples[index].example_id) for epoch, index in picked]
-        self.folder.ledger.take(state.step + 1, keys)
-        batch = self._batch([examples[index] for _, index in picked], config.policy)
-        return StepData([batch], trained=keys, dropped=[], metrics={})
+        step.trained = [(epoch, examples[index].example_id) for epoch, index in picked]
+        self.folder.ledger.take(step.number, step.trained)
+        return [self._batch([examples[index] for _, index in picked], config.policy)]
 
     def refit(self, state: RunState) -> dict[str, float]:
         return {}

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
 from mrl import check, env, startup
 from mrl.algo.agreement import Disagreement
@@ -13,6 +15,7 @@ from mrl.cluster.errors import ActorLost, DeadlineExceeded, NoCluster
 from mrl.cluster.nodes import watch_hosts
 from mrl.config.files import find_config
 from mrl.config.load import load_run
+from mrl.config.schema.run import RunConfig
 from mrl.loop import examples, rollouts
 from mrl.loop.rollout_queue import NoSignal
 from mrl.loop.run import Budget, Run, Supplier, Training
@@ -26,15 +29,45 @@ from mrl.types import RunState
 
 logger = logging.getLogger(__name__)
 
+S = TypeVar("S", bound=Supplier)
 Train = Callable[[Run[Supplier], Checkpoint | None], RunState]
+
+
+def prepare(config: RunConfig) -> Training[Supplier]:
+    """Checks config, model and data before any process starts; returns the run, ready to start. ValueError: the input is at fault."""
+    return rollouts.prepare(config) if config.has_engines else examples.prepare(config)
+
+
+def open_folder(training: Training[Supplier]) -> RunFolder:
+    """Makes this process the owner of the run's folder; see `RunFolder.open`."""
+    folder = RunFolder(training.config, training.identity)
+    LISTENER.cleanups.append(folder.give_back)
+    folder.open()
+    folder.note_left_out(training.left_out)
+    startup.lap("input")
+    return folder
+
+
+@contextmanager
+def start_run(training: Training[S], folder: RunFolder, checkpoint: Checkpoint | None, budget: Budget) -> Iterator[Run[S]]:
+    """Starts all processes and loggers of a run, inside the `with` block, and says what is ahead of it."""
+    config, started = training.config, time.monotonic()
+    first_step = checkpoint.step + 1 if checkpoint is not None else 1
+    times = {"start_s": folder.measured("time/start", num_steps=1), "step_s": folder.measured("time/total", num_steps=20)}
+    logger.info("%s", outlook(config, first_step=first_step, last_step=training.num_steps, **times))
+    with (
+        training.open(folder, budget) as run,
+        folder.open_loggers() as loggers,
+        watch_hosts(config, None if loggers.is_empty else loggers.log_host),
+    ):
+        folder.next_metrics["time/start"] = time.monotonic() - started
+        yield run
 
 
 def run_attempt(train: Train, training: Training[Supplier], folder: RunFolder, budget: Budget) -> bool:
     """Runs the configured steps from the newest checkpoint on. False if the budget was over first: the same command goes on."""
-    config, started = training.config, time.monotonic()
-    folder.note_left_out(training.left_out)
     checkpoint, last_step = folder.newest_checkpoint(), training.num_steps
-    while checkpoint is not None and (checkpoint.step >= last_step or is_good_enough(config.rollouts, checkpoint.state().metrics)):
+    while checkpoint is not None and (checkpoint.step >= last_step or is_good_enough(training.config.rollouts, checkpoint.state().metrics)):
         # No rank will load it, and look at its shards.
         damage = find_damage(checkpoint.folder)
         if damage is None:
@@ -42,18 +75,10 @@ def run_attempt(train: Train, training: Training[Supplier], folder: RunFolder, b
             logger.info("Already complete at step %d of %d: %s", checkpoint.step, last_step, checkpoint.folder)
             return True
         checkpoint = folder.pass_over(checkpoint, damage)
-    first_step = checkpoint.step + 1 if checkpoint is not None else 1
-    times = {"start_s": folder.measured("time/start", num_steps=1), "step_s": folder.measured("time/total", num_steps=20)}
-    logger.info("%s", outlook(config, first_step=first_step, last_step=last_step, **times))
-    with (
-        training.open(folder, budget) as run,
-        folder.open_loggers() as loggers,
-        watch_hosts(config, None if loggers.is_empty else loggers.log_host),
-    ):
-        folder.next_metrics["time/start"] = time.monotonic() - started
+    with start_run(training, folder, checkpoint, budget) as run:
         state = train(run, checkpoint)
     logger.info("Step %d of %d is done; report: %s", state.step, last_step, folder.path / "report.html")
-    return state.step == last_step or not budget.is_over
+    return run.is_done(state)
 
 
 def main(train: Train, arguments: Sequence[str] | None = None) -> int:
@@ -73,11 +98,8 @@ def main(train: Train, arguments: Sequence[str] | None = None) -> int:
         config, migration = load_run(options.name, options.words, secrets=options.secrets)
         migration.log()
         budget = Budget(config.checkpointing.must_save_by_s, started=started)
-        training = rollouts.prepare(config) if config.has_engines else examples.prepare(config)
-        folder = RunFolder(training.config, training.identity)
-        LISTENER.cleanups.append(folder.give_back)
-        folder.open()
-        startup.lap("input")
+        training = prepare(config)
+        folder = open_folder(training)
     except ValueError as error:
         logger.error("%s", error)
         return 2

@@ -23,8 +23,8 @@ from mrl.store.summary import Clock
 from mrl.types import Prompt, PromptKey, RolloutGroup, RunState, SamplingParams
 
 if TYPE_CHECKING:
+    from mrl.cluster.book import AskedGroup
     from mrl.cluster.rollouts import RolloutCollector
-    from mrl.cluster.scheduling import AskedGroup
 
 logger = logging.getLogger(__name__)
 

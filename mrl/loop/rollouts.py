@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ from mrl.algo.advantages import train_sequences
 from mrl.algo.distillation import sequences_to_teach
 from mrl.cluster.agreement import compare_at_start
 from mrl.cluster.session import RolloutSession, start_session
+from mrl.config.model import with_value
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import make_batches
 from mrl.data.order import num_steps_of
@@ -19,14 +20,14 @@ from mrl.data.prompts import PromptData, load_prompts, validation_sampling
 from mrl.loop.critic import Critic
 from mrl.loop.preflight import check_start
 from mrl.loop.rollout_queue import NoSignal, RolloutQueue, open_queue
-from mrl.loop.run import Budget, Run, StepData, Stopped, Training
+from mrl.loop.run import Budget, Run, Step, Stopped, Training
 from mrl.loop.saving import open_saver
 from mrl.loop.signal_watch import SignalWatch
 from mrl.store.about import about_refit
 from mrl.store.identity import identity_of
 from mrl.store.run_folder import RunFolder
 from mrl.store.summary import Clock, rollout_metrics, validation_metrics
-from mrl.types import RunState
+from mrl.types import Batch, RolloutGroup, RunState, TrainSequence
 
 logger = logging.getLogger(__name__)
 
@@ -53,27 +54,43 @@ class RolloutSupplier:
             figures = compare_at_start(self.session, self.data.train, pad_token_id=self.data.pad_token_id)
             logger.info("Trainer and engine compute the same model: %s", figures)
 
-    def take(self, state: RunState, clock: Clock) -> StepData:
+    def take(self, state: RunState, step: Step) -> list[Batch]:
         """Scored rollouts, with advantages, in packed batches."""
-        supplied = self.queue.take(state, clock)
+        return self.pack(self.sequences(self.sample(state, step), step), step)
+
+    def sample(self, state: RunState, step: Step) -> list[RolloutGroup]:
+        """The judged groups of the step after `state`."""
+        supplied = self.queue.take(state, step.clock)
         if supplied is None:
             logger.info("All prompts of %d epochs are consumed", self.config.rollouts.max_num_epochs)
             raise Stopped
-        grpo, restarts = self.config.rollouts, self.session.engines.book.num_restarts
-        metrics = supplied.metrics | self.session.rewards.take_metrics()
-        metrics |= rollout_metrics(supplied.sampled, grpo, seconds=supplied.seconds, num_engine_restarts=restarts)
+        step.groups, step.trained, step.dropped = supplied.groups, supplied.trained, supplied.dropped
+        restarts = self.session.engines.book.num_restarts
+        step.metrics |= supplied.metrics | self.session.rewards.take_metrics()
+        step.metrics |= rollout_metrics(supplied.sampled, self.config.rollouts, seconds=supplied.seconds, num_engine_restarts=restarts)
+        return supplied.groups
+
+    def sequences(self, groups: Sequence[RolloutGroup], step: Step) -> list[TrainSequence]:
+        """The rollouts of groups as sequences to train on, with the advantages of the config's estimator."""
         if self.config.algorithm == "distillation":
-            sequences, signals = sequences_to_teach(supplied.groups), dict[str, float]()
-        else:
-            sequences, signals = train_sequences(supplied.groups, grpo, compares_rollouts=self.config.compares_rollouts)
-            uses_rewards = self.config.compares_rollouts or self.config.has_critic
-            if uses_rewards and (problem := self.watch.note(state.step + 1, supplied.groups, sequences)):
+            return sequences_to_teach(groups)
+        sequences, metrics = train_sequences(groups, self.config.rollouts, compares_rollouts=self.config.compares_rollouts)
+        step.metrics |= metrics
+        return sequences
+
+    def pack(self, sequences: Sequence[TrainSequence], step: Step) -> list[Batch]:
+        """Sequences of the step, with what their teachers say of them, in packed batches. Stopped: too many steps have no signal."""
+        config = self.config
+        if not step.batches and config.algorithm != "distillation" and (config.compares_rollouts or config.has_critic):
+            if problem := self.watch.note(step.number, step.groups, sequences):
                 raise Stopped from NoSignal(problem)
-        if self.config.teachers:
-            with clock.phase("teacher"):
-                sequences = self.session.taught(sequences, [group.prompt.teacher for group in supplied.groups for _ in group.rollouts])
-        batches = make_batches(sequences, self.config)
-        return StepData(batches, supplied.trained, supplied.dropped, metrics | signals, supplied.groups, sequences)
+        if config.teachers:
+            teachers = {rollout.key: group.prompt.teacher for group in step.groups for rollout in group.rollouts}
+            if missing := [sequence.rollout.request_id for sequence in sequences if sequence.rollout.key not in teachers]:
+                raise ValueError(f"rollout {missing[0]} is of none of the step's groups, of which alone the teachers are known")
+            with step.clock.phase("teacher"):
+                sequences = self.session.taught(sequences, [teachers[sequence.rollout.key] for sequence in sequences])
+        return make_batches(sequences, config)
 
     def refit(self, state: RunState) -> dict[str, float]:
         metrics = self.queue.pause()
@@ -113,7 +130,9 @@ def prepare(config: RunConfig) -> Training[RolloutSupplier]:
     """Checks config, model and data before any process starts; returns the run, ready to start. ValueError: the input is at fault."""
     config = check_start(config)
     data, grpo = load_prompts(config), config.rollouts
-    config.num_steps = num_steps = min(grpo.max_num_steps, num_steps_of(config, len(data.train)))
+    # Only the data tell how many steps an epoch has.
+    num_steps = min(grpo.max_num_steps, num_steps_of(config, len(data.train)))
+    config = with_value(config, f"{'grpo' if config.has_critic else config.algorithm}.max_num_steps", num_steps)
 
     @contextmanager
     def open_run(folder: RunFolder, budget: Budget) -> Iterator[Run[RolloutSupplier]]:
@@ -121,12 +140,7 @@ def prepare(config: RunConfig) -> Training[RolloutSupplier]:
             start_session(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session,
             open_saver(config, folder, session) as saver,
         ):
-
-            def on_tick() -> None:
-                saver.poll()
-                budget.check()
-
-            queue = open_queue(config, data, session.collector, folder.ledger, last_step=num_steps, on_tick=on_tick)
+            queue = open_queue(config, data, session.collector, folder.ledger, last_step=num_steps, on_tick=budget.check)
             supplier = RolloutSupplier(config, data, folder, session, queue, SignalWatch(grpo.max_steps_without_signal))
             yield Run(config, folder, supplier, saver, budget, num_steps, Critic(config, session) if config.has_critic else None)
 

@@ -7,14 +7,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from mrl import startup
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.signals import LISTENER, Listener
 from mrl.store.samples import NUM_SAMPLES
-from mrl.store.summary import is_good_enough
+from mrl.store.summary import Clock, is_good_enough
 from mrl.types import PromptKey
 
 if TYPE_CHECKING:
@@ -23,31 +23,50 @@ if TYPE_CHECKING:
     from mrl.data.reading import LeftOut
     from mrl.loop.critic import Critic
     from mrl.loop.saving import CheckpointSaver
+    from mrl.store.checkpoints import Checkpoint
     from mrl.store.identity import Identity
     from mrl.store.run_folder import RunFolder
-    from mrl.store.summary import Clock
     from mrl.types import Batch, RolloutGroup, RunState, TokenSample, TrainSequence
 
 logger = logging.getLogger(__name__)
 
 
-class Stopped(Exception):
+class Stopped(EOFError):
     """The run ends before its last step, while nothing is being trained: a signal came, the prompts are used up, or its cause is raised
     once the last step is saved."""
 
 
-@dataclass(frozen=True)
-class StepData:
-    """The data of one step."""
+@dataclass
+class Step:
+    """A step under way, as its stages fill it."""
 
-    batches: Sequence[Batch]
-    """One for each optimizer update, in order."""
-    trained: Sequence[PromptKey]
-    dropped: Sequence[PromptKey]
+    number: int
+    clock: Clock
+    trained: Sequence[PromptKey] = ()
+    dropped: Sequence[PromptKey] = ()
     """Prompts that the step consumes without training on them."""
-    metrics: dict[str, float]
     groups: Sequence[RolloutGroup] = ()
-    sequences: Sequence[TrainSequence] = ()
+    batches: list[Batch] = field(default_factory=list)
+    """Those that the policy has learned from."""
+    tokens: dict[str, TokenSample] = field(default_factory=dict)
+    """Some sequences of `batches` token by token, by request id."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def after(cls, state: RunState) -> Step:
+        """The step after `state`, which begins now."""
+        return cls(state.step + 1, Clock(state.step + 1))
+
+    @property
+    def sequences(self) -> list[TrainSequence]:
+        """Those that the policy has learned from."""
+        return [sequence for batch in self.batches for sequence in batch.sequences]
+
+    def note_update(self, batches: Sequence[Batch], metrics: Mapping[str, float], tokens: Mapping[str, TokenSample]) -> None:
+        """Adds what an update of the policy has learned from, and found."""
+        self.batches += batches
+        self.metrics |= metrics
+        self.tokens |= tokens
 
 
 class Supplier(Protocol):
@@ -60,8 +79,8 @@ class Supplier(Protocol):
         """Refit zero: proves that policy and engines, which hold the starting weights, hold the same. Without engines, nothing."""
         ...
 
-    def take(self, state: RunState, clock: Clock) -> StepData:
-        """The data of the step after `state`; raises Stopped if a signal came, or the prompts are used up."""
+    def take(self, state: RunState, step: Step) -> list[Batch]:
+        """A batch for each optimizer update of the step after `state`; raises Stopped if a signal came, or the prompts are used up."""
         ...
 
     def refit(self, state: RunState) -> dict[str, float]:
@@ -98,6 +117,41 @@ class Run(Generic[S_co]):
         """Sets `is_over` after `step`: the last one, one that the budget makes the last, or one whose validation was good enough."""
         self.is_over = step >= self.last_step or self.budget.is_over or is_good_enough(self.config.rollouts, metrics)
 
+    def begin(self, checkpoint: Checkpoint | None) -> RunState:
+        """Resumes, and validates a run that has made no step. From here on a signal is for the run, which saves its last step."""
+        state = self.resume(checkpoint)
+        self.budget.begin(saves=self.config.checkpointing.enabled)
+        if state.step == 0 and self.config.training.val_at_start and (metrics := self.supplier.validate(state)):
+            state.metrics = metrics
+            self.folder.log_metrics(0, metrics)
+            startup.lap("validation")
+        self.decide_end(state.step, state.metrics)
+        return state
+
+    def resume(self, checkpoint: Checkpoint | None) -> RunState:
+        """Proves that engines and policy hold the same starting weights; loads the checkpoint, if one is whole; refits the engines."""
+        self.supplier.prove_weights()
+        startup.lap("refit_zero")
+        state = self.saver.load(checkpoint, last_step=self.last_step)
+        startup.lap("checkpoint")
+        self.supplier.refit(state)
+        startup.lap("refit")
+        return state
+
+    def is_done(self, state: RunState) -> bool:
+        """Whether the run has made all of its steps; else the same command goes on."""
+        return state.step == self.last_step or not self.budget.is_over
+
+    @contextmanager
+    def saved(self, state: RunState) -> Iterator[None]:
+        """Saves the last finished step if the `with` block ends by Stopped, and raises what caused that, if anything did."""
+        try:
+            yield
+        except Stopped as end:
+            self.saver.save_last(state)
+            if end.__cause__ is not None:
+                raise end.__cause__ from None
+
     @contextmanager
     def profiled(self, step: int) -> Iterator[None]:
         """The policy ranks of `profiler.ranks` record the `with` block, if `step` is one of `profiler.steps`."""
@@ -116,11 +170,11 @@ class Run(Generic[S_co]):
                 logger.info("%s", line)
             self.folder.next_metrics |= {f"time/start/{phase}": seconds for phase, seconds in laps.items()}
 
-    def token_samples(self, data: StepData) -> dict[str, TokenSample]:
-        """Some sequences of the step just trained token by token, by request id; none where `logger.rollouts` writes no texts."""
-        if not data.groups or self.config.logger.rollouts == "none":
+    def token_samples(self, batches: Sequence[Batch]) -> dict[str, TokenSample]:
+        """Some sequences of batches just trained token by token, by request id; none where `logger.rollouts` writes no texts."""
+        if not self.config.has_engines or self.config.logger.rollouts == "none":
             return {}
-        batch, firsts = data.batches[0], dict[PromptKey, int]()
+        batch, firsts = batches[0], dict[PromptKey, int]()
         for index, sequence in enumerate(batch.sequences):
             firsts.setdefault(sequence.rollout.key, index)
         answers = self.session.policies.call(PolicyVerbs.token_samples, list(firsts.values())[:NUM_SAMPLES])

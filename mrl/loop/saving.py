@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a checkpoint at the start, and saves others while the loop goes on: each rank writes on its own; the driver publishes the whole."""
+"""Loads a checkpoint at the start, and saves others while the loop goes on: each rank writes on its own; a thread publishes the whole."""
 
 from __future__ import annotations
 
 import logging
-import math
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
+from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.plan.deadlines import checkpoint_deadline
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from mrl.phases import ModelName
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 # Asking hundreds of ranks takes milliseconds.
 POLL_INTERVAL_S = 0.5
@@ -37,8 +40,10 @@ class CheckpointSaver:
         self._deadline_s = checkpoint_deadline(config).seconds
         self._folder = folder
         self._session = session
-        self._pending: Checkpoint | None = None
-        self._polled_at = -math.inf
+        self._under_way: Future[None] | None = None
+        self._is_awaited = threading.Event()
+        """Whether the driver waits for the save under way: only then its waits have deadlines, beside what the loop asks of the ranks."""
+        self._is_abandoned = False
         self._hidden_s: float | None = None
         self._saved_step = 0
 
@@ -90,41 +95,59 @@ class CheckpointSaver:
                 for model in begun:
                     models[model].call(PolicyVerbs.finish_save, self._deadline_s, deadline_s=self._deadline_s)
                 raise OSError(problem)
-            self._pending, self._polled_at = checkpoint, -math.inf
-        if waits or not self._is_async:
-            self.finish(is_needed=waits)
+            if waits or not self._is_async:
+                self._is_awaited.set()
+                self._publish(checkpoint)
+            else:
+                self._is_awaited.clear()
+                self._under_way = under_way = Future[None]()
+                threading.Thread(target=self._publish_once_written, args=(checkpoint, under_way), name="saves", daemon=True).start()
 
-    def poll(self) -> None:
-        """Publishes the save under way if every rank has written its part. Call it where the ranks are idle: it waits for their answer."""
-        if self._pending is None or time.monotonic() - self._polled_at < POLL_INTERVAL_S:
-            return
-        self._polled_at = time.monotonic()
-        groups = self._session.trained_models.values()
-        if all(all(group.call(PolicyVerbs.is_written, deadline_s=self._deadline_s).values()) for group in groups):
-            self.finish()
+    def finish(self) -> None:
+        """Waits until the save under way, if there is one, is published or has failed."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            self._is_awaited.set()
+            # Its own waits have deadlines now: two calls of each model's ranks, and the writes of the driver. They name what they wait for.
+            under_way.result(2 * len(self._session.trained_models) * self._deadline_s + 2 * (WRITE_TIMEOUT_S + IO_TIMEOUT_S))
 
-    def finish(self, *, is_needed: bool = False) -> None:
-        """Waits for the save under way, if there is one, and publishes it. RuntimeError: it `is_needed` and cannot be written."""
-        if self._pending is None:
+    def _publish_once_written(self, pending: Checkpoint, under_way: Future[None]) -> None:
+        """Publishes a save once every rank has written its part, or as soon as the driver waits for it."""
+        try:
+            while not all(all(answers.values()) for _, answers in self._ask(PolicyVerbs.is_written)):
+                if self._is_awaited.wait(POLL_INTERVAL_S):
+                    break
+            with self._may_fail(pending.step, is_needed=False):
+                self._publish(pending)
+        except Exception as error:  # the driver raises it
+            under_way.set_exception(error)
+        else:
+            under_way.set_result(None)
+
+    def _ask(self, verb: Callable[[PolicyVerbs, *Ts], T], *arguments: *Ts) -> list[tuple[ModelName, dict[int, T]]]:
+        """Calls a verb of each model that is trained; answers by rank."""
+        limits = {"deadline_s": self._deadline_s, "is_awaited": self._is_awaited}
+        return [(model, group.call_behind(verb, *arguments, **limits)) for model, group in self._session.trained_models.items()]
+
+    def _publish(self, pending: Checkpoint) -> None:
+        """Has the ranks finish what they write, and publishes the whole. OSError: it cannot be written."""
+        files: dict[str, FileRecord] = {}
+        hidden_s, problems = 0.0, list[str]()
+        for model, parts in self._ask(PolicyVerbs.finish_save, self._deadline_s):
+            problems += [parts[0].problem] if parts[0].problem else []
+            folder = pending.weights_of(model).relative_to(pending.folder)
+            files |= {f"{folder}/{name}": record for part in parts.values() for name, record in part.files.items()}
+            hidden_s = max(hidden_s, *(part.hidden_s for part in parts.values()))
+        if problems:
+            raise OSError(problems[0])
+        if self._is_abandoned:
             return
-        pending, self._pending = self._pending, None
-        with self._may_fail(pending.step, is_needed=is_needed):
-            files: dict[str, FileRecord] = {}
-            hidden_s, problems = 0.0, list[str]()
-            for model, group in self._session.trained_models.items():
-                parts = group.call(PolicyVerbs.finish_save, self._deadline_s, deadline_s=self._deadline_s)
-                problems += [parts[0].problem] if parts[0].problem else []
-                folder = pending.weights_of(model).relative_to(pending.folder)
-                files |= {f"{folder}/{name}": record for part in parts.values() for name, record in part.files.items()}
-                hidden_s = max(hidden_s, *(part.hidden_s for part in parts.values()))
-            if problems:
-                raise OSError(problems[0])
-            # A checkpoint whose steps the ledger lacks could not be resumed from.
-            self._folder.ledger.flush()
-            self._folder.checkpoints.commit(pending, files)
-            self._saved_step = pending.step
-            if self._is_async:
-                self._hidden_s = (self._hidden_s or 0.0) + hidden_s
+        # A checkpoint whose steps the ledger lacks could not be resumed from.
+        self._folder.ledger.flush()
+        self._folder.checkpoints.commit(pending, files)
+        self._saved_step = pending.step
+        if self._is_async:
+            self._hidden_s = (self._hidden_s or 0.0) + hidden_s
 
     @contextmanager
     def _may_fail(self, step: int, *, is_needed: bool) -> Iterator[None]:
@@ -133,20 +156,37 @@ class CheckpointSaver:
         except TimeoutError:  # the file system does not answer: it would not let go of what has been begun
             raise
         except OSError as error:
+            if self._is_abandoned:
+                return
             self._folder.checkpoints.remove_unfinished()
             text = f"the checkpoint of step {step} cannot be written: {error}; the one before it stays"
             if is_needed:
                 raise RuntimeError(text) from error
             logger.error("%s", text)
 
+    def abandon(self) -> None:
+        """Leaves the save under way as it is: the attempt fails, and its folder may soon be another's."""
+        self._is_abandoned = True
+
     def save_last(self, state: RunState) -> None:
         """Saves the state of a run that ends early, unless it has been saved, and waits for it."""
         self.finish()
-        if self._is_enabled and state.step > self._saved_step:
+        if self._is_enabled:
+            self.save(state)
+
+    def save(self, state: RunState) -> None:
+        """Saves a state, unless it has been saved, and waits for it."""
+        self.finish()
+        if state.step > self._saved_step:
             self.begin(state, waits=True)
 
     def take_metrics(self) -> dict[str, float]:
-        """`time/checkpoint_hidden` of saves published since the last call, if any: seconds of writing for which nothing waited."""
+        """`time/checkpoint_hidden` of saves published since the last call, if any: seconds of writing for which nothing waited.
+
+        Raises what has ended the save under way.
+        """
+        if self._under_way is not None and self._under_way.done():
+            self.finish()
         hidden_s, self._hidden_s = self._hidden_s, None
         return {} if hidden_s is None else {"time/checkpoint_hidden": hidden_s}
 
@@ -159,5 +199,8 @@ def open_saver(config: RunConfig, folder: RunFolder, session: Session) -> Iterat
         yield saver
     except (KeyboardInterrupt, SystemExit):
         saver.finish()
+        raise
+    except BaseException:
+        saver.abandon()
         raise
     saver.finish()

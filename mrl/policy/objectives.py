@@ -30,7 +30,6 @@ from mrl.config.schema.ppo import ValueLossConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, PackedTeacher
 from mrl.metrics import extreme_of
-from mrl.phases import ModelName
 from mrl.policy.batch import RankBatch, own_positions, packed_params, whole_row
 from mrl.policy.distillation import student_scores
 from mrl.policy.logprobs import TokenDistribution, scores_of
@@ -56,10 +55,13 @@ class Objective:
     """True if MTP layers have a gradient norm of their own, by which alone their gradients are clipped."""
 
 
-def objective_of(config: RunConfig, distribution: TokenDistribution, batch: RankBatch, model: ModelName = "policy") -> Objective:
-    """The objective of a model in the configured algorithm, over the global batch of these rows. Collective over the dp group."""
-    if model == "critic":
-        return _value_objective(config.value_loss_fn, batch.size)
+def objective_of_values(config: RunConfig, _: TokenDistribution, batch: RankBatch) -> Objective:
+    """The objective of a critic, over the global batch of these rows."""
+    return _value_objective(config.value_loss_fn, batch.size)
+
+
+def objective_of_policy(config: RunConfig, distribution: TokenDistribution, batch: RankBatch) -> Objective:
+    """The objective of the configured algorithm, over the global batch of these rows. Collective over the dp group."""
     objective = _objective_of_policy(config, distribution, batch.size)
     if not config.mtp_steps:
         return objective

@@ -24,10 +24,10 @@ from conversion.files.manifest import WriteReport
 from conversion.files.reading import find_difference
 from conversion.files.safetensors import fill_layout
 from conversion.tensors import box_view
-from mrl import phases, spans
+from mrl import spans
 from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, pack_row, token_samples
-from mrl.phases import ModelName, Phase, role_of
+from mrl.phases import ModelName, Phase
 from mrl.policy import checkpoint, parallel
 from mrl.policy.batch import RankBatch, answers_for_rows, check_equal_counts, finish_batches, global_batch_size
 from mrl.policy.checkpoint import CheckpointWrite
@@ -36,11 +36,11 @@ from mrl.policy.logprobs import TokenDistribution, vocab_size_of
 from mrl.policy.lora import attach_adapters
 from mrl.policy.model import FLAVOUR, build_model, live_layout, wrap_ddp
 from mrl.policy.moe import RouterReplay
-from mrl.policy.objectives import objective_of
 from mrl.policy.optimizer import TrainingMemory, TrainState, build_optimizer, build_scheduler
 from mrl.policy.output import attach_reward_head
 from mrl.policy.parallel import Meeting
 from mrl.policy.profile import RankProfiler
+from mrl.policy.roles import role_for
 from mrl.policy.step import compute_logprobs, evaluate, train_step
 from mrl.policy.weights import Arena, CopyCheck, buffer_views, perturb, rank_tensors
 from mrl.refit.exchange import Exchange, GpuHandles
@@ -75,7 +75,7 @@ class PolicyRank:
         """
         vocab_size = vocab_size_of(config, model)
         self._config = config = config.of_model(model)
-        self._name: ModelName = model
+        self._role = role_for(model)
         self._timeout_s = timeout_s
         self._rank = rank
         self.megatron = parallel.initialize(
@@ -90,10 +90,10 @@ class PolicyRank:
         )
         self._hf_config: dict[str, object] = json.loads((Path(config.policy.model_name) / "config.json").read_text())
         self._layout = live_layout(config.policy, self._hf_config, parallel.coordinates())
-        is_trained, trains_mtp = role_of(model) != "teacher", config.mtp_steps > 0
+        is_trained, trains_mtp = self._role.trains_in is not None, config.mtp_steps > 0
         bare_chunks = build_model(config.policy, self._hf_config, is_trained=is_trained, trains_mtp=trains_mtp)
         self._lora = attach_adapters(bare_chunks, config.policy, self._hf_config, seed=config.training.seed)
-        has_head = config.algorithm == "rm" or model == "critic"
+        has_head = config.algorithm == "rm" or self._role.has_head
         self._head = attach_reward_head(bare_chunks, seed=config.training.seed) if has_head else Layout()
         self._live_layout = self._layout | self._lora.layout | self._head
         self._chunks = wrap_ddp(bare_chunks, config.policy)
@@ -103,7 +103,7 @@ class PolicyRank:
             self._replay = RouterReplay(self._chunks, family(self._hf_config).expert_layers(self._hf_config))
         self._tensors = rank_tensors(self._models, self._live_layout)
         self._weights = self._lora.merged_weights(self._arena_tensors(self._tensors))
-        self._arena = Arena(self._weights, buffer_views(self._chunks), name=f"mrl-arena-{rank}") if model == "policy" else None
+        self._arena = Arena(self._weights, buffer_views(self._chunks), name=f"mrl-arena-{rank}") if self._role.is_mapped else None
         optimizer = build_optimizer(self._chunks, config.policy.megatron_cfg)
         scheduler = build_scheduler(optimizer, config.policy.megatron_cfg, num_train_steps=config.num_scheduled_steps)
         self._state = TrainState(self._chunks, optimizer, scheduler)
@@ -122,8 +122,8 @@ class PolicyRank:
         self._exchange: Exchange | None = None
         device = next(iter(self._tensors.values())).device
         self._memory = TrainingMemory(self._state, device, HostBlock() if device.type == "cuda" else None)
-        is_moved = model != "policy" and device.type == "cuda"
-        self._storages = HostStorages(list(self._tensors.values()), is_constant=role_of(model) == "teacher") if is_moved else None
+        is_moved = not self._role.is_mapped and device.type == "cuda"
+        self._storages = HostStorages(list(self._tensors.values()), is_constant=not is_trained) if is_moved else None
         self._profiler = RankProfiler(config.profiler)
         self._phase: Phase | None = None
         self.enter("load")
@@ -155,14 +155,14 @@ class PolicyRank:
 
         Of a model beside the policy all moves, its weights too, and it may skip phases in which it does nothing.
         """
-        residency = (phases.enter(self._phase, phase) if self._name == "policy" else phases.PHASES[phase]).of(self._name)
+        residency = self._role.residency(self._phase, phase)
         self._phase = phase
         if phase == "refit":
             # The step is trained: its rows, and what passes have left in them, make room.
             self._batches.clear()
         if self._storages is not None:
             self._storages.place(is_on_device=residency.weights == "device")
-        if self._config.frees_training_memory or self._name != "policy":
+        if self._config.frees_training_memory:
             self._memory.place(residency)
 
     def load_hf(self, folder: Path | str) -> None:
@@ -184,11 +184,13 @@ class PolicyRank:
     def _start_from_weights(self) -> None:
         self._state.optimizer.reload_model_params()
         self._is_settled = False
-        if self._name != "policy":
+        if not self._role.is_mapped:
             # Settled once, a teacher's weights stay so; they may lie on the host from here on.
             self.settle()
-        if not self._config.keeps_reference or self._name != "policy":
-            return
+        elif self._config.keeps_reference:
+            self._keep_reference()
+
+    def _keep_reference(self) -> None:
         self.settled_weights()
         # Beside frozen weights training changes only buffers; adapters are switched off instead.
         is_frozen = self._lora.description is not None
@@ -331,11 +333,11 @@ class PolicyRank:
         Raises:
             RuntimeError: loss or gradient is not finite, on all ranks, and no parameter has changed. Or the phase is not `train`.
         """
-        needed = "train_value" if self._name == "critic" else "train"
-        if self._phase != needed:
-            raise RuntimeError(f"a train step in phase {self._phase}, where gradients have no memory: enter('{needed}') comes first")
+        if self._phase != self._role.trains_in:
+            needed = f"enter('{self._role.trains_in}') comes first"
+            raise RuntimeError(f"a train step in phase {self._phase}, where gradients have no memory: {needed}")
         batch = self.batches()[update_index]
-        if self._name == "policy" and self._config.has_engines:
+        if self._role.is_mapped and self._config.has_engines:
             if self._config.needs_old_logprobs and not batch.has_old_logprobs:
                 raise RuntimeError("compute_old_logprobs comes before train_step")
             if not batch.is_finished:
@@ -346,7 +348,7 @@ class PolicyRank:
             self._state.optimizer,
             batch.rows,
             size=batch.size,
-            objective=objective_of(self._config, self.distribution, batch, self._name),
+            objective=self._role.objective(self._config, self.distribution, batch),
             megatron=self._config.policy.megatron_cfg,
             replay=self._replay,
         )
@@ -382,7 +384,7 @@ class PolicyRank:
         batch = self.batches()[0]
         self.settled_weights()
         with self._lora.without_dropout():
-            return evaluate(self._chunks, batch.rows, objective_of(self._config, self.distribution, batch))
+            return evaluate(self._chunks, batch.rows, self._role.objective(self._config, self.distribution, batch))
 
     def start_profile(self) -> None:
         """Records what this rank does until `stop_profile`. Not collective."""

@@ -10,6 +10,7 @@ import errno
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +53,8 @@ class Ledger:
         self.state, self.damage = LedgerState(), ""
         """`damage` says why `state` is empty though there is a file; `roll_back` mends that."""
         self._unwritten = b""
+        # Whoever publishes a checkpoint flushes beside the loop.
+        self._lock = threading.RLock()
         try:
             self.state = replay(path, mends=mends)
         except TimeoutError:  # a file system without an answer is no damage
@@ -120,10 +123,12 @@ class Ledger:
         assert not self.damage, "roll_back comes first"
         self._check_owner()
         apply_event(self.state, event)
-        had_room = not self._unwritten
-        self._unwritten += (json.dumps(event) + "\n").encode()
+        line = (json.dumps(event) + "\n").encode()
         try:
-            self.flush()
+            with self._lock:
+                had_room = not self._unwritten
+                self._unwritten += line
+                self.flush()
         except TimeoutError:  # it may be written yet: a second write would write it twice
             raise
         except OSError as error:
@@ -137,9 +142,10 @@ class Ledger:
 
         TimeoutError: the file system does not answer.
         """
-        if self._unwritten:
-            within(WRITE_TIMEOUT_S, f"write of {self.path}", self._write)
-            self._unwritten = b""
+        with self._lock:
+            if self._unwritten:
+                within(WRITE_TIMEOUT_S, f"write of {self.path}", self._write)
+                self._unwritten = b""
 
     def _write(self) -> None:
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -59,8 +59,8 @@ def write_step_data(
 ) -> None:
     """Writes the rollouts of a step that `logger.rollouts` wants as compressed JSON lines, by NeMo RL's names and keys, and some of ours.
 
-    `sequences` are of the same rollouts, none in validation. Only those of `token_rows`, by request id, have tokens and logprobs, since
-    the others never reach the driver. An error leaves no part of the file.
+    `sequences` are those that were trained on, none in validation. Only those of `token_rows`, by request id, have tokens and logprobs,
+    since the others never reach the driver. An error leaves no part of the file.
     """
     if config.rollouts == "none":
         return
@@ -69,10 +69,11 @@ def write_step_data(
     judged = [(group.prompt, *pair) for group in groups for pair in zip(group.rollouts, group.verdicts, strict=True)]
     if config.rollouts == "sample":
         judged = judged[: sum(len(group.rollouts) for group in groups[:NUM_SAMPLES])]
+    trained = {sequence.rollout.request_id: sequence for sequence in sequences}
     try:
         with igzip.IGzipFile(aside, "wb") as file:
             for index, (prompt, rollout, verdict) in enumerate(judged):
-                sequence = sequences[index] if sequences else None
+                sequence = trained.get(rollout.request_id)
                 row: dict[str, object] = {"content": [prompt.text, verdict.text], "rewards": verdict.reward}
                 row["input_lengths"] = rollout.num_tokens
                 if sequence is not None:

@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,17 +22,18 @@ ATTEMPT_TIMEOUT_S = 3 * HANG_S
 
 @dataclass
 class Attempt:
-    """One `python -m mrl.train`."""
+    """One `python -m mrl.train`, or another `program` in its place."""
 
     run_folder: Path
     overrides: list[str]
     log: Path
     config: str = "grpo_tiny.yaml"
     working_folder: Path = ROOT
+    program: Sequence[str] = ("-m", "mrl.train")
     process: subprocess.Popen = field(init=False)
 
     def __enter__(self) -> Attempt:
-        command = [sys.executable, "-m", "mrl.train", self.config, *self.overrides]
+        command = [sys.executable, *self.program, self.config, *self.overrides]
         # A mark that every process of this attempt inherits, so that leftovers can be told from everything else.
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MRL_TEST_ATTEMPT": self.mark}
         with self.log.open("w") as output:

@@ -6,7 +6,9 @@ Attempts of a walk share one run folder, so that each shows what the ones before
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +24,7 @@ from mrl.signals import BURST_S, ENDED_AT_ONCE, ENDED_EARLY, MARK
 from mrl.store.checkpoints import find_damage
 from tests.faults.attempts import Attempt, is_taken, is_trained, is_writing, ledger, lineage
 from tests.stack.loop.conftest import SMALL, write_inputs
+from tests.stack.pipeline.test_pipeline_run import OWN_LOOP
 from tests.waiting import HANG_S
 
 SETTINGS = [
@@ -122,6 +125,34 @@ def test_a_signal_costs_no_step_wherever_it_comes(inputs: list[str], tmp_path: P
     for name, number, target in WALK:
         disturb(inputs, tmp_path / "run", name, number, target)
     assert sum(event["event"] == "trained" for event in ledger(tmp_path / "run")) == len(lineage(tmp_path / "run"))
+
+
+@pytest.mark.timeout(1200)
+def test_a_loop_of_ones_own_ends_and_goes_on_as_mrls(inputs: list[str], tmp_path: Path):
+    run_folder = tmp_path / "run"
+    overrides = [*inputs, *SETTINGS, f"checkpointing.checkpoint_dir={run_folder}", "grpo.max_num_steps=3", "grpo.val_period=3"]
+    codes, texts = list[int](), list[str]()
+    for name in ("ended", "resumed"):
+        with Attempt(run_folder, overrides, tmp_path / name, program=OWN_LOOP) as attempt:
+            if name == "ended":
+                attempt.wait_until(lambda: is_trained(run_folder, 1), "step 1")
+                attempt.send(signal.SIGTERM, "group")
+            codes.append(attempt.finish())
+            texts.append(attempt.text())
+            attempt.assert_nothing_survives()
+    first = newest(run_folder)
+    assert codes == [ENDED_EARLY, 0], texts
+    assert texts[0].count(GOES_ON) == 1 and "Traceback" not in "".join(texts)
+    assert re.search(r"Resuming from .*step_[12] \(step [12] of 3\)", texts[1]) and first == 3 == max(lineage(run_folder))
+    for words in ("= Step 3/3 =", "[Generate] 4 prompts x 4", "[Train] ", "[Mrl] ", "[Validate] step 3", "Start: "):
+        assert words in texts[1], texts[1]
+    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for name in ("performance/tokens_per_sec_per_gpu", "train/loss", "train/reward", "refit/verified_bytes", "time/total"):
+        assert all(name in row for row in rows), name
+    assert "val/accuracy" in rows[2]
+    assert (run_folder / "report.html").exists() and len(list(run_folder.glob("logs/exp_*/train_data_step*.jsonl.gz"))) == 3
+    assert not (run_folder / "owner.json").exists()
 
 
 @pytest.mark.long("signals")

@@ -53,7 +53,7 @@ def test_a_spelling_of_a_variable_hides_nothing(tmp_path: Path, capsys: pytest.C
     check.main([str(path)])
     printed = capsys.readouterr()
     assert CANARY in config.policy.model_name and "<redacted>" in printed.out
-    for text in (resolved_yaml(config), redact_text(str(config), config.secrets), printed.out, printed.err):
+    for text in (resolved_yaml(config), redact_text(str(config), config.facts.secrets), printed.out, printed.err):
         assert CANARY not in text
 
 

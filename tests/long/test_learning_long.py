@@ -16,7 +16,7 @@ from mrl.loop.rollouts import prepare
 from mrl.loop.run import Budget, is_due
 from mrl.recipes.tiny import prepare_tiny
 from mrl.store.run_folder import RunFolder
-from mrl.train import resume, train_step
+from mrl.train import train_step
 from mrl.types import Verdict
 from tests.learn.quickstart import accuracy_before, accuracy_of_export, run_quickstart, sampling_noise
 from tests.long.record import Row, record
@@ -78,7 +78,7 @@ def test_random_rewards_teach_nothing(tmp_path: Path, rows: list[Row]):
     checkpoint = folder.newest_checkpoint()
     with folder, training.open(folder, Budget(None, started=started)) as run:
         rewards = run.supplier.session.rewards
-        state = resume(run, checkpoint)
+        state = run.resume(checkpoint)
         accuracies = [run.supplier.validate(state)["val/accuracy"]]
         while state.step < run.last_step:
             rewards.apply(toss_coins, state.step)

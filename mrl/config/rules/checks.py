@@ -23,7 +23,7 @@ from mrl.phases import ModelName
 
 def find_problems(config: RunConfig, *, to_evaluate: bool = False) -> list[str]:
     """Every problem of a config, one text each. Rules that need a value which is not known are named, not applied."""
-    problems, skipped = Problems(config, config.origins), dict[str, list[str]]()
+    problems, skipped = Problems(config, config.facts.origins), dict[str, list[str]]()
     rules = RULES | (ROLLOUT_RULES if config.has_engines else SUPERVISED_RULES) | (EVALUATION_RULES if to_evaluate else {})
     try:
         model = models.read_sizes(config, problems, ", ".join(MODEL_RULES))

@@ -104,8 +104,8 @@ def _check_section(config: RunConfig, model: ModelName, said: list[str], problem
     """Applies rules of `policy` to a model's section, and adds problems that are not `said` yet, under keys of that section."""
     seen, prefix, is_trained = config.of_model(model), prefix_of(model), model in config.trained_models
     # The keys that the section sets itself, as those of the policy.
-    own = {f"policy.{key.removeprefix(prefix)}": origin for key, origin in config.origins.items() if key.startswith(prefix)}
-    inner = Problems(seen, {key: origin for key, origin in config.origins.items() if key not in own} | own)
+    own = {f"policy.{key.removeprefix(prefix)}": origin for key, origin in config.facts.origins.items() if key.startswith(prefix)}
+    inner = Problems(seen, {key: origin for key, origin in config.facts.origins.items() if key not in own} | own)
     for check in RULES + (TRAINED_RULES if is_trained else ()):
         check(seen, inner)
     sizes = read_sizes(seen, inner, "whether the layout divides it")
@@ -133,10 +133,10 @@ def check_teacher(config: RunConfig, problems: Problems) -> None:
     if config.algorithm == "distillation":
         # Keys inherited from a GRPO config may stay.
         for key in (f"loss_fn.{name}" for name in vars(config.loss_fn) if name not in LOSS_KEYS):
-            if config.origins.get(key, "").startswith("command line"):
+            if config.facts.origins.get(key, "").startswith("command line"):
                 problems.add(key, "it belongs to GRPO's loss, and algorithm=distillation", f"use {', '.join(LOSS_KEYS)}")
         # A section that could not be read has problems of its own.
-        if config.teacher is None and not any(key.startswith("teacher.") for key in config.origins):
+        if config.teacher is None and not any(key.startswith("teacher.") for key in config.facts.origins):
             problems.extend(
                 ["teacher: algorithm=distillation has nobody to learn from; give teacher.model_name, the folder of a model or its id"]
             )
@@ -171,7 +171,7 @@ def _check_on_policy(config: RunConfig, problems: Problems) -> None:
     for name in given.non_colocated_teachers.teacher_overrides if given.non_colocated_teachers else ():
         if given.teacher_of(name) != name:
             rule = f"no teacher is held under {name!r}: names of one model share the first of them"
-            way_out = f"use one of {', '.join(config.further_teachers)}"
+            way_out = f"use one of {', '.join(config.facts.teachers)}"
             problems.add(f"{key}.non_colocated_teachers.teacher_overrides", rule, way_out)
     if given.use_orm_advantage != (given.orm_advantage_weight > 0):
         rule = f"{key}.use_orm_advantage={str(given.use_orm_advantage).lower()} does not go with it"

@@ -81,7 +81,7 @@ DOUBTS: tuple[Doubt, ...] = (
 
 def find_doubts(config: RunConfig) -> list[str]:
     """A warning for every value that is probably a slip. Those that are not known are passed over."""
-    problems = Problems(config, config.origins)
+    problems = Problems(config, config.facts.origins)
     for key, is_doubtful, reason, way_out in DOUBTS:
         with suppress(NotKnown):
             if is_doubtful(config):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
@@ -130,18 +131,24 @@ class ProfilerConfig:
     """torch: traces in `exp_NNN/profile`, for https://ui.perfetto.dev; nsys: NVTX ranges for an `nsys profile` that runs the ranks."""
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What loading a config finds beside its values."""
+
+    secrets: frozenset[str] = frozenset()
+    """Secrets that the values hold."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Where each key was set, if anywhere: file and line, or the command line; inherited files first."""
+    teachers: Mapping[str, PolicyConfig] = field(default_factory=dict)
+    """What `on_policy_distillation` makes of its teachers, by name: each has the keys of `policy`."""
+
+
 @dataclass
 class RunConfig:
     """A whole run. Code takes the narrowest section it needs."""
 
-    secrets = frozenset[str]()
-    """Secrets that the values hold; no key. `load_config` sets it; `with_value` keeps it, and `dataclasses.replace` does not."""
-    origins = dict[str, str]()
-    """Place where each key was set: file and line, or the command line; inherited files first. No key; `load_config` sets it."""
-    further_teachers = dict[str, PolicyConfig]()
-    """Teachers of `on_policy_distillation`, by name: each has the keys of `policy`. No key; `load_config` sets it."""
-    num_steps = 0
-    """Most steps of the run, which the data may end earlier than the config; 0 until the data are read. No key."""
+    facts = Facts()
+    """No key. `with_value` keeps it, and `dataclasses.replace` does not."""
     algorithm: Literal["grpo", "ppo", "distillation", "sft", "dpo", "rm"] = "grpo"
     """Source from which the policy learns: rewards (grpo; ppo with a critic), a teacher (distillation), conversations (sft), or pairs (dpo,
     and rm for a reward model)."""
@@ -172,6 +179,12 @@ class RunConfig:
     @property
     def training(self) -> GrpoConfig | DistillationConfig | SftConfig | DpoConfig | RmConfig:
         return self.grpo if self.algorithm == "ppo" else getattr(self, self.algorithm)
+
+    def with_facts(self, facts: Facts) -> RunConfig:
+        """A copy with other facts."""
+        changed = copy.copy(self)
+        changed.facts = facts
+        return changed
 
     def of_model(self, model: ModelName) -> RunConfig:
         """The config for one of the run's models: its own section becomes `policy`; only the policy has engines."""
@@ -204,7 +217,7 @@ class RunConfig:
         """Teacher models, which are not trained."""
         if self.algorithm == "distillation":
             return {} if self.teacher is None else {"teacher": self.teacher}
-        return {} if self.teaching is None else {f"teacher:{name}": section for name, section in self.further_teachers.items()}
+        return {} if self.teaching is None else {f"teacher:{name}": section for name, section in self.facts.teachers.items()}
 
     @property
     def teaching(self) -> OnPolicyDistillationConfig | None:
@@ -267,8 +280,8 @@ class RunConfig:
 
     @property
     def num_scheduled_steps(self) -> int:
-        """Returns the number of steps that learning-rate schedules count: passes."""
-        return (self.num_steps or self.training.max_num_steps) * self.num_passes
+        """Number of steps that learning-rate schedules count: passes."""
+        return self.training.max_num_steps * self.num_passes
 
     def trains_policy(self, step: int) -> bool:
         """Tells whether a step, from 1 on, trains the policy, and not a critic alone."""

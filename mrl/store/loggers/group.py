@@ -53,7 +53,7 @@ class Loggers:
         is_resumed = self._file.exists()
         self._memory = Memory(**json.loads(read_whole(self._file))) if is_resumed else Memory(time.time())
         self._memory.last_step = max(self._memory.last_step, last_step)
-        plain = redact(asdict(config), config.secrets)
+        plain = redact(asdict(config), config.facts.secrets)
         assert isinstance(plain, dict)
         if names := switched_on(config.logger):
             self._save()
@@ -61,7 +61,7 @@ class Loggers:
             SinkThread(
                 name,
                 config.logger,
-                LoggedRun(str(log_folder), str(run_folder), self._memory.run_ids.get(name), plain, config.secrets),
+                LoggedRun(str(log_folder), str(run_folder), self._memory.run_ids.get(name), plain, config.facts.secrets),
                 on_open=lambda run_id, name=name: self._remember(name, run_id),
             )
             for name in names

@@ -12,7 +12,6 @@ from mrl.config.load import load_config
 from mrl.loop.rollouts import RolloutSupplier, prepare
 from mrl.loop.run import Budget, Run
 from mrl.store.run_folder import RunFolder
-from mrl.train import resume
 from mrl.types import RunState
 from tests.stack.loop.conftest import SMALL, toss_coins, write_inputs
 
@@ -40,4 +39,4 @@ def running(folder: Path, *overrides: str) -> Iterator[tuple[Run[RolloutSupplier
         checkpoint = run_folder.newest_checkpoint()
         with training.open(run_folder, Budget(None, started=time.monotonic())) as run:
             run.supplier.session.rewards.apply(toss_coins)
-            yield run, resume(run, checkpoint)
+            yield run, run.resume(checkpoint)

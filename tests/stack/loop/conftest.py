@@ -20,7 +20,6 @@ from mrl.loop.rollouts import RolloutSupplier, prepare
 from mrl.loop.run import Budget, Run
 from mrl.recipes import tokenizer
 from mrl.store.run_folder import RunFolder
-from mrl.train import resume
 from mrl.types import RunState, Verdict
 from tests import models
 from tests.unit.envs.pools import Childless
@@ -132,4 +131,4 @@ def live_run(folder: Path, *further: str) -> Iterator[LiveRun]:
         checkpoint = run_folder.newest_checkpoint()
         with training.open(run_folder, Budget(None, started=time.monotonic())) as run:
             run.supplier.session.rewards.apply(toss_coins)
-            yield LiveRun(run, resume(run, checkpoint), config)
+            yield LiveRun(run, run.resume(checkpoint), config)

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,10 @@ LOGGERS = [
 ]
 
 
-def train(folder: Path, *overrides: str, config: str = "grpo_tiny.yaml") -> str:
+MRL, OWN_LOOP = ["-m", "mrl.train"], [str(Path(__file__).parent / "own_loop.py")]
+
+
+def train(folder: Path, *overrides: str, config: str = "grpo_tiny.yaml", program: Sequence[str] = MRL) -> str:
     """What a run of a packaged config on the tiny model prints that ends well."""
     prepared = ROOT / "prepared" / "tiny"
     prepare_tiny(prepared, seed=0)
@@ -55,8 +59,8 @@ def train(folder: Path, *overrides: str, config: str = "grpo_tiny.yaml") -> str:
         f"data.validation.data_path={prepared / 'data' / 'validation.jsonl'}",
         f"checkpointing.checkpoint_dir={folder}",
     ]
-    command = [sys.executable, "-m", "mrl.train", config, *inputs, *SMALL, *overrides]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *program, config, *inputs, *SMALL, *overrides]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     return re.sub(PREFIX, "", ended.stdout, flags=re.MULTILINE)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from conversion.convert import convert_mcore_to_hf
 from mrl.store.checkpoints import find_damage
 from mrl.view.timeline import list_windows, read_timelines
 from tests.sources import ROOT
-from tests.stack.pipeline.test_pipeline_run import numbers, rows, train
+from tests.stack.pipeline.test_pipeline_run import MRL, OWN_LOOP, numbers, rows, train
 
 WARMUP = 1
 STEPS = [
@@ -29,9 +30,9 @@ STEPS = [
 ]
 
 
-def train_ppo(folder: Path, *overrides: str) -> None:
+def train_ppo(folder: Path, *overrides: str, program: Sequence[str] = MRL) -> None:
     """Runs to its end."""
-    train(folder, *STEPS, *overrides, config="ppo_tiny.yaml")
+    train(folder, *STEPS, *overrides, config="ppo_tiny.yaml", program=program)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,12 @@ def test_the_critic_learns_before_the_policy(three_steps: Path):
         assert row["train/critic/values_min"] < row["train/critic/values_max"]
         # Of the last of two passes.
         assert row["train/critic/num_valid_tokens"] == sum_of_tokens(row)
+
+
+@pytest.mark.long("ppo")
+def test_a_loop_of_ones_own_trains_the_same(three_steps: Path, tmp_path: Path):
+    train_ppo(tmp_path / "run", "ppo.val_at_start=false", program=OWN_LOOP)
+    assert numbers(tmp_path / "run") == numbers(three_steps)
 
 
 def test_the_critic_leaves_the_devices_before_engines_wake(three_steps: Path):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,10 @@ from mrl.recipes.tiny import prepare_tiny
 from mrl.store.checkpoints import find_damage
 from mrl.view.timeline import list_windows, read_timelines
 from tests.sources import ROOT
-from tests.stack.pipeline.test_pipeline_run import numbers, rows, train
+from tests.stack.pipeline.test_pipeline_run import MRL, OWN_LOOP, numbers, rows, train
 
 
-def distil(folder: Path, teacher: Path) -> None:
+def distil(folder: Path, teacher: Path, *, program: Sequence[str] = MRL) -> None:
     """Runs to its end, from where it stands."""
     prepared = ROOT / "prepared" / "tiny"
     names = f"{{carrying: {teacher}, plain: {prepared / 'model'}}}"
@@ -36,6 +37,7 @@ def distil(folder: Path, teacher: Path) -> None:
         "checkpointing.keep_top_k=null",
         "checkpointing.metric_name=null",
         config="mopd_tiny.yaml",
+        program=program,
     )
 
 
@@ -60,6 +62,12 @@ def two_steps(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("teachers") / "run"
     distil(folder, teacher)
     return folder
+
+
+@pytest.mark.long("distillation")
+def test_a_loop_of_ones_own_trains_the_same(two_steps: Path, teacher: Path, tmp_path: Path):
+    distil(tmp_path / "run", teacher, program=OWN_LOOP)
+    assert numbers(tmp_path / "run") == numbers(two_steps)
 
 
 def test_two_teachers_judge_the_tokens_of_their_rows(two_steps: Path):

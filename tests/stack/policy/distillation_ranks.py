@@ -14,7 +14,7 @@ import torch
 from mrl.config.load import load_config
 from mrl.config.model import with_value
 from mrl.config.schema.algo import LossConfig, OnPolicyDistillationConfig
-from mrl.config.schema.run import RunConfig
+from mrl.config.schema.run import Facts, RunConfig
 from mrl.data.packing import PackedRow, pack_row
 from mrl.types import TeacherTokens, TokenSample
 from tests.rollouts import pulled
@@ -108,10 +108,9 @@ def judging_config(student: Path, teachers: dict[str, tuple[Path, str]], layout:
     config.on_policy_distillation = OnPolicyDistillationConfig(
         enabled=True, teacher_model_by_agent_name=names, use_orm_advantage=reward_weight > 0, orm_advantage_weight=reward_weight
     )
-    config.further_teachers = {name: policy_ranks.run_config(*place).policy for name, place in teachers.items()}
     config.loss_fn = LossConfig(reference_policy_kl_penalty=0.0, disable_ppo_ratio=True)
     config.grpo.adv_estimator.name = "opd"
-    return config
+    return config.with_facts(Facts(teachers={name: policy_ranks.run_config(*place).policy for name, place in teachers.items()}))
 
 
 def rows_of(config: RunConfig, dp_rank: int, dp_size: int, taught: dict[int, TeacherTokens], kept: Collection[int]) -> list[PackedRow]:

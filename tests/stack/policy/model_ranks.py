@@ -66,7 +66,7 @@ def steps(model: PolicyRank, num_steps: int) -> Iterator[Numbers]:
     model.make_current()
     rows = packed_rows(model._config.policy, model.dp_rank, parallel_state.get_data_parallel_world_size())
     for _ in range(num_steps):
-        if model._name == "policy":
+        if model._role.is_mapped:
             model.enter("logprob")
             model.make_current()
             set_batch(model)

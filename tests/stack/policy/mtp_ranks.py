@@ -47,7 +47,7 @@ def run_config(folder: Path, layout: str, case: MtpCase, *overrides: str) -> Run
 def gradients(rank: Rank, config: RunConfig) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Metrics and whole gradients of a batch, by canonical name. For one rank."""
     from mrl.policy.moe import take_routing
-    from mrl.policy.objectives import objective_of
+    from mrl.policy.objectives import objective_of_policy
     from mrl.policy.optimizer import main_gradient
     from mrl.policy.step import forward_backward
 
@@ -57,7 +57,7 @@ def gradients(rank: Rank, config: RunConfig) -> tuple[dict[str, float], dict[str
         batch = policy._batches[0]
         for chunk in policy._chunks:
             chunk.zero_grad_buffer()
-        objective = objective_of(config, policy.distribution, batch)
+        objective = objective_of_policy(config, policy.distribution, batch)
         rows = forward_backward(policy._chunks, batch.rows, size=batch.size, objective=objective)
         metrics = {name: sum(float(row[name]) for row in rows) for name in rows[0]}
         routing = take_routing(policy._chunks, loss_type=config.policy.megatron_cfg.moe_router_load_balancing_type)
@@ -89,7 +89,7 @@ def clipped(rank: Rank, config: RunConfig, damage: float = 0.0) -> tuple[float, 
     `damage` is added to one of the model's gradients.
     """
     from mrl.policy.mtp import mtp_parameters
-    from mrl.policy.objectives import objective_of
+    from mrl.policy.objectives import objective_of_policy
     from mrl.policy.optimizer import clip_apart, main_gradient
     from mrl.policy.step import forward_backward
 
@@ -100,7 +100,7 @@ def clipped(rank: Rank, config: RunConfig, damage: float = 0.0) -> tuple[float, 
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        objective = objective_of(config, policy.distribution, batch)
+        objective = objective_of_policy(config, policy.distribution, batch)
         forward_backward(chunks, batch.rows, size=batch.size, objective=objective)
         if damage:
             main_gradient(next(parameter for parameter in chunks[0].parameters() if parameter.requires_grad)).add_(damage)

@@ -68,8 +68,8 @@ def test_each_model_is_one_teacher_with_the_policys_keys_and_a_layout_of_its_own
     assert config.policy.megatron_cfg.peft.enabled and config.policy.megatron_cfg.num_layers_in_first_pipeline_stage == 3
     (tmp_path / "resolved.yaml").write_text(resolved_yaml(config))
     again = load_config(tmp_path / "resolved.yaml")
-    assert {name: teacher.megatron_cfg for name, teacher in again.further_teachers.items()} == {
-        name: teacher.megatron_cfg for name, teacher in config.further_teachers.items()
+    assert {name: teacher.megatron_cfg for name, teacher in again.facts.teachers.items()} == {
+        name: teacher.megatron_cfg for name, teacher in config.facts.teachers.items()
     }
 
 
@@ -152,5 +152,5 @@ def test_teaching_needs_teachers(tmp_path: Path):
 def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path):
     student, teacher = model(tmp_path / "student"), model(tmp_path / "other", vocab_size=256)
     config = load_config(write(tmp_path, STUDENT), [f"policy.model_name={student}"])
-    config.further_teachers["code_agent"].model_name = str(teacher)
+    config.facts.teachers["code_agent"].model_name = str(teacher)
     assert any(f"teacher code_agent: model_name={teacher}: its vocab_size is 256, and the" in text for text in find_problems(config))

@@ -217,7 +217,7 @@ def test_a_changed_config_keeps_its_secrets(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PROXY", "canary-5")
     config = load_config("grpo_tiny.yaml", ["policy.tokenizer.name=${oc.env:PROXY}"])
     changed = with_value(config, "grpo.max_num_steps", 3)
-    assert changed.secrets == config.secrets == {"canary-5"}
+    assert changed.facts.secrets == config.facts.secrets == {"canary-5"}
     assert (changed.grpo.max_num_steps, changed.policy) == (3, config.policy) and config.grpo.max_num_steps != 3
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ import pytest
 
 from conversion.files.manifest import FileRecord, WriteReport, file_record
 from conversion.files.reading import find_difference
+from mrl.loop import saving
 from mrl.loop.run import Budget
 from mrl.loop.saving import CheckpointSaver
 from mrl.store.checkpoints import NoWholeCheckpoint
@@ -23,6 +25,7 @@ from mrl.store.ledger import replay
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
 from tests.unit.store.test_run_folder import config
+from tests.waiting import HANG_S, wait_until
 
 if TYPE_CHECKING:
     from mrl.cluster.session import Session
@@ -44,6 +47,9 @@ class Ranks:
     def call(self, verb: Callable, *arguments: Path, deadline_s: float) -> dict[int, object]:
         return {rank: getattr(self, verb.__name__)(rank, *arguments) for rank in range(NUM_RANKS)}
 
+    def call_behind(self, verb: Callable, *arguments: Path, deadline_s: float, is_awaited: threading.Event) -> dict[int, object]:
+        return self.call(verb, *arguments, deadline_s=deadline_s)
+
     def call_each(self, verb: Callable, arguments: dict[int, tuple], *, deadline_s: float) -> dict[int, object]:
         return {rank: getattr(self, verb.__name__)(rank, *mine) for rank, mine in arguments.items()}
 
@@ -52,6 +58,9 @@ class Ranks:
         (weights / "iter_0000000").mkdir(exist_ok=True)
         (weights / "iter_0000000" / f"__{rank}_0.distcp").write_bytes(bytes([rank]) * 100)
         return ""
+
+    def is_written(self, rank: int) -> bool:
+        return True
 
     def finish_save(self, rank: int, timeout_s: float) -> WriteReport:
         assert self.wrote is not None
@@ -101,6 +110,73 @@ def attempt(tmp_path: Path) -> Iterator[Callable[[], Attempt]]:
     with first.folder:
         pass
     yield start
+
+
+class Slow(Ranks):
+    """Ranks whose files are on disk once `written` is set, and that may fail to write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written, self.finished_by = threading.Event(), list[str]()
+        self.error: Exception | None = None
+
+    def is_written(self, rank: int) -> bool:
+        return self.written.is_set()
+
+    def finish_save(self, rank: int, timeout_s: float) -> WriteReport:
+        self.finished_by.append(threading.current_thread().name)
+        if self.error is not None:
+            raise self.error
+        return super().finish_save(rank, timeout_s)
+
+
+def slow(now: Attempt) -> Slow:
+    now.ranks = ranks = Slow()
+    session = SimpleNamespace(policies=ranks, trained_models={"policy": ranks}, saving=nullcontext, loading=nullcontext)
+    now.saver = CheckpointSaver(now.folder.config, now.folder, cast("Session", session))
+    return ranks
+
+
+def test_a_save_is_published_while_the_loop_goes_on(attempt: Callable[[], Attempt], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(saving, "POLL_INTERVAL_S", 0.001)
+    now = attempt()
+    ranks, marker = slow(now), now.folder.path / "step_3" / "COMPLETE"
+    now.saver.begin(now.train(3))
+    assert now.saver.take_metrics() == {} and not marker.exists()
+    ranks.written.set()
+    wait_until(marker.exists, "the checkpoint")
+    assert ranks.finished_by == ["saves"] * NUM_RANKS
+    now.saver.finish()
+    assert now.saver.take_metrics().keys() == {"time/checkpoint_hidden"}
+
+
+def test_whoever_waits_for_a_save_does_not_wait_for_the_next_look(attempt: Callable[[], Attempt], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(saving, "POLL_INTERVAL_S", HANG_S)
+    now = attempt()
+    slow(now)
+    now.saver.begin(now.train(3))
+    now.saver.save_last(RunState(step=3))
+    assert (now.folder.path / "step_3" / "COMPLETE").exists()
+
+
+def test_what_ends_a_save_ends_the_run_at_the_end_of_its_step(attempt: Callable[[], Attempt], caplog: pytest.LogCaptureFixture):
+    now = attempt()
+    ranks = slow(now)
+    ranks.error = OSError("no space left")
+    now.saver.begin(now.train(3))
+    now.saver.finish()
+    assert "the checkpoint of step 3 cannot be written: no space left; the one before it stays" in caplog.text
+    ranks.error = TimeoutError("the file system does not answer")
+    now.saver.begin(now.train(4))
+    ranks.written.set()
+
+    def has_ended() -> bool:
+        try:
+            return now.saver.take_metrics() != {}
+        except TimeoutError:
+            return True
+
+    wait_until(has_ended, "the error")
 
 
 def refuse_shards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from mrl.config.schema.data import DataConfig, TrainDataConfig
 from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
-from mrl.config.schema.run import CheckpointingConfig, LoggerConfig, RunConfig
+from mrl.config.schema.run import CheckpointingConfig, Facts, LoggerConfig, RunConfig
 from mrl.data.reading import LeftOut, Rows
 from mrl.store.checkpoints import CheckpointStore
 from mrl.store.identity import Identity, check_identity, identity_of
@@ -133,8 +133,7 @@ def test_each_attempt_keeps_its_config_and_says_what_changed(model: Path, caplog
     run = config(model)
     open_attempt(run)
     run.grpo.max_num_steps, run.loss_fn.ratio_clip_min = 7, 0.25
-    run.origins = {"grpo.max_num_steps": "command line"}
-    open_attempt(run)
+    open_attempt(run.with_facts(Facts(origins={"grpo.max_num_steps": "command line"})))
     changes = [record.getMessage() for record in caplog.records if "last attempt" in record.getMessage()]
     old = RunConfig()
     assert changes == [
