@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each role of a model on the policy ranks has of its own: the policy's, a critic's and a teacher's."""
+"""Roles of the models on the policy ranks, and the differences between policy, critic and teacher."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelRole:
-    """How a model differs from those of other roles."""
+    """Differences of a model from those of other roles."""
 
     residency: Callable[[Phase | None, Phase], Residency]
-    """Where its memory is in a phase, entered from another one."""
+    """Residency of its memory in a phase, entered from another one."""
     trains_in: Phase | None = None
     """The phase of its train steps; None: it never learns."""
     objective: Callable[[RunConfig, TokenDistribution, RankBatch], Objective] = objective_of_policy
-    """What its train steps minimise."""
+    """Objective that its train steps minimise."""
     is_mapped: bool = False
-    """Whether engines map its weights: those never move, and are settled whenever somebody reads them."""
+    """True if engines map its weights: those never move, and are settled whenever somebody reads them."""
     has_head: bool = False
-    """Whether it has a linear layer to one number in place of the vocabulary."""
+    """True if it has a linear layer to one number in place of the vocabulary."""
 
 
 def role_for(model: ModelName) -> ModelRole:

@@ -133,14 +133,14 @@ class ProfilerConfig:
 
 @dataclass(frozen=True)
 class Facts:
-    """What loading a config finds beside its values."""
+    """Facts that loading a config finds besides its values."""
 
     secrets: frozenset[str] = frozenset()
     """Secrets that the values hold."""
     origins: Mapping[str, str] = field(default_factory=dict)
-    """Where each key was set, if anywhere: file and line, or the command line; inherited files first."""
+    """Place where each key was set: file and line, or the command line; inherited files first."""
     teachers: Mapping[str, PolicyConfig] = field(default_factory=dict)
-    """What `on_policy_distillation` makes of its teachers, by name: each has the keys of `policy`."""
+    """Teachers of `on_policy_distillation`, by name: each has the keys of `policy`."""
 
 
 @dataclass
