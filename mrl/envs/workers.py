@@ -23,7 +23,7 @@ def environments_of(config: RunConfig) -> tuple[str, ...]:
     """Environments that share the cores of a node: the user's own, and those of data sets. Rows may name others, which get as much."""
     named = dict.fromkeys(dataset.env_name for dataset in (config.data.train_sets | config.data.validation_sets).values())
     names = [name for asked in named for name in (environment_names(config.env) if asked == NEMO_GYM else (asked,))]
-    return tuple(dict.fromkeys((*config.env.own.functions, *names)))
+    return tuple(name for name in dict.fromkeys((*config.env.own.functions, *names)) if name not in config.env.agents)
 
 
 def num_workers(name: str, config: RunConfig, *, num_cores: int) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mrl.algo.advantages import train_sequences
 from mrl.algo.distillation import sequences_to_teach
+from mrl.algo.rewards import without_lone
 from mrl.cluster.agreement import compare_at_start
 from mrl.cluster.session import RolloutSession, start_session
 from mrl.config.schema.run import RunConfig
@@ -65,13 +66,16 @@ class RolloutSupplier:
         if self.config.algorithm == "distillation":
             sequences, signals = sequences_to_teach(supplied.groups), dict[str, float]()
         else:
-            sequences, signals = train_sequences(supplied.groups, grpo, compares_rollouts=self.config.compares_rollouts)
+            groups, num_lone = without_lone(supplied.groups, self.config.env.agents if self.config.compares_rollouts else ())
+            sequences, signals = train_sequences(groups, grpo, compares_rollouts=self.config.compares_rollouts)
+            signals |= {"rollout/dropped_agent_groups": float(num_lone)} if self.config.env.agents else {}
             uses_rewards = self.config.compares_rollouts or self.config.has_critic
             if uses_rewards and (problem := self.watch.note(state.step + 1, supplied.groups, sequences)):
                 raise Stopped from NoSignal(problem)
         if self.config.teachers:
             with clock.phase("teacher"):
-                sequences = self.session.taught(sequences, [group.prompt.teacher for group in supplied.groups for _ in group.rollouts])
+                teachers = [group.prompt.teacher for group in supplied.groups for rollout in group.rollouts for _ in rollout.sequences]
+                sequences = self.session.taught(sequences, teachers)
         batches = make_batches(sequences, self.config)
         return StepData(batches, supplied.trained, supplied.dropped, metrics | signals, supplied.groups, sequences)
 
