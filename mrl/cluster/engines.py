@@ -185,6 +185,8 @@ class EngineGroup(Actors[EngineVerbs]):
         """Of the engines' HTTP servers."""
         self.base_urls = [""] * len(placement.engines)
         """Where these are; empty without."""
+        self.gateway = ("", "")
+        """URL and key of the run's gateway, if it has one."""
         self.on_addresses: Callable[[], None] = lambda: None
         """Called whenever `base_urls` may have changed."""
         self._building: dict[ActorName, ray.ObjectRef[str | None]] = {}
@@ -204,9 +206,14 @@ class EngineGroup(Actors[EngineVerbs]):
             return
         for index, base_url in base_urls.items():
             self.base_urls[index] = str(base_url)
-        write_endpoints(self.log_folder, Endpoints(self.base_urls, self.api_key, self.config.policy.model_name))
+        self.publish()
         logger.info("HTTP servers of the engines: %s; the key stands in %s", ", ".join(self.base_urls), self.log_folder / FILE_NAME)
         self.on_addresses()
+
+    def publish(self) -> None:
+        """Writes `endpoints.json`."""
+        own = self.base_urls, self.api_key, self.config.policy.model_name
+        write_endpoints(self.log_folder, Endpoints(*own, *self.gateway))
 
     def asked(self) -> list[str]:
         """Names of the engines that are being polled."""

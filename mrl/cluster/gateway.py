@@ -39,6 +39,8 @@ T = TypeVar("T")
 GATEWAY = "gateway"
 # The actor answers so often, as a sign of life, and gathers what ends within so long of the first.
 ANSWER_S, GATHER_S = 1.0, 0.05
+# The loop answers at once, unless the kernel keeps it from its work.
+STUCK_S = 60.0
 # One call hands tasks in while another waits, and the addresses of engines come beside them.
 NUM_CALLS = 4
 MAX_FRUITLESS_RESTARTS = 3
@@ -112,7 +114,7 @@ class GatewayActor:
 
         A later call ends the wait of an earlier one. RuntimeError: the process of an agent keeps dying.
         """
-        return asyncio.run_coroutine_threadsafe(self._take(tasks), self.loop).result()
+        return asyncio.run_coroutine_threadsafe(self._take(tasks), self.loop).result(ANSWER_S + STUCK_S)
 
     def apply(self, function: Callable[..., T], *arguments: object) -> T:
         """`function(actor, *arguments)`: tests look inside with it."""
@@ -180,6 +182,8 @@ class AgentGateway(Actors[GatewayActor]):
         starting, self._starting = self._starting, None
         urls = self.wait({self.name(0): starting}, deadline_s=start_deadline(self.config).seconds, what="start")
         self.url = urls[0]
+        self.engines.gateway = f"{self.url}/v1", self.api_key
+        self.engines.publish()
         logger.info("Agents ask the gateway at %s: %s", self.url, ", ".join(sorted(self.agents)))
 
     def tell_addresses(self) -> None:

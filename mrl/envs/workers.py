@@ -30,7 +30,7 @@ def num_workers(name: str, config: RunConfig, *, num_cores: int) -> int:
     """Children of an environment on a node with these cores."""
     asked = _asked(name, config)
     if asked is None:
-        return max(MIN_WORKERS, num_cores // len(environments_of(config)))
+        return max(MIN_WORKERS, num_cores // max(1, len(environments_of(config))))
     # Built-in environments compute. Functions of users may wait for a server, and take no core then.
     return max(MIN_WORKERS, min(asked, num_cores)) if name in BUILT_IN else asked
 

@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Awaitable, Callable
 from typing import cast
 
@@ -46,13 +45,13 @@ def main() -> None:
     agent = cast(AgentFunction, find_fitting(path, AGENT))
     listener = socket.socket(fileno=int(listener_fd))
     http_gate.start(make_app(agent), listener, api_key=sys.stdin.readline().strip(), max_body=MAX_TASK_BYTES)
-    threading.Event().wait()
+    signal.pause()
 
 
 def make_app(agent: AgentFunction) -> Starlette:
     """The routes: `POST /` runs the agent on a row."""
     # One for all rollouts: making another takes longer than a short agent.
-    connections = DefaultAsyncHttpxClient(timeout=None, trust_env=False)
+    connections = DefaultAsyncHttpxClient(trust_env=False)
 
     async def run(request: Request) -> JSONResponse:
         task = await request.json()

@@ -14,6 +14,7 @@ import math
 import os
 import secrets
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -146,20 +147,18 @@ class FunctionAgent:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self._key = secrets.token_urlsafe(32)
         self._remote = RemoteAgent(f"http://127.0.0.1:{self._listener.getsockname()[1]}/", api_key=self._key)
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._num_failed = 0
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._loaded = asyncio.Event()
+        self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.num_running = 0
 
     async def start(self) -> None:
         """Starts the process, and waits until the function is loaded. RuntimeError: it cannot be."""
         self._watch = asyncio.ensure_future(self._keep_alive())
-        loaded = asyncio.ensure_future(self._loaded.wait())
-        await asyncio.wait({loaded, self._broken}, return_when=asyncio.FIRST_COMPLETED)
-        loaded.cancel()
+        await asyncio.wait({self._loaded, self._broken}, return_when=asyncio.FIRST_COMPLETED)
         if self._broken.done():
-            self._broken.result()
+            await self._broken
 
     async def ask(self, task: Json) -> Json:
         """As `RemoteAgent.ask`; RuntimeError: the process keeps dying. One that is stuck is ended."""
@@ -168,10 +167,10 @@ class FunctionAgent:
         try:
             await asyncio.wait({answer, self._broken}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                self._broken.result()
-            reply = answer.result()
+                await self._broken
+            reply = await answer
         except TimeoutError:
-            if process is not None and process.returncode is None:
+            if process is not None and process.poll() is None:
                 logger.warning("The process of agent %s does not end a rollout at its deadline, and is ended", self.path)
                 process.kill()
             raise
@@ -184,7 +183,7 @@ class FunctionAgent:
         """Ends the process for good."""
         self._watch.cancel()
         self._listener.close()
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None:
             self._process.kill()
 
     async def _keep_alive(self) -> None:
@@ -193,16 +192,15 @@ class FunctionAgent:
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         arguments = (sys.executable, "-m", "mrl.rollout.agent_child", self.path, str(descriptor), str(os.getpid()))
         while self._num_failed < MAX_FAILED_STARTS:
-            self._process = await asyncio.create_subprocess_exec(
-                *arguments, stdin=asyncio.subprocess.PIPE, pass_fds=(descriptor,), env=variables
-            )
-            assert self._process.stdin is not None
-            self._process.stdin.write(f"{self._key}\n".encode())
-            self._num_failed += 1
+            process = subprocess.Popen(arguments, stdin=subprocess.PIPE, pass_fds=(descriptor,), env=variables)
+            self._process, self._num_failed = process, self._num_failed + 1
+            assert process.stdin is not None
+            with suppress(BrokenPipeError), process.stdin as pipe:  # a process that has ended is seen below
+                pipe.write(f"{self._key}\n".encode())
             looking = asyncio.ensure_future(self._look_for_life())
-            code = await self._process.wait()
+            await _ended(process.pid)
             looking.cancel()
-            logger.warning("The process of agent %s has ended (%d) and is started again", self.path, code)
+            logger.warning("The process of agent %s has ended (%s) and is started again", self.path, process.poll())
         times = f"{self._num_failed} times in a row before it could run a rollout"
         self._broken.set_exception(RuntimeError(f"env.own.agents: the process of {self.path} died {times}; see gateway.log"))
 
@@ -214,8 +212,21 @@ class FunctionAgent:
                 client.get(f"{self._remote.url}health") as response,
             ):
                 await response.read()
-                self._num_failed = 0
-                self._loaded.set()
+            self._num_failed = 0
+            if not self._loaded.done():
+                self._loaded.set_result(None)
+
+
+async def _ended(pid: int) -> None:
+    """Returns when a child has ended."""
+    loop, descriptor = asyncio.get_running_loop(), os.pidfd_open(pid)
+    ended: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(descriptor, lambda: ended.done() or ended.set_result(None))
+    try:
+        await ended
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
 
 
 Agent = RemoteAgent | FunctionAgent

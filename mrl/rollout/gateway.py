@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import secrets
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import cast
 
@@ -37,6 +38,7 @@ PASSED_ON = (CHAT, COMPLETIONS, "/tokenize")
 TURNS_IN_BODY, BYTES_PER_ID = 200, 8
 # After no engine has answered; an engine that dies is started again within minutes.
 RETRY_S = 0.5
+WARN_S = 60.0
 CONNECT_S = 10.0
 
 Json = dict[str, object]
@@ -60,7 +62,8 @@ class Engines:
         self._addresses = [base_url.removesuffix("/v1") for base_url in base_urls]
 
     async def ask(self, path: str, body: Json, *, session: AgentSession | None = None) -> Reply:
-        """The answer of the session's engine, or of another one if that dies. Waits while there is none."""
+        """The answer of the session's engine, or of another one if that dies. Waits while there is none, as long as who asks waits."""
+        warned_at = time.monotonic()
         while True:
             for index in self._in_order(session):
                 reply = await self._try(index, path, body)
@@ -70,6 +73,9 @@ class Engines:
                         session.engines.append(index)
                         self._loads[index] = self._loads.get(index, 0) + 1
                     return reply
+            if time.monotonic() > warned_at + WARN_S:
+                warned_at = time.monotonic()
+                logger.warning("No engine has answered for %g s; requests wait for one", WARN_S)
             await asyncio.sleep(RETRY_S)
 
     def leave(self, session: AgentSession) -> None:
@@ -233,7 +239,7 @@ async def _while_connected(request: Request, answer: Coroutine[None, None, Reply
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done() or task.cancelled():
             return None
-        return task.result()
+        return await task
     finally:
         gone.cancel()
         task.cancel()

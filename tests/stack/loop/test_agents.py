@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 
 from mrl.cluster.payload import pull
+from mrl.envs.endpoints import read_endpoints
 from mrl.loop.run import StepData
 from mrl.store.summary import Clock
 from mrl.train import train_step
@@ -183,13 +186,14 @@ def test_an_agent_at_a_url(watched: LiveRun):
 
 
 def test_the_gateway_and_an_engine_may_die(watched: LiveRun):
-    import os
-    import signal
-
     session = watched.run.supplier.session
     gateway = session.collector.gateway
     assert gateway is not None
-    url = gateway.url
+    url, published = gateway.url, read_endpoints(session.engines.log_folder / "endpoints.json")
+    assert published.gateway_url == f"{url}/v1"
+    headers = {"Authorization": f"Bearer {published.gateway_key}"}
+    asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    assert httpx.post(f"{published.gateway_url}/chat/completions", json=asked, headers=headers, timeout=HANG_S).status_code == 200
     before = rounded(turns(pull([i for g in sampled(watched, "busy") for r in g.rollouts for i in r.sequences], timeout_s=HANG_S)))
     pids = gateway.apply(lambda actor: os.getpid(), deadline_s=HANG_S), session.engines.apply(lambda engine: os.getpid(), deadline_s=HANG_S)
     os.kill(pids[1][0], signal.SIGKILL)
