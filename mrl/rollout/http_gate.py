@@ -55,6 +55,13 @@ MAX_ALTERNATIVES = 1024
 """Entries of lists, and `|` of patterns and grammars, in a request's constraints."""
 MAX_SESSION_ID = 256
 """Characters."""
+CHAT_KEY = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
+FLAGS = {
+    "--enable-auto-tool-choice": f"{CHAT_KEY}.enable_auto_tools=true",
+    "--tool-call-parser": f"{CHAT_KEY}.tool_parser=NAME",
+    "--reasoning-parser": f"{CHAT_KEY}.reasoning_parser=NAME",
+}
+"""Flags of vLLM's server that its refusals name, and our keys for them."""
 CONTEXT_EXCEEDED = "context_length_exceeded"
 TOO_LONG = re.compile(r"context length|max_model_len|maximum model length|max_(completion_|output_)?tokens\b")
 """What is said of requests that are too long, by vLLM and by us."""
@@ -260,6 +267,8 @@ def _gate(app: ASGIApp, *, has_key: Callable[[str, bytes], bool], max_body: int)
 
 def openai_error(status: int, message: str, code: str | int | None = None) -> JSONResponse:
     """An error in OpenAI's shape. What is too long has their code, by which agents know that to ask again is no use."""
+    for flag, key in FLAGS.items():
+        message = message.replace(flag, key)
     if status in (400, 413) and TOO_LONG.search(message):
         code = CONTEXT_EXCEEDED
     content = {"message": message, "type": "invalid_request_error", "param": None, "code": status if code is None else code}
