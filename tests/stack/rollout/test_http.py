@@ -194,7 +194,7 @@ def test_known_tokens_may_end_before_the_last_answer(engine: Engine, client: ope
     known = {"required_prefix_token_ids": [5, 6, 7], "required_prefix_messages": 2, "return_token_ids": True}
     (answer,) = served(engine, lambda: chat(client, messages, max_completion_tokens=2, extra_body=known))
     user, assistant, end = 260, 261, 258
-    assert answer.prompt_token_ids == [5, 6, 7, end, user, *b"a", end, assistant, *b"b", end, user, *b"c", end, assistant]
+    assert answer.prompt_token_ids == [5, 6, 7, end, user, *b"a", assistant, *b"b", end, user, *b"c", assistant]
 
 
 def test_unknown_routes_are_openais_errors(client: openai.OpenAI):
