@@ -66,72 +66,34 @@ class Progress:
     """Engines that have broken a connection."""
 
 
-class GatewayActor:
-    """Serves agents from an event loop in a thread; its calls come in threads of Ray's."""
+class AgentRuns:
+    """Rollouts of agents under way, and those that have ended. For the gateway's event loop.
 
-    def __init__(self, config: RunConfig, log_file: Path) -> None:
-        start_actor_process(log_file)
-        self.config = config
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="gateway", daemon=True).start()
+    Apart from the actor: Ray would run one with coroutines in an event loop of its own, beside which no signal is handled.
+    """
+
+    def __init__(self, runner: AgentRunner) -> None:
+        self.runner = runner
         self._ended: dict[str, Ran] = {}
         self._running: set[asyncio.Future[None]] = set()
         self._error: Exception | None = None
-        self._news: asyncio.Future[None] = self.loop.create_future()
+        self._news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_calls = self._num_told = 0
 
-    def ready(self, port: int | None, api_key: str, engine_key: str, base_urls: Sequence[str]) -> str:
-        """Listens at `port`, or at any free one, and starts the agents; returns the gateway's URL."""
-        generation = self.config.policy.generation
-        ports = range(generation.port_range_low, generation.port_range_high) if port is None else range(port, port + 1)
-        host = ray.util.get_node_ip_address()
-        listener = listen(host, ports)
-        url = f"http://{host}:{listener.getsockname()[1]}"
-
-        async def start() -> AgentRunner:
-            gateway = Gateway(Engines(engine_key), api_key=api_key, max_model_len=generation.vllm_cfg.max_model_len)
-            gateway.engines.set_addresses(base_urls)
-            section = self.config.env
-            masks_flagged = section.should_mask_flagged_samples
-            runner = AgentRunner(gateway, url=url, timeout_s=section.agent_timeout_s, masks_flagged=masks_flagged)
-            for name, path in section.own.agents.items():
-                runner.agents[name] = [FunctionAgent(path) for _ in range(section.own.num_workers or 1)]
-            runner.agents |= {name: [RemoteAgent(address)] for name, address in section.remote.items()}
-            server = make_server(gateway.app(), has_key=gateway.has_key, max_body=gateway.max_body)
-            self._running.add(asyncio.ensure_future(server.serve(sockets=[listener])))
-            await asyncio.gather(*(agent.start() for agents in runner.agents.values() for agent in agents))
-            return runner
-
-        self.runner = asyncio.run_coroutine_threadsafe(start(), self.loop).result(start_deadline(self.config).seconds)
-        return url
-
-    def set_addresses(self, base_urls: Sequence[str]) -> None:
-        """The engines are elsewhere from now on."""
-        self.loop.call_soon_threadsafe(self.runner.gateway.engines.set_addresses, base_urls)
-
-    def run(self, tasks: Sequence[AgentTask]) -> tuple[Progress, Packed]:
-        """Begins tasks; then what has ended since the last answer, metadata and payload. Waits up to `ANSWER_S` for the first end.
-
-        A later call ends the wait of an earlier one. RuntimeError: the process of an agent keeps dying.
-        """
-        return asyncio.run_coroutine_threadsafe(self._take(tasks), self.loop).result(ANSWER_S + STUCK_S)
-
-    def apply(self, function: Callable[..., T], *arguments: object) -> T:
-        """`function(actor, *arguments)`: tests look inside with it."""
-        return function(self, *arguments)
-
-    async def _take(self, tasks: Sequence[AgentTask]) -> tuple[Progress, Packed]:
+    async def take(self, tasks: Sequence[AgentTask]) -> tuple[Progress, Packed]:
+        """See `GatewayActor.run`."""
+        loop = asyncio.get_running_loop()
         for task in tasks:
             running = asyncio.ensure_future(self._run(task))
             self._running.add(running)
             running.add_done_callback(self._running.discard)
         self._num_calls += 1
-        call = self._num_calls
+        call, end = self._num_calls, loop.time() + ANSWER_S
         self._tell()
-        end = self.loop.time() + ANSWER_S
-        while not (self._ended or self._error or call < self._num_calls or self.loop.time() >= end):
-            self._news = self.loop.create_future()
-            await asyncio.wait([self._news], timeout=end - self.loop.time())
+        while not (self._ended or self._error or call < self._num_calls or loop.time() >= end):
+            if self._news.done():
+                self._news = loop.create_future()
+            await asyncio.wait([self._news], timeout=end - loop.time())
         if self._ended:
             await asyncio.sleep(GATHER_S)
         if self._error is not None:
@@ -156,6 +118,55 @@ class GatewayActor:
     def _tell(self) -> None:
         if not self._news.done():
             self._news.set_result(None)
+
+
+class GatewayActor:
+    """Serves agents from an event loop in a thread; its calls come in threads of Ray's."""
+
+    def __init__(self, config: RunConfig, log_file: Path) -> None:
+        start_actor_process(log_file)
+        self.config = config
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="gateway", daemon=True).start()
+
+    def ready(self, port: int | None, api_key: str, engine_key: str, base_urls: Sequence[str]) -> str:
+        """Listens at `port`, or at any free one, and starts the agents; returns the gateway's URL."""
+        generation, section = self.config.policy.generation, self.config.env
+        ports = range(generation.port_range_low, generation.port_range_high) if port is None else range(port, port + 1)
+        host = ray.util.get_node_ip_address()
+        listener = listen(host, ports)
+        url = f"http://{host}:{listener.getsockname()[1]}"
+
+        async def start() -> AgentRuns:
+            gateway = Gateway(Engines(engine_key), api_key=api_key, max_model_len=generation.vllm_cfg.max_model_len)
+            gateway.engines.set_addresses(base_urls)
+            masks_flagged = section.should_mask_flagged_samples
+            runner = AgentRunner(gateway, url=url, timeout_s=section.agent_timeout_s, masks_flagged=masks_flagged)
+            for name, path in section.own.agents.items():
+                runner.agents[name] = [FunctionAgent(path) for _ in range(section.own.num_workers or 1)]
+            runner.agents |= {name: [RemoteAgent(address)] for name, address in section.remote.items()}
+            server = make_server(gateway.app(), has_key=gateway.has_key, max_body=gateway.max_body)
+            self._serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+            await asyncio.gather(*(agent.start() for agents in runner.agents.values() for agent in agents))
+            return AgentRuns(runner)
+
+        self.runs = asyncio.run_coroutine_threadsafe(start(), self.loop).result(start_deadline(self.config).seconds)
+        return url
+
+    def set_addresses(self, base_urls: Sequence[str]) -> None:
+        """The engines are elsewhere from now on."""
+        self.loop.call_soon_threadsafe(self.runs.runner.gateway.engines.set_addresses, base_urls)
+
+    def run(self, tasks: Sequence[AgentTask]) -> tuple[Progress, Packed]:
+        """Begins tasks; then what has ended since the last answer, metadata and payload. Waits up to `ANSWER_S` for the first end.
+
+        A later call ends the wait of an earlier one. RuntimeError: a function cannot be loaded any more.
+        """
+        return asyncio.run_coroutine_threadsafe(self.runs.take(tasks), self.loop).result(ANSWER_S + STUCK_S)
+
+    def apply(self, function: Callable[..., T], *arguments: object) -> T:
+        """`function(actor, *arguments)`: tests look inside with it."""
+        return function(self, *arguments)
 
 
 class AgentGateway(Actors[GatewayActor]):

@@ -16,6 +16,7 @@ from typing import cast
 
 import numpy as np
 
+from mrl.rollout.http_gate import NEUTRAL
 from mrl.rollout.sessions import MESSAGE_EXTRAS, Message, said
 from mrl.rollout.turn_tree import Answer, Node, TurnTree
 from mrl.types import FinishReason, SamplingParams, hashed_seed
@@ -66,12 +67,15 @@ class AgentSession:
         sampling = self.sampling
         own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or 0}
         stop = body.get("stop") or []
+        stops = [stop] if isinstance(stop, str) else stop
         # A seed is a value like others: rollouts of a group with one seed would be one rollout.
         own |= {"seed": hashed_seed(f"{self.seed}/{self.num_asked}"), "stop_token_ids": list(sampling.stop_token_ids)}
-        own |= {"stop": [*sampling.stop_strings, *([stop] if isinstance(stop, str) else cast("list[str]", stop))]}
+        if isinstance(stops, list):  # vLLM refuses all else
+            own["stop"] = [*sampling.stop_strings, *stops]
         self.num_asked += 1
         for name, value in body.items():
-            if name not in (*PASSED, *OWN) and value is not None and value != own.get(name):
+            is_same = value is None or value == own.get(name) or value in NEUTRAL.get(name, ())
+            if name not in (*PASSED, *OWN) and not is_same:
                 self.overridden[name] += 1
         request = {name: body[name] for name in PASSED if body.get(name) is not None}
         if isinstance(messages := request.get("messages"), list):

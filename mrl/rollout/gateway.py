@@ -94,7 +94,9 @@ class Engines:
             self._client = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0), trust_env=False)
         try:
             async with self._client.post(self._addresses[index] + path, json=body, headers=self._headers) as response:
-                return response.status, json.loads(await response.read())
+                text = await response.text(errors="replace")
+                is_json = response.content_type == "application/json"
+                return response.status, json.loads(text) if is_json else {"error": {"message": text}}
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, aiohttp.ServerTimeoutError) as error:
             self.unreachable.add(index)
             logger.warning("Engine %d cannot be reached: %s", index, error or type(error).__name__)
@@ -141,7 +143,7 @@ class Gateway:
         routes += [Route(inside + path, self._passing_on("/tokenize"), methods=["POST"]) for path in ("/tokenize", "/v1/tokenize")]
         routes += [Route(prefix + "/v1/models", _models) for prefix in ("", inside)]
         routes += [Route(inside, self._describe), Route(OPEN_PATH, self._health)]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _refuse})
+        return Starlette(routes=routes, exception_handlers={HTTPException: _refuse, Exception: _fail})
 
     def _passing_on(self, path: str) -> Callable[[Request], Coroutine[None, None, Response]]:
         async def pass_on(request: Request) -> Response:
@@ -218,6 +220,10 @@ async def _models(_: Request) -> Response:
 async def _refuse(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return openai_error(error.status_code, error.detail)
+
+
+async def _fail(_: Request, error: Exception) -> Response:
+    return openai_error(500, f"the gateway failed with {type(error).__name__}: {error}")
 
 
 async def _body(request: Request) -> Json:

@@ -94,7 +94,7 @@ def test_several_answers_are_branches_and_each_may_go_on(client: openai.OpenAI, 
 def test_what_a_session_may_not_choose_is_overridden_and_counted(client: openai.OpenAI, session: AgentSession, engine: FakeEngine):
     extra = {"top_k": 5, "min_tokens": 3, "vllm_xargs": {"a": "b"}, "priority": None, "chat_template_kwargs": {"x": 1}}
     chat(client, "hi", temperature=0.1, top_p=1.0, seed=1, logit_bias={"5": 1}, stop="x", user="me", extra_body=extra)
-    chat(client, "hi", temperature=0.9, seed=1)
+    chat(client, "hi", temperature=0.9, seed=1, frequency_penalty=0.0, presence_penalty=0, logit_bias={})
     (asked, again) = engine.asked
     assert session.overridden == {"temperature": 1, "seed": 2, "logit_bias": 1, "top_k": 1, "min_tokens": 1, "vllm_xargs": 1}
     assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["stop"]) == (0.9, 1.0, 0, ["x"])
