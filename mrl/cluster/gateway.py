@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,9 +207,9 @@ class AgentGateway(Actors[GatewayActor]):
         return [str(self.name(index)) for index in self.book.called()]
 
     async def _run(self, index: int, tasks: list[AgentTask]) -> dict[str, EndedRollout]:
-        if self._starting is not None:
-            starting, self._starting = self._starting, None
+        if (starting := self._starting) is not None:
             await answered(starting, actor=self.name(index), what="start")
+            self._starting = None if self._starting is starting else self._starting
             self.tell_addresses()  # those of engines that have come back meanwhile
         answer = self.handles[index].run.options(num_returns=2).remote(tasks)
         reference, payload = cast("tuple[ray.ObjectRef[Progress], ray.ObjectRef]", answer)
@@ -229,6 +230,7 @@ class AgentGateway(Actors[GatewayActor]):
         logger.warning("%s; starting it again (%d rollouts of agents begin again)", lost, num_tasks)
         ray.kill(self.handles[index])
         self.handles[index] = self._start()
+        self.news.tell(GENERATION, time.monotonic() + start_deadline(self.config).seconds)
         self.book.begin(index)
 
     def _start(self) -> ActorHandle[GatewayActor]:

@@ -71,6 +71,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
             f"++env.remote.far=http://127.0.0.1:{server.server_port}/",
             "data.default.env_name=busy",
             "grpo.num_prompts_per_step=2",
+            # Fewer processes than the other tests of this folder have.
+            "cluster.cpu_units_per_node=2",
+            "policy.megatron_cfg.expert_model_parallel_size=1",
         )
     server.shutdown()
 
