@@ -65,7 +65,7 @@ class AgentTask:
     @property
     def row(self) -> dict[str, object]:
         """The row as agents get it: its fields, and the question and the answer by one name whatever the data set calls them."""
-        return {"prompt": self.prompt.text, "expected_answer": self.prompt.expected_answer, **json.loads(self.prompt.row)}
+        return json.loads(self.prompt.row) | {"prompt": self.prompt.text, "expected_answer": self.prompt.expected_answer}
 
     def rollout(self, sequence: TurnSequence) -> Rollout:
         """A training sequence as the trainer takes it."""
@@ -114,7 +114,7 @@ class RemoteAgent:
         """The agent's answer to a task; AgentLost: it gives none. TimeoutError: nor does it say that its deadline is over."""
         if self._client is None:
             connector = aiohttp.TCPConnector(limit=0)
-            self._client = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=True)
+            self._client = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=False)
         try:
             async with (
                 asyncio.timeout(cast(float, task["deadline_s"]) + GRACE_S),
