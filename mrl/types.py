@@ -179,6 +179,15 @@ class RolloutInfo:
     num_weight_versions: int = 1
     proposals: Proposals = Proposals()
     epoch: int = 0
+    further: tuple[RolloutInfo, ...] = ()
+    """The other sequences of an agent's rollout: of sub-agents, retries, compacted conversations. They share its advantage."""
+    is_further: bool = False
+    """Whether it is one of these."""
+
+    @property
+    def sequences(self) -> tuple[RolloutInfo, ...]:
+        """All sequences of the rollout."""
+        return (self, *self.further)
 
     @property
     def key(self) -> PromptKey:
@@ -250,6 +259,8 @@ class Verdict:
     """Messages with which the environment answers, if turns are left."""
     reason: str = ""
     """Why the rollout is not valid, or how its text made its grader fail."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers, by name, which are no part of the reward."""
 
     @property
     def has_reward(self) -> bool:

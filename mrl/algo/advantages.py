@@ -34,6 +34,7 @@ def train_sequences(
 ) -> tuple[list[TrainSequence], dict[str, float]]:
     """Every rollout of a step as a sequence to train on, in the order of the groups; and metrics of rewards and masks.
 
+    The further sequences of an agent's rollout follow the first one, and share its advantage: the baseline is one over rollouts.
     Advantages are 0 where rollouts are not compared, until a critic or a teacher has judged the tokens. Rollouts that do not count keep
     their place, with advantage 0. Whatever needs logprobs comes later: see `mrl.algo.token_advantages`.
     """
@@ -55,8 +56,9 @@ def train_sequences(
                 flaws = [(flaw, value) for kind, value in advantage_of.items() for flaw in verdict.flaws if flaw.kind == kind]
                 own = tuple(FixedAdvantage(flaw.start, flaw.stop, value) for flaw, value in flaws)
                 sequences.append(TrainSequence(rollout, advantage, True, reward, own))
+                sequences += [TrainSequence(further, advantage, True, reward) for further in rollout.further]
             else:
-                sequences.append(TrainSequence(rollout, 0.0, False, reward, ()))
+                sequences += [TrainSequence(sequence, 0.0, False, reward, ()) for sequence in rollout.sequences]
     metrics = {}
     if config.use_dynamic_sampling:
         shaped = shaped_rewards_of(groups, config)

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
     from mrl.config.schema.algo import GrpoConfig, RewardScalingConfig, RewardShapingConfig
     from mrl.types import RolloutGroup, RolloutInfo
+
+
+LONE = "fewer than two rollouts of its prompt have a reward"
 
 
 def scale_reward(reward: float, scaling: RewardScalingConfig) -> float:
@@ -36,7 +40,7 @@ def shape_reward(reward: float, rollout: RolloutInfo, shaping: RewardShapingConf
         return reward * shaping.stop_properly_penalty_coef if rollout.finish_reason == "length" else reward
     buffer, penalty, longest = shaping.overlong_buffer_length, shaping.overlong_buffer_penalty, shaping.max_response_length
     assert buffer is not None and penalty is not None and longest is not None
-    excess = max(0, rollout.num_generated - (longest - buffer))
+    excess = max(0, sum(sequence.num_generated for sequence in rollout.sequences) - (longest - buffer))
     return reward - excess / buffer * penalty
 
 
@@ -66,6 +70,18 @@ def num_out_of_range(group: RolloutGroup, scaling: RewardScalingConfig) -> int:
     if not scaling.enabled:
         return 0
     return sum(verdict.has_reward and not scaling.source_min <= verdict.reward <= scaling.source_max for verdict in group.verdicts)
+
+
+def without_lone(groups: Sequence[RolloutGroup], agents: Container[str]) -> tuple[list[RolloutGroup], int]:
+    """The groups, of which those of `agents` with fewer than two rewards are masked, as nothing compares them; and how many are."""
+    kept: list[RolloutGroup] = []
+    num_lone = 0
+    for group in groups:
+        is_lone = group.prompt.env_name in agents and sum(verdict.has_reward for verdict in group.verdicts) < 2
+        num_lone += is_lone
+        masked = tuple(replace(v, is_valid=False, status="error", reason=v.reason or LONE) for v in group.verdicts)
+        kept.append(replace(group, verdicts=masked) if is_lone else group)
+    return kept, num_lone
 
 
 def has_signal(group: RolloutGroup, config: GrpoConfig) -> bool:

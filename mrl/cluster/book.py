@@ -150,6 +150,10 @@ class RequestBook(Generic[Q, A]):
         self.lost.discard(index)
         return len(actor.owed)
 
+    def note_answer(self, index: int) -> None:
+        """Notes that an actor has answered somebody else."""
+        self._actors[index].num_fruitless = 0
+
     def hold(self, is_held: bool) -> None:
         """While it `is_held`, no call begins."""
         self._is_held = is_held

@@ -181,8 +181,14 @@ class EngineGroup(Actors[EngineVerbs]):
         self.book = RequestBook[RolloutRequest, RolloutInfo](
             ENGINE, len(placement.engines), self._poll, self._lose, news=self.news, max_fruitless_restarts=max_restarts
         )
-        self._api_key = secrets.token_urlsafe(32)
-        self._base_urls = [""] * len(placement.engines)
+        self.api_key = secrets.token_urlsafe(32)
+        """Of the engines' HTTP servers."""
+        self.base_urls = [""] * len(placement.engines)
+        """Where these are; empty without."""
+        self.gateway = ("", "")
+        """URL and key of the run's gateway, if it has one."""
+        self.on_addresses: Callable[[], None] = lambda: None
+        """Called whenever `base_urls` may have changed."""
         self._building: dict[ActorName, ray.ObjectRef[str | None]] = {}
         self.handles = [self._start(slots) for slots in placement.engines]
         for index in range(self.num_engines):
@@ -199,9 +205,15 @@ class EngineGroup(Actors[EngineVerbs]):
         if not building or not self.config.policy.generation.vllm_cfg.expose_http_server:
             return
         for index, base_url in base_urls.items():
-            self._base_urls[index] = str(base_url)
-        write_endpoints(self.log_folder, Endpoints(self._base_urls, self._api_key, self.config.policy.model_name))
-        logger.info("HTTP servers of the engines: %s; the key stands in %s", ", ".join(self._base_urls), self.log_folder / FILE_NAME)
+            self.base_urls[index] = str(base_url)
+        self.publish()
+        logger.info("HTTP servers of the engines: %s; the key stands in %s", ", ".join(self.base_urls), self.log_folder / FILE_NAME)
+        self.on_addresses()
+
+    def publish(self) -> None:
+        """Writes `endpoints.json`."""
+        own = self.base_urls, self.api_key, self.config.policy.model_name
+        write_endpoints(self.log_folder, Endpoints(*own, *self.gateway))
 
     def asked(self) -> list[str]:
         """Names of the engines that are being polled."""
@@ -218,6 +230,15 @@ class EngineGroup(Actors[EngineVerbs]):
         logger.warning("%s; it is started again at the next refit, or when its rollouts are waited for", lost)
         self.book.lost.add(index)
         self.news.tell(GENERATION)
+
+    async def look_after(self, index: int) -> None:
+        """Asks an engine, which a client could not reach, for a sign of life, as nobody else may be asking it for anything."""
+        handle = self.handles[index]
+        try:
+            await answered(handle.apply.remote(_sign_of_life), actor=self.name(index), what="sign of life")
+        except ActorLost as lost:
+            if handle is self.handles[index] and index not in self.book.lost:
+                self._lose(index, lost)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -260,5 +281,9 @@ class EngineGroup(Actors[EngineVerbs]):
         options = self.placement.options(slots.slots[0], engine_variables(self.config, given))
         actor = start_actor(EngineActor, options, self._log_file(slots.engine_index), hidden)
         devices = slots.device_ids(self.config.cluster.gpus_per_node)
-        self._building[self.name(slots.engine_index)] = ask(actor, EngineActor.build, self.config, devices, self._api_key)
+        self._building[self.name(slots.engine_index)] = ask(actor, EngineActor.build, self.config, devices, self.api_key)
         return actor
+
+
+def _sign_of_life(_: object) -> None:
+    """Says nothing."""

@@ -116,7 +116,7 @@ class RewardActor:
         """Starts the environments; the cores of this node, once they are up. A user's function that cannot be imported ends it."""
         config = self.config
         # Environments that users name start now; those that come with mrl start when the first row needs them.
-        names = dict.fromkeys((*config.env.own.functions, *({config.data.default.env_name} - {NEMO_GYM})))
+        names = dict.fromkeys((*config.env.own.functions, *({config.data.default.env_name} - {NEMO_GYM, *config.env.agents})))
         self.scorer.start(list(names), timeout_s=start_deadline(config).seconds)
         return usable_cores()
 

@@ -12,10 +12,12 @@ from mrl.cluster.book import AskedGroup
 from mrl.cluster.engines import GENERATION, EngineGroup
 from mrl.cluster.errors import DeadlineExceeded
 from mrl.cluster.event_loop import Silence, in_loop
+from mrl.cluster.gateway import AgentGateway
 from mrl.cluster.payload import PayloadRef
 from mrl.cluster.rewards import Rewards, Unjudged
 from mrl.config.schema.run import RunConfig
 from mrl.data.order import LengthHints
+from mrl.rollout.agents import AgentTask
 from mrl.types import Prompt, RolloutGroup, RolloutInfo, RolloutRequest, SamplingParams, request_seed
 
 
@@ -26,15 +28,27 @@ class RolloutCollector:
     """
 
     def __init__(
-        self, config: RunConfig, engines: EngineGroup, rewards: Rewards, *, seed: int, restart_engine: Callable[[int], None]
+        self,
+        config: RunConfig,
+        engines: EngineGroup,
+        rewards: Rewards,
+        *,
+        seed: int,
+        restart_engine: Callable[[int], None],
+        gateway: AgentGateway | None = None,
     ) -> None:
-        """`restart_engine(index)` starts a dead engine again, on the current weights, and asks its unfinished requests again."""
+        """`restart_engine(index)` starts a dead engine again, on the current weights, and asks its unfinished requests again.
+
+        `gateway` runs the agents, if the config names any.
+        """
         assert engines.news is rewards.news, "whoever waits hears of both"
         self.engines = engines
         self.rewards = rewards
         self.news = engines.news
         self.seed = seed
-        self.deadline_s = config.deadlines.generate_s
+        self.gateway = gateway
+        # An agent may do without the model for as long as its deadline allows.
+        self.deadline_s = config.deadlines.generate_s + (config.env.agent_timeout_s if gateway is not None else 0.0)
         self.restart_engine = restart_engine
         self._hints = LengthHints() if config.policy.generation.longest_first else None
         self._num_missing = 0
@@ -65,7 +79,14 @@ class RolloutCollector:
 
     def drain(self) -> None:
         """Waits for everything under way on engines that live. The policy may hold other weights than the engines."""
-        self._wait(lambda: self._num_missing == self.engines.book.num_lost, lambda: None)
+
+        def is_drained() -> bool:
+            book, num_agents = self.engines.book, self.gateway.book.num_unfinished if self.gateway is not None else 0
+            # Agents wait for an engine to come back, if all are lost.
+            has_engine = len(book.lost) < self.engines.num_engines
+            return self._num_missing - num_agents == book.num_lost and not (num_agents and has_engine)
+
+        self._wait(is_drained, lambda: None)
 
     def judge(self, groups: Sequence[AskedGroup]) -> tuple[list[RolloutGroup], float]:
         """Waits for the verdicts on these sampled groups and hands them out, with the seconds of scoring since the last call."""
@@ -88,7 +109,10 @@ class RolloutCollector:
 
     async def _run(self, group: AskedGroup, index: int, sampling: SamplingParams) -> None:
         try:
-            await self._rollout(group, index, sampling)
+            if self.gateway is not None and group.prompt.env_name in self.gateway.agents:
+                await self._agent_rollout(self.gateway, group, index, sampling)
+            else:
+                await self._rollout(group, index, sampling)
         except Exception as error:  # whoever waits raises it
             self.news.fail(error)
 
@@ -115,13 +139,23 @@ class RolloutCollector:
         group.verdicts[index] = verdict
         self.news.tell(GENERATION)
 
+    async def _agent_rollout(self, gateway: AgentGateway, group: AskedGroup, index: int, sampling: SamplingParams) -> None:
+        """Has an agent do the row in a session of the gateway, where what it sampled stays until a rank trains on it."""
+        seed = request_seed(self.seed, group.epoch, group.prompt.prompt_id, index)
+        ended = await gateway.book.ask(AgentTask(group.prompt, index, group.epoch, seed, sampling, group.weight_version))
+        for engine in ended.engines:
+            self.engines.book.note_answer(engine)
+        self._note_sampled(group, index, ended.info)
+        group.verdicts[index] = ended.verdict
+        self.news.tell(GENERATION)
+
     def _note_sampled(self, group: AskedGroup, index: int, info: RolloutInfo) -> None:
         group.infos[index] = info
         self._num_missing -= 1
 
     def _wait(self, is_enough: Callable[[], bool], on_tick: Callable[[], None]) -> None:
         def who() -> list[str]:
-            return [*self.engines.asked(), *self.rewards.asked()]
+            return [*self.engines.asked(), *self.rewards.asked(), *(self.gateway.asked() if self.gateway is not None else [])]
 
         try:
             self.news.wait(is_enough, what=GENERATION, who=who, limit_s=self.deadline_s, on_tick=on_tick)

@@ -25,9 +25,12 @@ class Kind:
     returns: str = ""
     methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Methods that an instance needs, with their parameters, if the object is a class."""
+    is_async: bool = False
+    """Whether it is an `async def`."""
 
 
 ESTIMATOR = Kind(("rewards", "groups"), "list[list[float]]")
+AGENT = Kind(("client", "row"), "float", is_async=True)
 LOSS = Kind(("tokens", "ratio_T", "clipped_ratio_T", "config"), "tuple[Tensor, Tensor]")
 PROCESSOR = Kind(("row",), "dict")
 LOGGER = Kind(
@@ -64,6 +67,8 @@ def find_fitting(path: str, kind: Kind) -> Callable[..., object]:
     found = find(path)
     if bool(kind.methods) != isinstance(found, type):
         raise ValueError(f"is a {'class' if isinstance(found, type) else 'function'}; write {_signature(path, kind)}")
+    if kind.is_async and not inspect.iscoroutinefunction(found):
+        raise ValueError(f"is no async function; write {_signature(path, kind)}")
     if not _takes(found, kind.parameters):
         raise ValueError(f"takes {inspect.signature(found)}; write {_signature(path, kind)}")
     for name, parameters in kind.methods.items():
@@ -106,4 +111,4 @@ def _signature(path: str, kind: Kind) -> str:
     name = path.replace(":", ".").rpartition(".")[2]
     if kind.methods:
         return f"class {name} with __init__(self, {', '.join(kind.parameters)})"
-    return f"def {name}({', '.join(kind.parameters)}) -> {kind.returns}"
+    return f"{'async ' if kind.is_async else ''}def {name}({', '.join(kind.parameters)}) -> {kind.returns}"

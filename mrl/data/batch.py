@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
 
 
 def make_batches(sequences: Sequence[TrainSequence], config: RunConfig) -> list[Batch]:
-    """The batches of a step's updates: `policy.train_global_batch_size` sequences each, in their order."""
+    """The batches of a step's updates: `policy.train_global_batch_size` rollouts each, with all their sequences, in their order."""
     size = config.policy.train_global_batch_size
-    return [make_batch(sequences[start : start + size], config) for start in range(0, len(sequences), size)]
+    starts = [index for index, sequence in enumerate(sequences) if not sequence.rollout.is_further][::size]
+    return [make_batch(sequences[start:stop], config) for start, stop in pairwise([*starts, len(sequences)])]
 
 
 def make_batch(sequences: Sequence[TrainSequence], config: RunConfig) -> Batch:

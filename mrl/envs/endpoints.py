@@ -15,11 +15,16 @@ FILE_NAME = "endpoints.json"
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Addresses of a run's engines (`http://HOST:PORT/v1` each), the run's key for them, and the model's name, which requests may omit."""
+    """Addresses of a run's engines (`http://HOST:PORT/v1` each), the run's key for them, and the model's name, which requests may omit.
+
+    `gateway_url` and `gateway_key` are those of the run's gateway, which stay the same; empty where it has none.
+    """
 
     base_urls: list[str]
     api_key: str
     model: str
+    gateway_url: str = ""
+    gateway_key: str = ""
 
     def base_url(self, session_id: str) -> str:
         """The engine of a session: the same one for all its requests, sessions spread evenly."""

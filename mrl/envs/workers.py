@@ -23,14 +23,14 @@ def environments_of(config: RunConfig) -> tuple[str, ...]:
     """Environments that share the cores of a node: the user's own, and those of data sets. Rows may name others, which get as much."""
     named = dict.fromkeys(dataset.env_name for dataset in (config.data.train_sets | config.data.validation_sets).values())
     names = [name for asked in named for name in (environment_names(config.env) if asked == NEMO_GYM else (asked,))]
-    return tuple(dict.fromkeys((*config.env.own.functions, *names)))
+    return tuple(name for name in dict.fromkeys((*config.env.own.functions, *names)) if name not in config.env.agents)
 
 
 def num_workers(name: str, config: RunConfig, *, num_cores: int) -> int:
     """Children of an environment on a node with these cores."""
     asked = _asked(name, config)
     if asked is None:
-        return max(MIN_WORKERS, num_cores // len(environments_of(config)))
+        return max(MIN_WORKERS, num_cores // max(1, len(environments_of(config))))
     # Built-in environments compute. Functions of users may wait for a server, and take no core then.
     return max(MIN_WORKERS, min(asked, num_cores)) if name in BUILT_IN else asked
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mrl.algo.advantages import train_sequences
 from mrl.algo.distillation import sequences_to_teach
+from mrl.algo.rewards import without_lone
 from mrl.cluster.agreement import compare_at_start
 from mrl.cluster.session import RolloutSession, start_session
 from mrl.config.model import with_value
@@ -74,8 +75,9 @@ class RolloutSupplier:
         """The rollouts of groups as sequences to train on, with the advantages of the config's estimator."""
         if self.config.algorithm == "distillation":
             return sequences_to_teach(groups)
+        groups, num_lone = without_lone(groups, self.config.env.agents if self.config.compares_rollouts else ())
         sequences, metrics = train_sequences(groups, self.config.rollouts, compares_rollouts=self.config.compares_rollouts)
-        step.metrics |= metrics
+        step.metrics |= metrics | ({"rollout/dropped_agent_groups": float(num_lone)} if self.config.env.agents else {})
         return sequences
 
     def pack(self, sequences: Sequence[TrainSequence], step: Step) -> list[Batch]:

@@ -23,6 +23,8 @@ class Answered:
     """Of the engine when it took the question in: no token is older."""
     num_weight_versions: int
     """How many versions the engine has had until the answer was complete: 1 unless a refit came in between."""
+    is_forced: bool = False
+    """Whether a schema or grammar chose among the tokens."""
 
 
 @dataclass(frozen=True)
@@ -94,5 +96,6 @@ class Callers:
         found = self._asked.pop(output.request_id, None)
         if found is not None:
             question, weight_version, earlier = found
-            question.answer(Answered(output, weight_version, 1 + num_refits - earlier))
+            is_forced = question.params.structured_outputs is not None
+            question.answer(Answered(output, weight_version, 1 + num_refits - earlier, is_forced))
         return found is not None

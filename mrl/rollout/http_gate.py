@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 import socket
 import threading
@@ -54,6 +55,16 @@ MAX_ALTERNATIVES = 1024
 """Entries of lists, and `|` of patterns and grammars, in a request's constraints."""
 MAX_SESSION_ID = 256
 """Characters."""
+CHAT_KEY = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
+FLAGS = {
+    "--enable-auto-tool-choice": f"{CHAT_KEY}.enable_auto_tools=true",
+    "--tool-call-parser": f"{CHAT_KEY}.tool_parser=NAME",
+    "--reasoning-parser": f"{CHAT_KEY}.reasoning_parser=NAME",
+}
+"""Flags of vLLM's server that its refusals name, and our keys for them."""
+CONTEXT_EXCEEDED = "context_length_exceeded"
+TOO_LONG = re.compile(r"context length|max_model_len|maximum model length|max_(completion_|output_)?tokens\b")
+"""What is said of requests that are too long, by vLLM and by us."""
 UNSUPPORTED = ("stream", "use_beam_search", "kv_transfer_params", "ec_transfer_params", "vllm_xargs")
 """Fields that mean nothing here, or something else: an engine that streams, searches, or hands its cache to another one."""
 
@@ -81,8 +92,30 @@ def max_body_bytes(max_model_len: int) -> int:
     return SMALL_BODY_BYTES + BODY_BYTES_PER_TOKEN * max_model_len
 
 
+def listen(host: str, ports: range) -> socket.socket:
+    """A socket that listens at the first free port."""
+    for port in ports:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with suppress(OSError):
+            listener.bind((host, port))
+            listener.listen(1024)
+            return listener
+        listener.close()
+    raise RuntimeError(
+        f"no free port from {ports.start} to {ports.stop - 1} on {host} (policy.generation.port_range_low and _high); widen the range"
+    )
+
+
 def start(app: ASGIApp, listener: socket.socket, *, api_key: str, max_body: int) -> None:
     """Serves `app` behind the gate from a thread that lives as long as the process."""
+    given = b"Bearer " + api_key.encode()
+    server = make_server(app, has_key=lambda _, authorization: secrets.compare_digest(authorization, given), max_body=max_body)
+    threading.Thread(target=server.run, args=([listener],), name="http server", daemon=True).start()
+
+
+def make_server(app: ASGIApp, *, has_key: Callable[[str, bytes], bool], max_body: int) -> Server:
+    """A server of `app` behind the gate; `has_key` looks at the path and the header `Authorization` of a request."""
     strangers: dict[Connection, None] = {}
 
     def connect(
@@ -91,7 +124,7 @@ def start(app: ASGIApp, listener: socket.socket, *, api_key: str, max_body: int)
         return Connection(lambda state: H11Protocol(config, server_state, app_state | state, _loop), strangers)
 
     config = Config(
-        _gate(app, api_key=api_key, max_body=max_body),
+        _gate(app, has_key=has_key, max_body=max_body),
         # uvicorn calls it as it calls its own classes of protocols.
         http=connect,  # pyright: ignore[reportArgumentType]
         ws="none",
@@ -102,7 +135,7 @@ def start(app: ASGIApp, listener: socket.socket, *, api_key: str, max_body: int)
         timeout_keep_alive=KEEP_ALIVE_S,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
     )
-    threading.Thread(target=Server(config).run, args=([listener],), name="http server", daemon=True).start()
+    return Server(config)
 
 
 class Connection(asyncio.Protocol):
@@ -170,19 +203,20 @@ class Connection(asyncio.Protocol):
             self._deadline = None
 
 
-def _gate(app: ASGIApp, *, api_key: str, max_body: int) -> ASGIApp:
+def _gate(app: ASGIApp, *, has_key: Callable[[str, bytes], bool], max_body: int) -> ASGIApp:
     """Puts the checks in front of `app`: 401 and 413 by the headers, 413 and 408 while the body is read.
 
     `app` gets bodies whole. The connection of a refused request is closed: what it still sends is read by nobody.
     """
-    too_long = 413, f"the body is longer than {max_body} bytes, which the longest prompt takes (policy.generation.vllm_cfg.max_model_len)"
+    longest = f"{max_body} bytes, which the longest prompt takes"
+    too_long = 413, f"the body is longer than {longest}: the context length is limited (policy.generation.vllm_cfg.max_model_len)"
 
-    def find_refusal_by_headers(path: str, headers: dict[bytes, bytes], *, has_key: bool) -> _Refusal | None:
+    def find_refusal_by_headers(path: str, headers: dict[bytes, bytes], *, is_trusted: bool) -> _Refusal | None:
         length = headers.get(b"content-length")
         if path == OPEN_PATH:
             has_body = length not in (None, b"0") or b"transfer-encoding" in headers
             return (413, f"{OPEN_PATH} takes no body") if has_body else None
-        if not has_key:
+        if not is_trusted:
             return 401, "the API key is missing or wrong; it stands with the addresses in the run's endpoints.json"
         # The parser has refused what is no number.
         return too_long if length is not None and int(length) > max_body else None
@@ -209,14 +243,14 @@ def _gate(app: ASGIApp, *, api_key: str, max_body: int) -> ASGIApp:
             return
         connection: Connection = scope["state"][STATE]
         headers = dict(scope["headers"])
-        has_key = secrets.compare_digest(headers.get(b"authorization", b""), b"Bearer " + api_key.encode())
-        connection.begin(is_trusted=has_key)
+        is_trusted = has_key(scope["path"], headers.get(b"authorization", b""))
+        connection.begin(is_trusted=is_trusted)
         try:
-            outcome = find_refusal_by_headers(scope["path"], headers, has_key=has_key) or await read(receive)
+            outcome = find_refusal_by_headers(scope["path"], headers, is_trusted=is_trusted) or await read(receive)
             if isinstance(outcome, tuple):
-                code, reason = outcome
-                content = {"error": {"message": reason, "type": "invalid_request_error", "param": None, "code": code}}
-                await JSONResponse(content, status_code=code, headers={"Connection": "close"})(scope, receive, send)
+                response = openai_error(*outcome)
+                response.headers["Connection"] = "close"
+                await response(scope, receive, send)
                 return
             messages: list[Message] = [{"type": "http.request", "body": outcome, "more_body": False}]
 
@@ -229,6 +263,16 @@ def _gate(app: ASGIApp, *, api_key: str, max_body: int) -> ASGIApp:
             connection.end()
 
     return gated
+
+
+def openai_error(status: int, message: str, code: str | int | None = None) -> JSONResponse:
+    """An error in OpenAI's shape. What is too long has their code, by which agents know that to ask again is no use."""
+    for flag, key in FLAGS.items():
+        message = message.replace(flag, key)
+    if status in (400, 413) and TOO_LONG.search(message):
+        code = CONTEXT_EXCEEDED
+    content = {"message": message, "type": "invalid_request_error", "param": None, "code": status if code is None else code}
+    return JSONResponse({"error": content}, status_code=status)
 
 
 def default_parameters(sampling: SamplingParams) -> dict[str, object]:
@@ -276,7 +320,7 @@ def find_excess(body: Mapping[str, object], limits: Limits) -> str:
         return "n: must be a whole number, not a text or a fraction"
     num_characters = sum(map(len, _strings([prompt, body.get("messages")])))
     if num_characters > limits.max_model_len * CHARACTERS_PER_TOKEN:
-        rule = f"policy.generation.vllm_cfg.max_model_len={limits.max_model_len} tokens hold no such text"
+        rule = f"the context length of {limits.max_model_len} tokens (policy.generation.vllm_cfg.max_model_len) holds no such text"
         return f"prompt or messages: {num_characters} characters; {rule}; shorten it"
     constraints = {name: body[name] for name in CONSTRAINTS if name in body}
     form = body.get("structured_outputs")

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import socket
 import uuid
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
-from vllm import RequestOutput
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from vllm import CompletionOutput, RequestOutput
 from vllm import SamplingParams as VllmSampling
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
@@ -40,6 +39,7 @@ from vllm.tool_parsers import ToolParserManager
 from mrl.config.schema.policy import PolicyConfig
 from mrl.data.chat import OWN_TEMPLATE, template_text
 from mrl.data.prompts import sampling_params
+from mrl.rollout.agent_session import RECORD
 from mrl.rollout.callers import Answered, Question
 from mrl.rollout.engine import Engine
 from mrl.rollout.http_gate import (
@@ -49,10 +49,12 @@ from mrl.rollout.http_gate import (
     find_deviation,
     find_excess,
     find_refusal,
+    listen,
     max_body_bytes,
+    openai_error,
     start,
 )
-from mrl.rollout.sessions import Message, Sessions, SessionTurn, continued, num_messages_to_answer, take_prefix
+from mrl.rollout.sessions import PREFIX_MESSAGES, Message, Sessions, SessionTurn, continued, num_messages_to_answer, take_prefix
 from mrl.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -74,23 +76,9 @@ def start_server(engine: Engine, policy: PolicyConfig, *, host: str, api_key: st
     # vLLM's is one of transformers'.
     sampling = sampling_params(policy, cast("PreTrainedTokenizerBase", engine.llm.get_tokenizer()))
     handlers = Handlers(HttpEngine(engine, sampling, wake=wake), policy, sampling)
-    listener = _listen(host, range(policy.generation.port_range_low, policy.generation.port_range_high))
+    listener = listen(host, range(policy.generation.port_range_low, policy.generation.port_range_high))
     start(_make_app(engine, handlers), listener, api_key=api_key, max_body=max_body_bytes(handlers.limits.max_model_len))
     return f"http://{host}:{listener.getsockname()[1]}/v1"
-
-
-def _listen(host: str, ports: range) -> socket.socket:
-    for port in ports:
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with suppress(OSError):
-            listener.bind((host, port))
-            listener.listen(1024)
-            return listener
-        listener.close()
-    raise RuntimeError(
-        f"no free port from {ports.start} to {ports.stop - 1} on {host} (policy.generation.port_range_low and _high); widen the range"
-    )
 
 
 def _make_app(engine: Engine, handlers: Handlers) -> FastAPI:
@@ -98,6 +86,10 @@ def _make_app(engine: Engine, handlers: Handlers) -> FastAPI:
     app = FastAPI(openapi_url=None)
     app.state.args = Namespace(log_error_stack=False)  # vLLM's handlers of errors look there
     init_exception_handler(app)
+
+    @app.exception_handler(StarletteHTTPException)
+    async def refuse(_: Request, error: StarletteHTTPException) -> JSONResponse:
+        return openai_error(error.status_code, str(error.detail))
 
     def session_of(body: Json, request: Request) -> str | None:
         named = body.get("session_id") or request.headers.get(SESSION_HEADER)
@@ -181,10 +173,11 @@ class Handlers:
 
     async def chat(self, body: Json, session_id: str | None) -> Json:
         plain, prefix = take_prefix(self._checked(body, session_id))
+        is_recorded, answered_messages = plain.pop(RECORD, False), plain.pop(PREFIX_MESSAGES, None)
         request = _read(ChatCompletionRequest, plain)
         request.request_id = uuid.uuid4().hex
         messages = cast(list[Message], request.messages)
-        num_answered = num_messages_to_answer(messages)
+        num_answered = cast(int, answered_messages or num_messages_to_answer(messages))
         if prefix is None and session_id is not None:
             prefix, num_answered = self.sessions.sampled_ids(session_id, messages), self.sessions.num_answered(session_id)
         if prefix is not None:
@@ -196,10 +189,12 @@ class Handlers:
             answers = self.engine.take_answers(request.request_id)
         if session_id is not None:
             self._keep(session_id, answers[0], [*messages, response.choices[0].message.model_dump()])
-        return response.model_dump() | _versions(answers)
+        return response.model_dump() | _versions(answers) | (_record(answers[0]) if is_recorded else {})
 
     async def complete(self, body: Json, session_id: str | None) -> Json:
-        request = _read(CompletionRequest, self._checked(body, session_id))
+        plain = self._checked(body, session_id)
+        is_recorded = plain.pop(RECORD, False)
+        request = _read(CompletionRequest, plain)
         request.request_id = uuid.uuid4().hex
         try:
             response = _successful(await self.completions.create_completion(request), CompletionResponse)
@@ -207,7 +202,7 @@ class Handlers:
             answers = self.engine.take_answers(request.request_id)
         if session_id is not None:
             self._keep(session_id, answers[0], [])
-        return response.model_dump() | _versions(answers)
+        return response.model_dump() | _versions(answers) | (_record(answers[0]) if is_recorded else {})
 
     async def tokenize(self, body: Json) -> Json:
         """`POST /tokenize`: of a text or a conversation; token ids that it is to begin with are kept, as in a chat."""
@@ -229,7 +224,7 @@ class Handlers:
     def _checked(self, body: Json, session_id: str | None) -> Json:
         if refusal := find_refusal(body, self.limits, session_id=session_id):
             raise HTTPException(400, refusal)
-        given = {"stop": list(self.sampling.stop_strings)} | body if self.sampling.stop_strings else body
+        given = ({"stop": list(self.sampling.stop_strings)} if self.sampling.stop_strings else {}) | body
         # Which session it is we know; the handlers tell the engine only what is set here.
         return {**given, "session_id": session_id} if session_id is not None else given
 
@@ -253,11 +248,10 @@ class Handlers:
     def _keep(self, session_id: str, answered: Answered, messages: Sequence[Message]) -> None:
         prompt_token_ids = list(answered.output.prompt_token_ids or ())
         (completion,) = answered.output.outputs
-        drawn = zip(completion.token_ids, cast(list, completion.logprobs), strict=True)
         turn = SessionTurn(
             prompt_token_ids=prompt_token_ids,
             token_ids=list(completion.token_ids),
-            logprobs=[float(step[token_id].logprob) for token_id, step in drawn],
+            logprobs=_logprobs(completion),
             finish_reason=str(completion.finish_reason),
             weight_version=answered.weight_version,
             num_weight_versions=answered.num_weight_versions,
@@ -272,6 +266,21 @@ def _versions(answers: Sequence[Answered]) -> Json:
         "weight_version": min(answered.weight_version for answered in answers),
         "num_weight_versions": max(answered.num_weight_versions for answered in answers),
     }
+
+
+def _logprobs(completion: CompletionOutput) -> list[float]:
+    drawn = zip(completion.token_ids, cast(list, completion.logprobs), strict=True)
+    return [float(step[token_id].logprob) for token_id, step in drawn]
+
+
+def _record(answered: Answered) -> Json:
+    """The field of an answer that says its tokens, for the gateway, which puts them into training batches."""
+    answers = [
+        {"token_ids": list(completion.token_ids), "logprobs": _logprobs(completion), "finish_reason": completion.finish_reason}
+        for completion in answered.output.outputs
+    ]
+    prompt_token_ids = list(answered.output.prompt_token_ids or ())
+    return {RECORD: {"prompt_token_ids": prompt_token_ids, "answers": answers, "is_forced": answered.is_forced} | _versions([answered])}
 
 
 def _read(kind: type[Parsed], body: Json) -> Parsed:

@@ -22,6 +22,8 @@ Message = Mapping[str, object]
 
 PREFIX = "required_prefix_token_ids"
 """The field of a request that says with which tokens its prompt begins; NeMo RL's name."""
+PREFIX_MESSAGES = "required_prefix_messages"
+"""Number of messages that those tokens are; without it, all up to the assistant's last."""
 MESSAGE_IDS = ("prompt_token_ids", "generation_token_ids")
 """Fields of an assistant's message that say the same, as NeMo Gym writes them."""
 MESSAGE_EXTRAS = (*MESSAGE_IDS, "generation_log_probs")

@@ -66,6 +66,7 @@ def write_step_data(
         return
     path = folder / f"{DUMP_NAMES[split]}_data_step{step}.jsonl.gz"
     aside = path.with_name(f".{path.name}")
+    sequences = [sequence for sequence in sequences if not sequence.rollout.is_further]
     judged = [(group.prompt, *pair) for group in groups for pair in zip(group.rollouts, group.verdicts, strict=True)]
     if config.rollouts == "sample":
         judged = judged[: sum(len(group.rollouts) for group in groups[:NUM_SAMPLES])]

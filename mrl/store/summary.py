@@ -70,7 +70,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], grpo: GrpoConfig, *, seconds
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = np.array(shaped_rewards_of(groups, grpo) or [0.0])
-    lengths = np.array([rollout.num_generated for rollout in rollouts])
+    lengths = np.array([sum(sequence.num_generated for sequence in rollout.sequences) for rollout in rollouts])
     return {
         "train/reward": float(rewards.mean()),
         "train/reward_std": float(rewards.std()),
@@ -152,6 +152,8 @@ def environment_metrics(groups: Sequence[RolloutGroup], *, stage: Literal["rollo
         values |= {kind: float(count) for kind, count in counts.items()}
         for part in sorted({part for verdict in judged for part in verdict.components}):
             values[f"reward_{part}"] = float(np.mean([verdict.components.get(part, 0.0) for verdict in judged]))
+        for part in sorted({part for verdict in verdicts for part in verdict.metrics}):
+            values[part] = float(np.mean([verdict.metrics.get(part, 0.0) for verdict in verdicts]))
         metrics |= {f"{stage}/{name}/{quantity}": value for quantity, value in values.items()}
     return metrics
 

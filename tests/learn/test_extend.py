@@ -141,3 +141,27 @@ def test_the_loop_of_ones_own_trains_as_mrls_does(tmp_path: Path):
     assert [row["step"] for row in own] == [row["step"] for row in mrls] == [1, 2]
     for name in ("train/reward", "train/loss", "train/grad_norm", "refit/verified_bytes"):
         assert [row[name] for row in own] == pytest.approx([row[name] for row in mrls], rel=1e-5, abs=1e-8), name
+
+
+def test_the_agent_trains(tmp_path: Path):
+    prepare_tiny(ROOT / "prepared" / "tiny", seed=0)
+    (tmp_path / "prepared").symlink_to(ROOT / "prepared")
+    (tmp_path / "own_agent.py").write_text((EXAMPLES / "own_agent.py").read_text())
+    short = [
+        "cluster.cpu_units_per_node=2",
+        f"grpo.max_num_steps={NUM_STEPS}",
+        "grpo.num_prompts_per_step=8",
+        f"grpo.num_generations_per_prompt={GROUP}",
+        "grpo.max_val_samples=8",
+        "grpo.val_period=0",
+        "checkpointing.enabled=false",
+        "checkpointing.checkpoint_dir=run",
+    ]
+    call(tmp_path, "-m", "mrl.train", "grpo_tiny.yaml", *overrides_of("your_agent"), *short, timeout_s=TRAIN_TIMEOUT_S)
+    rows = [row for row in metrics_of(tmp_path / "run") if "train/loss" in row]
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["rollout/sums/failed"] == row["rollout/dropped_agent_groups"] == 0
+        # Those that were wrong at first have gone on from the same tokens: a rollout is one sequence.
+        assert 1 <= row["rollout/sums/turns"] <= 2 and row["rollout/sums/sequences"] == 1
+        assert row["train/token_mult_prob_error"] <= 1.001

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import get_args
 
 from mrl.config.errors import Problems, spell
-from mrl.config.own import ESTIMATOR, LOGGER, LOSS, PROCESSOR, Kind, find, find_fitting, is_path, reward_parameters
+from mrl.config.own import AGENT, ESTIMATOR, LOGGER, LOSS, PROCESSOR, Kind, find, find_fitting, is_path, reward_parameters
 from mrl.config.rules.data import key_of
 from mrl.config.rules.layout import DENSE_SIZES
 from mrl.config.schema.algo import Estimator
@@ -221,6 +221,8 @@ def check_own(config: RunConfig, problems: Problems) -> None:
             _check(problems, "loss_fn.token_loss", config.loss_fn.token_loss, LOSS)
         for name, path in config.env.own.functions.items():
             _note(problems, f"env.own.functions.{name}={path}", lambda path=path: reward_parameters(find(path)))
+        for name, path in config.env.own.agents.items():
+            _check(problems, f"env.own.agents.{name}", path, AGENT)
     for key, dataset in (config.data.train_sets | config.data.validation_sets).items():
         _check(problems, key_of("processor", config.data.default, dataset, key), dataset.processor, PROCESSOR, PROCESSORS, "processor")
     for path in config.logger.own:

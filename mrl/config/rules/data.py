@@ -21,10 +21,10 @@ NEMO_GYM = "nemo_gym"
 
 
 def environment_names(config: EnvConfig) -> tuple[str, ...]:
-    """Names that a row may give: built-in environments, the user's own functions, and those of installed packages."""
+    """Names that a row may give: built-in environments, the user's own functions and agents, and those of installed packages."""
     installed = _installed(tuple(sys.path))
     built_in = tuple(SERVERS[server] for server in config.gym_servers if server in SERVERS) or BUILT_IN
-    return tuple(dict.fromkeys((*built_in, *config.own.functions, *installed)))
+    return tuple(dict.fromkeys((*built_in, *config.own.functions, *config.agents, *installed)))
 
 
 @functools.cache
@@ -50,10 +50,15 @@ def check_environments(config: RunConfig, problems: Problems) -> None:
         if server not in SERVERS:
             way_out = f"leave it out, or use {', '.join(SERVERS)}"
             problems.add("env.nemo_gym.config_paths", f"no environment does what {server} does", way_out)
-    for name in section.own.functions:
-        key = f"env.own.functions.{name}"
-        if name in (*BUILT_IN, NEMO_GYM):
-            problems.add(key, "a built-in environment has that name", "choose another")
+    sections = {"own.functions": section.own.functions, "own.agents": section.own.agents, "remote": section.remote}
+    seen = dict.fromkeys((*BUILT_IN, NEMO_GYM), "a built-in environment")
+    for where, named in sections.items():
+        for name in named:
+            if name in seen:
+                problems.add(f"env.{where}.{name}", f"{seen[name]} has that name", "choose another")
+            seen[name] = f"one of env.{where}"
+    if section.agents:
+        _check_agents(config, problems)
     tables = section.workplace_assistant.tables_path
     if tables is not None and not os.path.exists(tables):
         problems.add("env.workplace_assistant.tables_path", f"no such file or folder in {os.getcwd()}", "correct the path")
@@ -78,6 +83,22 @@ def check_parsers(config: RunConfig, problems: Problems) -> None:
     if chat.reasoning_parser not in (None, *REASONING_PARSERS) and section.should_use_nemo_gym:
         rule = "environments of NeMo Gym grade what follows the thoughts, and do not know how this parser finds them"
         problems.add(f"{prefix}.reasoning_parser", rule, f"use a model with one of {', '.join(REASONING_PARSERS)}")
+
+
+def _check_agents(config: RunConfig, problems: Problems) -> None:
+    key = "env.own.agents" if config.env.own.agents else "env.remote"
+    for name, url in config.env.remote.items():
+        if not url.startswith(("http://", "https://")):
+            problems.add(f"env.remote.{name}", "an agent's server has an address that begins with http:// or https://", "give its URL")
+    if not config.policy.generation.vllm_cfg.expose_http_server:
+        problems.add(
+            "policy.generation.vllm_cfg.expose_http_server", f"{key} names agents, which ask the engines over HTTP", "set it to true"
+        )
+    if config.algorithm != "grpo":
+        problems.add(key, f"agents train with algorithm=grpo, not {config.algorithm}", "leave it out")
+    if config.policy.router_replay.enabled:
+        rule = f"{key} names agents, and answers over HTTP do not say which experts their tokens went through"
+        problems.add("policy.router_replay.enabled", rule, "set it to false")
 
 
 def check_data(config: RunConfig, problems: Problems) -> None:

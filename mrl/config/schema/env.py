@@ -66,6 +66,11 @@ class OwnEnvConfig(WorkersConfig):
 
     Entry points of group `mrl.rewards` need no line here.
     """
+    agents: dict[str, str] = field(default_factory=dict)
+    """Your agents, `name: package.module:name` of an `async def` (docs/extend/your_agent.md); rows choose by `env_name`.
+
+    `num_workers` is the number of processes of each agent, where many rollouts run at once.
+    """
     num_workers: Workers | None = 1
     """Child processes of each function, of all nodes together, at least one a node. They may be more than the cores: many functions wait.
 
@@ -92,11 +97,20 @@ class EnvConfig:
     structured_outputs: WorkersConfig = field(default_factory=WorkersConfig)
     workplace_assistant: WorkplaceEnvConfig = field(default_factory=WorkplaceEnvConfig)
     own: OwnEnvConfig = field(default_factory=OwnEnvConfig)
+    remote: dict[str, str] = field(default_factory=dict)
+    """Agents on servers of yours, `name: URL` (docs/extend/your_agent.md); rows choose by `env_name`."""
+    agent_timeout_s: AboveZero = 1800.0
+    """Seconds for one rollout of an agent, those in which its engine trains or waits included; then it is masked."""
     should_use_nemo_gym: bool = False
     """Rows are NeMo Gym's and name their environment by `agent_ref`; it runs here, without a server."""
     nemo_gym: NemoGymConfig = field(default_factory=NemoGymConfig)
     should_mask_flagged_samples: bool = True
     """Keep rollouts flagged with `mask_sample` out of the loss; their rewards count in the group's baseline. false: train on them."""
+
+    @property
+    def agents(self) -> dict[str, str]:
+        """Path or URL of every agent, by name."""
+        return {**self.own.agents, **self.remote}
 
     @property
     def gym_servers(self) -> tuple[str, ...]:

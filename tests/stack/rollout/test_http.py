@@ -169,6 +169,40 @@ def test_a_session_goes_on_from_the_tokens_that_were_sampled(engine: Engine, cli
     assert turns[1]["logprobs"] == alone.generator_logprobs.tolist()
 
 
+def test_a_record_says_tokens_and_what_a_grammar_chose(engine: Engine, client: openai.OpenAI):
+    messages = [{"role": "user", "content": "hello"}]
+    recorded = {"record": True, "return_token_ids": True}
+    free, forced = served(
+        engine,
+        lambda: chat(client, messages, n=2, seed=1, max_completion_tokens=8, extra_body=recorded),
+        lambda: chat(client, messages, max_completion_tokens=8, extra_body=recorded | {"structured_outputs": {"choice": ["yes", "no"]}}),
+    )
+    for answer, is_forced in ((free, False), (forced, True)):
+        record = answer.record
+        assert (record["prompt_token_ids"], record["is_forced"], record["weight_version"]) == (answer.prompt_token_ids, is_forced, 0)
+        assert [one["token_ids"] for one in record["answers"]] == [choice.token_ids for choice in answer.choices]
+    asked = dataclasses.replace(request(free.prompt_token_ids, max_new_tokens=8, stop_token_ids=(258,)), seed=1)
+    (single,) = served(engine, lambda: chat(client, messages, seed=1, max_completion_tokens=8, extra_body=recorded))
+    alone = run(engine, [asked])[asked.request_id]
+    assert single.record["answers"][0]["logprobs"] == alone.generator_logprobs.tolist()
+
+
+def test_known_tokens_may_end_before_the_last_answer(engine: Engine, client: openai.OpenAI):
+    """An answer that another model gave is tokenised behind those that are known."""
+    messages: list = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "a"}]
+    messages += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    known = {"required_prefix_token_ids": [5, 6, 7], "required_prefix_messages": 2, "return_token_ids": True}
+    (answer,) = served(engine, lambda: chat(client, messages, max_completion_tokens=2, extra_body=known))
+    user, assistant, end = 260, 261, 258
+    assert answer.prompt_token_ids == [5, 6, 7, end, user, *b"a", assistant, *b"b", end, user, *b"c", assistant]
+
+
+def test_unknown_routes_are_openais_errors(client: openai.OpenAI):
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.embeddings.create(model="any", input="a")
+    assert isinstance(caught.value.body, dict) and caught.value.body["message"] == "Not Found"
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [

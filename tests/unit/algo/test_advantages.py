@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.algo.advantages import batch_advantages, group_advantages, normalize_over_tokens
+from mrl.algo.advantages import batch_advantages, group_advantages, normalize_over_tokens, train_sequences
 from mrl.config.schema.algo import AdvantageEstimatorConfig, Estimator, GrpoConfig, RewardScalingConfig, RewardShapingConfig
 from mrl.types import RolloutGroup
 from tests.unit.algo.groups import group
@@ -282,3 +282,15 @@ def test_what_an_own_estimator_returns_is_checked(name: str):
     config = GrpoConfig(adv_estimator=AdvantageEstimatorConfig(f"{__name__}:{name}"))
     with pytest.raises(ValueError, match=rf"{name} returned .*; return a list for each of the 1 groups, with a finite number for each"):
         batch_advantages([group([1.0, 0.0])], config)
+
+
+def test_all_sequences_of_a_rollout_share_its_advantage():
+    """The baseline is one over rollouts: a rollout with three sequences counts once."""
+    one = group([1.0, 0.0, 0.0, 0.0], invalid=[3])
+    further = (replace(one.rollouts[0], is_further=True), replace(one.rollouts[0], is_further=True))
+    branched = replace(one, rollouts=(replace(one.rollouts[0], further=further), *one.rollouts[1:]))
+    plain, _ = train_sequences([one], GrpoConfig())
+    sequences, _ = train_sequences([branched], GrpoConfig())
+    assert [sequence.advantage for sequence in sequences] == [plain[0].advantage] * 3 + [one.advantage for one in plain[1:]]
+    assert [sequence.is_valid for sequence in sequences] == [True] * 5 + [False]
+    assert [sequence.rollout.is_further for sequence in sequences] == [False, True, True, False, False, False]

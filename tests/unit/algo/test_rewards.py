@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrl.algo.advantages import group_advantages
-from mrl.algo.rewards import has_signal, num_out_of_range, scale_reward, scaled_rewards, shape_reward, shaped_rewards
+from mrl.algo.rewards import has_signal, num_out_of_range, scale_reward, scaled_rewards, shape_reward, shaped_rewards, without_lone
 from mrl.config.schema.algo import GrpoConfig, RewardScalingConfig, RewardShapingConfig
 from tests.unit.algo.groups import group
 
@@ -88,3 +88,11 @@ def test_a_group_has_a_signal_if_it_has_an_advantage(rollouts: list[tuple[float,
     judged = group(rewards, invalid=[i for i, valid in enumerate(is_valid) if not valid])
     advantages = group_advantages(torch.tensor(rewards).double(), torch.tensor(is_valid), normalize=True)
     assert has_signal(judged, CONFIG) == bool(advantages.any())
+
+
+def test_groups_of_agents_without_two_rewards_are_masked_and_counted():
+    one, two = group([1.0, 0.0, 0.0], name="a", invalid=[1, 2]), group([1.0, 0.0, 0.5], name="b", invalid=[1])
+    (masked, whole), num_lone = without_lone([one, two], {"math"})
+    assert num_lone == 1 and whole is two
+    assert not any(verdict.is_valid or verdict.has_reward for verdict in masked.verdicts)
+    assert without_lone([one, two], ()) == ([one, two], 0)

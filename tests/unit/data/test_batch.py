@@ -141,3 +141,15 @@ def test_context_parallelism_plans_with_padded_sequences():
 def test_a_rollout_longer_than_a_row_is_refused(model: str):
     with pytest.raises(ValueError, match="train_mb_tokens"):
         batch(policy_config(model=model), [sequence(40)])
+
+
+def test_the_sequences_of_a_rollout_are_trained_in_one_update(model: str):
+    """An update has so many rollouts, however many sequences they have."""
+    further = RolloutInfo("0/a/9", "a", 9, 1, 4, 9, "stop", None, is_further=True)
+    sequences = [sequence(5), TrainSequence(further, 0.5, True), sequence(6), sequence(7), TrainSequence(further, 0.5, True), sequence(8)]
+    policy = policy_config(model=model)
+    policy.train_global_batch_size = 2
+    cluster = ClusterConfig(num_nodes=1, gpus_per_node=0, cpu_units_per_node=4)
+    batches = make_batches(sequences, RunConfig(policy=policy, cluster=cluster))
+    assert [list(made.sequences) for made in batches] == [sequences[:3], sequences[3:]]
+    assert [made.num_valid_tokens for made in batches] == [20, 24]

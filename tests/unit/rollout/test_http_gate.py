@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from mrl.rollout.http_gate import (
@@ -8,7 +10,9 @@ from mrl.rollout.http_gate import (
     Limits,
     default_parameters,
     find_deviation,
+    find_excess,
     find_refusal,
+    openai_error,
 )
 from mrl.types import SamplingParams
 
@@ -58,3 +62,24 @@ def test_refusals():
     assert "one prompt" in find_refusal({"prompt": [[1], [2]]}, LIMITS, session_id="s")
     assert "not streamed" in find_refusal({"stream": True}, LIMITS, session_id=None)
     assert "beam" in find_refusal({"use_beam_search": True}, LIMITS, session_id=None)
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ("This model's maximum context length is 100 tokens.", "context_length_exceeded"),
+        ("max_completion_tokens=200 cannot be greater than max_model_len=100", "context_length_exceeded"),
+        ("the decoder prompt is longer than the maximum model length of 100", "context_length_exceeded"),
+        (find_excess({"prompt": "x" * 1601}, LIMITS), "context_length_exceeded"),
+        ("top_p must be in (0, 1]", 400),
+    ],
+)
+def test_errors_have_openais_shape_and_code(message: str, code: str | int):
+    error = json.loads(bytes(openai_error(400, message).body))["error"]
+    assert (error["message"], error["code"], error["type"]) == (message, code, "invalid_request_error")
+
+
+def test_refusals_name_keys_in_place_of_flags():
+    said = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+    error = json.loads(bytes(openai_error(400, said).body))["error"]["message"]
+    assert "--" not in error and "enable_auto_tools=true" in error and "tool_parser=NAME" in error

@@ -21,6 +21,8 @@ def two(a, b): ...
 def three(a, b, c): ...
 def five(a, b, c, d, e): ...
 def one(row): ...
+async def goes(client, row): ...
+async def alone(row): ...
 def four(tokens, ratio_T, clipped_ratio_T, config): ...
 def coloured(response, colour): ...
 class NoArguments: ...
@@ -90,3 +92,31 @@ def test_a_console_script_finds_modules_of_the_working_directory(tmp_path: Path)
     command = [sys.executable, "bin/script.py"]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert result.stdout == "f\n", result.stderr
+
+
+SERVED = "policy.generation.vllm_cfg.expose_http_server=true"
+TWO = "env.own.agents.mine=things_of_mine:two: is no async function; write async def two(client, row) -> float"
+ALONE = "env.own.agents.mine=things_of_mine:alone: takes (row); write async def alone(client, row) -> float"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "messages"),
+    [
+        (["++env.own.agents.mine=things_of_mine:goes", "data.default.env_name=mine", SERVED], []),
+        (["++env.remote.mine=https://host:1/run", "data.default.env_name=mine", SERVED], []),
+        (["++env.own.agents.mine=things_of_mine:two", SERVED], [TWO]),
+        (["++env.own.agents.mine=things_of_mine:alone", SERVED], [ALONE]),
+        (["++env.own.agents.mine=goes", SERVED], ["env.own.agents.mine=goes: cannot be imported"]),
+        (["++env.own.agents.math=things_of_mine:goes", SERVED], ["env.own.agents.math=things_of_mine:goes: a built-in environment has"]),
+        (["++env.remote.mine=host:1", SERVED], ["env.remote.mine=host:1: an agent's server has an address that begins with http"]),
+        (["++env.remote.mine=http://host:1"], ["policy.generation.vllm_cfg.expose_http_server=false: env.remote names agents"]),
+        (
+            ["++env.remote.mine=http://host:1", SERVED, "policy.router_replay.enabled=true"],
+            ["policy.router_replay.enabled=true: env.remote"],
+        ),
+    ],
+)
+def test_agents(things: None, overrides: list[str], messages: list[str]):
+    problems = problems_of(*overrides)
+    assert len(problems) == len(messages), problems
+    assert all(message in problem for message, problem in zip(messages, problems, strict=True)), problems

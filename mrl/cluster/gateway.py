@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway as a Ray actor: agents ask it for the model, and run in it or from it. The driver sees rewards and lengths."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import ray
+
+from mrl.cluster.book import RequestBook
+from mrl.cluster.calls import Actors, answered, ask, start_actor
+from mrl.cluster.engines import GENERATION, EngineGroup
+from mrl.cluster.environment import start_actor_process
+from mrl.cluster.errors import ActorLost
+from mrl.cluster.event_loop import in_loop
+from mrl.cluster.payload import Packed, PayloadRef, describe, pack
+from mrl.cluster.runtime import Placement
+from mrl.config.schema.run import RunConfig
+from mrl.plan.deadlines import start_deadline
+from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent, Ran, RemoteAgent
+from mrl.rollout.gateway import Engines, Gateway
+from mrl.rollout.http_gate import listen, make_server
+from mrl.types import Rollout, RolloutInfo, Verdict
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+GATEWAY = "gateway"
+# The actor answers so often, as a sign of life, and gathers what ends within so long of the first.
+ANSWER_S, GATHER_S = 1.0, 0.05
+# The loop answers at once, unless the kernel keeps it from its work.
+STUCK_S = 60.0
+# One call hands tasks in while another waits, and the addresses of engines come beside them.
+NUM_CALLS = 4
+MAX_FRUITLESS_RESTARTS = 3
+
+
+@dataclass(frozen=True)
+class EndedRollout:
+    """An agent's rollout as the driver sees it."""
+
+    info: RolloutInfo
+    verdict: Verdict
+    engines: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the gateway has done since its last answer. Payloads come beside, sequence by sequence in the same order."""
+
+    ended: Mapping[str, tuple[list[RolloutInfo], Verdict, Sequence[int]]]
+    num_answered: int
+    """Requests of agents that engines have answered."""
+    unreachable: set[int]
+    """Engines that have broken a connection."""
+
+
+class AgentRuns:
+    """Rollouts of agents under way, and those that have ended. For the gateway's event loop.
+
+    Apart from the actor: Ray would run one with coroutines in an event loop of its own, beside which no signal is handled.
+    """
+
+    def __init__(self, runner: AgentRunner) -> None:
+        self.runner = runner
+        self._ended: dict[str, Ran] = {}
+        self._running: set[asyncio.Future[None]] = set()
+        self._error: Exception | None = None
+        self._news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._num_calls = self._num_told = 0
+
+    async def take(self, tasks: Sequence[AgentTask]) -> tuple[Progress, Packed]:
+        """See `GatewayActor.run`."""
+        loop = asyncio.get_running_loop()
+        for task in tasks:
+            running = asyncio.ensure_future(self._run(task))
+            self._running.add(running)
+            running.add_done_callback(self._running.discard)
+        self._num_calls += 1
+        call, end = self._num_calls, loop.time() + ANSWER_S
+        self._tell()
+        while not (self._ended or self._error or call < self._num_calls or loop.time() >= end):
+            if self._news.done():
+                self._news = loop.create_future()
+            await asyncio.wait([self._news], timeout=end - loop.time())
+        if self._ended:
+            await asyncio.sleep(GATHER_S)
+        if self._error is not None:
+            raise self._error
+        ended, self._ended = self._ended, {}
+        gateway, rollouts = self.runner.gateway, list[Rollout]()
+        infos = dict[str, tuple[list[RolloutInfo], Verdict, Sequence[int]]]()
+        for request_id, ran in ended.items():
+            infos[request_id] = [describe(rollout) for rollout in ran.rollouts], ran.verdict, ran.engines
+            rollouts += ran.rollouts
+        unreachable, gateway.engines.unreachable = gateway.engines.unreachable, set()
+        num_answered, self._num_told = gateway.num_answered - self._num_told, gateway.num_answered
+        return Progress(infos, num_answered, unreachable), pack(rollouts)
+
+    async def _run(self, task: AgentTask) -> None:
+        try:
+            self._ended[task.request_id] = await self.runner.run(task)
+        except Exception as error:  # whoever takes ended rollouts raises it
+            self._error = error
+        self._tell()
+
+    def _tell(self) -> None:
+        if not self._news.done():
+            self._news.set_result(None)
+
+
+class GatewayActor:
+    """Serves agents from an event loop in a thread; its calls come in threads of Ray's."""
+
+    def __init__(self, config: RunConfig, log_file: Path) -> None:
+        start_actor_process(log_file)
+        self.config = config
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="gateway", daemon=True).start()
+
+    def ready(self, port: int | None, api_key: str, engine_key: str, base_urls: Sequence[str]) -> str:
+        """Listens at `port`, or at any free one, and starts the agents; returns the gateway's URL."""
+        generation, section = self.config.policy.generation, self.config.env
+        ports = range(generation.port_range_low, generation.port_range_high) if port is None else range(port, port + 1)
+        host = ray.util.get_node_ip_address()
+        listener = listen(host, ports)
+        url = f"http://{host}:{listener.getsockname()[1]}"
+
+        async def start() -> AgentRuns:
+            gateway = Gateway(Engines(engine_key), api_key=api_key, max_model_len=generation.vllm_cfg.max_model_len)
+            gateway.engines.set_addresses(base_urls)
+            masks_flagged = section.should_mask_flagged_samples
+            runner = AgentRunner(gateway, url=url, timeout_s=section.agent_timeout_s, masks_flagged=masks_flagged)
+            for name, path in section.own.agents.items():
+                runner.agents[name] = [FunctionAgent(path) for _ in range(section.own.num_workers or 1)]
+            runner.agents |= {name: [RemoteAgent(address)] for name, address in section.remote.items()}
+            server = make_server(gateway.app(), has_key=gateway.has_key, max_body=gateway.max_body)
+            self._serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+            await asyncio.gather(*(agent.start() for agents in runner.agents.values() for agent in agents))
+            return AgentRuns(runner)
+
+        self.runs = asyncio.run_coroutine_threadsafe(start(), self.loop).result(start_deadline(self.config).seconds)
+        return url
+
+    def set_addresses(self, base_urls: Sequence[str]) -> None:
+        """The engines are elsewhere from now on."""
+        self.loop.call_soon_threadsafe(self.runs.runner.gateway.engines.set_addresses, base_urls)
+
+    def run(self, tasks: Sequence[AgentTask]) -> tuple[Progress, Packed]:
+        """Begins tasks; then what has ended since the last answer, metadata and payload. Waits up to `ANSWER_S` for the first end.
+
+        A later call ends the wait of an earlier one. RuntimeError: a function cannot be loaded any more.
+        """
+        return asyncio.run_coroutine_threadsafe(self.runs.take(tasks), self.loop).result(ANSWER_S + STUCK_S)
+
+    def apply(self, function: Callable[..., T], *arguments: object) -> T:
+        """`function(actor, *arguments)`: tests look inside with it."""
+        return function(self, *arguments)
+
+
+class AgentGateway(Actors[GatewayActor]):
+    """The driver's handle on the gateway. `book` carries tasks to it; one that dies is started again at its address, and asked again."""
+
+    def __init__(self, config: RunConfig, placement: Placement, engines: EngineGroup, *, log_folder: Path) -> None:
+        super().__init__(GATEWAY, deadline_s=config.deadlines.reward_s)
+        self.config, self.placement, self.engines, self.log_folder = config, placement, engines, log_folder
+        self.agents = frozenset(config.env.agents)
+        self.news = engines.news
+        self.api_key = secrets.token_urlsafe(32)
+        """Of the gateway, for all that is no session."""
+        self.url: str | None = None
+        limits = {"max_fruitless_restarts": MAX_FRUITLESS_RESTARTS, "num_calls": 2}
+        self.book = RequestBook[AgentTask, EndedRollout](GATEWAY, 1, self._run, self._restart, news=self.news, **limits)
+        self._starting: ray.ObjectRef[str] | None = None
+        self.handles = [self._start()]
+        engines.on_addresses = self.tell_addresses
+        in_loop(self.book.begin, 0)
+
+    def wait_until_built(self) -> None:
+        """Waits until agents can be run. RuntimeError: a function cannot be loaded."""
+        assert self._starting is not None
+        starting, self._starting = self._starting, None
+        urls = self.wait({self.name(0): starting}, deadline_s=start_deadline(self.config).seconds, what="start")
+        self.url = urls[0]
+        self.engines.gateway = f"{self.url}/v1", self.api_key
+        self.engines.publish()
+        logger.info("Agents ask the gateway at %s: %s", self.url, ", ".join(sorted(self.agents)))
+
+    def tell_addresses(self) -> None:
+        """The engines' addresses may have changed."""
+        self.handles[0].set_addresses.remote(list(self.engines.base_urls))
+
+    def asked(self) -> list[str]:
+        """Its name, if it has not answered."""
+        return [str(self.name(index)) for index in self.book.called()]
+
+    async def _run(self, index: int, tasks: list[AgentTask]) -> dict[str, EndedRollout]:
+        if (starting := self._starting) is not None:
+            await answered(starting, actor=self.name(index), what="start")
+            self._starting = None if self._starting is starting else self._starting
+            self.tell_addresses()  # those of engines that have come back meanwhile
+        answer = self.handles[index].run.options(num_returns=2).remote(tasks)
+        reference, payload = cast("tuple[ray.ObjectRef[Progress], ray.ObjectRef]", answer)
+        progress = await answered(reference, actor=self.name(index), what="agents")
+        for engine in progress.unreachable:
+            asyncio.ensure_future(self.engines.look_after(engine))
+        if progress.num_answered or progress.ended:
+            self.news.tell(GENERATION)
+        ended, place = dict[str, EndedRollout](), 0
+        for request_id, (infos, verdict, engines) in progress.ended.items():
+            found = [dataclasses.replace(info, payload=PayloadRef(payload, place + at)) for at, info in enumerate(infos)]
+            place += len(infos)
+            ended[request_id] = EndedRollout(as_one(found), verdict, engines)
+        return ended
+
+    def _restart(self, index: int, lost: ActorLost) -> None:
+        num_tasks = self.book.end(index, self._log_file)
+        logger.warning("%s; starting it again (%d rollouts of agents begin again)", lost, num_tasks)
+        ray.kill(self.handles[index])
+        self.handles[index] = self._start()
+        self.news.tell(GENERATION, time.monotonic() + start_deadline(self.config).seconds)
+        self.book.begin(index)
+
+    def _start(self) -> ActorHandle[GatewayActor]:
+        options = {**self.placement.options(self.placement.first_slots[0], {}), "max_concurrency": NUM_CALLS}
+        actor = start_actor(GatewayActor, options, self.config, self._log_file)
+        # The address stays, whatever dies.
+        port = None if self.url is None else int(self.url.rpartition(":")[2])
+        self._starting = ask(actor, GatewayActor.ready, port, self.api_key, self.engines.api_key, list(self.engines.base_urls))
+        return actor
+
+    @property
+    def _log_file(self) -> Path:
+        return self.log_folder / "gateway.log"
+
+
+def as_one(sequences: Sequence[RolloutInfo]) -> RolloutInfo:
+    """The sequences of a rollout as its first one, with the others in it, and what holds of all of them."""
+    first, *others = sequences
+    return dataclasses.replace(
+        first,
+        weight_version=min(one.weight_version for one in sequences),
+        num_weight_versions=max(one.num_weight_versions for one in sequences),
+        num_turns=sum(one.num_turns for one in sequences),
+        finish_reason="length" if any(one.finish_reason == "length" for one in sequences) else first.finish_reason,
+        further=tuple(dataclasses.replace(one, is_further=True) for one in others),
+    )
+
+
+def start_gateway(config: RunConfig, placement: Placement, engines: EngineGroup, *, log_folder: Path) -> AgentGateway | None:
+    """The gateway, once the engines are up, if the config names agents."""
+    if not config.env.agents:
+        return None
+    gateway = AgentGateway(config, placement, engines, log_folder=log_folder)
+    gateway.wait_until_built()
+    return gateway

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One agent's session: what it asks becomes what an engine is asked, and every answer is kept token by token. Needs neither vLLM nor HTTP.
+
+A session takes any request of OpenAI's protocol. What would change the distribution that tokens are drawn from, which the trainer compares
+with, is replaced by the run's own value, and counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+
+from mrl.rollout.http_gate import NEUTRAL
+from mrl.rollout.sessions import MESSAGE_EXTRAS, Message, said
+from mrl.rollout.turn_tree import Answer, Node, TurnTree
+from mrl.types import FinishReason, SamplingParams, hashed_seed
+
+RECORD = "record"
+"""Field of requests to engines that asks for the tokens of answers, and of the answers that has them."""
+FORCED = "forced"
+"""Why an answer is not trained: a schema or grammar chose among its tokens, and their logprobs are not those of the model alone."""
+
+PASSED = (
+    "messages", "prompt", "suffix", "echo", "tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs", "stop",
+    "include_stop_str_in_output", "max_tokens", "max_completion_tokens", "n", "logprobs", "top_logprobs", "chat_template_kwargs",
+    "reasoning_effort", "include_reasoning", "documents", "skip_special_tokens", "spaces_between_special_tokens",
+)  # fmt: skip
+"""Fields that engines get as they are."""
+OWN = (
+    "model", "stream", "stream_options", "return_token_ids", "user", "metadata", "store", "service_tier", "safety_identifier",
+    "prompt_cache_key", "session_id",
+)  # fmt: skip
+"""Fields that are for the gateway, or for nobody. All others are left out, and counted, unless they ask for what the run does."""
+CONTEXT = ("tools", "documents", "chat_template_kwargs", "reasoning_effort")
+"""What a chat template writes beside the messages: where it differs, a conversation does not go on from the same tokens."""
+MAX_TEXT_CHARACTERS = 20_000
+"""Of a session's answers, kept for readers."""
+
+
+@dataclass
+class AgentSession:
+    """The requests of one agent's attempt at a rollout."""
+
+    session_id: str
+    key: str
+    """Of this session alone."""
+    sampling: SamplingParams
+    seed: int
+    tree: TurnTree = field(default_factory=TurnTree)
+    engines: list[int] = field(default_factory=list)
+    """Indices of the engines that have answered; the last one is asked first."""
+    overridden: Counter[str] = field(default_factory=Counter)
+    """How often a request has asked for another value than the run's, by parameter."""
+    num_asked: int = 0
+    texts: list[str] = field(default_factory=list)
+    _spoken: dict[bytes, Node] = field(default_factory=dict)
+    """The turn with which each conversation ends, by the digest of its messages."""
+
+    def asked(self, body: Mapping[str, object]) -> dict[str, object]:
+        """The request for an engine."""
+        sampling = self.sampling
+        own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or 0}
+        stop = body.get("stop") or []
+        stops = [stop] if isinstance(stop, str) else stop
+        # A seed is a value like others: rollouts of a group with one seed would be one rollout.
+        own |= {"seed": hashed_seed(f"{self.seed}/{self.num_asked}"), "stop_token_ids": list(sampling.stop_token_ids)}
+        if isinstance(stops, list):  # vLLM refuses all else
+            own["stop"] = [*sampling.stop_strings, *stops]
+        self.num_asked += 1
+        for name, value in body.items():
+            is_same = value is None or value == own.get(name) or value in NEUTRAL.get(name, ())
+            if name not in (*PASSED, *OWN) and not is_same:
+                self.overridden[name] += 1
+        request = {name: body[name] for name in PASSED if body.get(name) is not None}
+        if isinstance(messages := request.get("messages"), list):
+            # Which tokens an answer was sampled in, the tree says.
+            request["messages"] = [
+                {name: value for name, value in message.items() if name not in MESSAGE_EXTRAS} if isinstance(message, dict) else message
+                for message in messages
+            ]
+        return request | own | {RECORD: True}
+
+    def find_prefix(self, request: Mapping[str, object]) -> tuple[list[int], int] | None:
+        """The tokens that the longest known beginning of a conversation was sampled in, and its number of messages; None: there is none."""
+        digests = _digests(request)
+        # With no message behind the answer, it is to be written anew.
+        for num_messages in range(len(digests) - 1, 0, -1):
+            if (node := self._spoken.get(digests[num_messages - 1])) is not None:
+                return node.token_ids.tolist(), num_messages
+        return None
+
+    def keep(self, request: Mapping[str, object], response: Mapping[str, object]) -> list[Node]:
+        """Adds an engine's answers to the tree, each as a turn; in the order of its choices."""
+        record = response.get(RECORD)
+        choices = cast("Sequence[Mapping[str, object]]", response.get("choices") or ())
+        nodes = list[Node]()
+        for index, choice in enumerate(choices):
+            message = choice.get("message")
+            text = choice.get("text") if message is None else cast(Message, message).get("content")
+            self._note_text(text, message)
+            if not isinstance(record, Mapping):
+                continue
+            node = self.tree.add(cast("list[int]", record["prompt_token_ids"]), _answer(record, index))
+            nodes.append(node)
+            if isinstance(message, Mapping) and isinstance(messages := request.get("messages"), list):
+                self._spoken[_digests({**request, "messages": [*messages, message]})[-1]] = node
+        return nodes
+
+    @property
+    def text(self) -> str:
+        """What the model said, for readers."""
+        return "\n\n".join(self.texts)
+
+    def _note_text(self, text: object, message: object) -> None:
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        parts = [str(text or ""), *([json.dumps([call.get("function") for call in calls])] if calls else [])]
+        room = MAX_TEXT_CHARACTERS - sum(map(len, self.texts))
+        if room > 0:
+            self.texts.append("\n".join(filter(None, parts))[:room])
+
+
+def _digests(request: Mapping[str, object]) -> list[bytes]:
+    """A digest of the first message, of the first two, and so on; empty where there are none that can be read."""
+    messages = request.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+        return []
+    digest, found = hashlib.sha256(_bytes([request.get(name) for name in CONTEXT])).digest(), list[bytes]()
+    for message in messages:
+        digest = hashlib.sha256(digest + _bytes(said(message))).digest()
+        found.append(digest)
+    return found
+
+
+def _bytes(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True).encode("ascii")
+
+
+def _answer(record: Mapping[str, object], index: int) -> Answer:
+    answer = cast("Sequence[Mapping[str, list]]", record["answers"])[index]
+    return Answer(
+        np.asarray(answer["token_ids"], dtype=np.int32),
+        np.asarray(answer["logprobs"], dtype=np.float32),
+        cast(FinishReason, "length" if answer["finish_reason"] == "length" else "stop"),
+        cast(int, record["weight_version"]),
+        cast(int, record["num_weight_versions"]),
+        FORCED if record["is_forced"] else "",
+    )

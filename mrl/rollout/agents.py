@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs agents: each does one row in a session of the gateway's, says its reward, and leaves training sequences.
+
+An agent is a URL. `POST {row, base_url, api_key, model, deadline_s}`; it answers `{reward, components, mask, metrics}`, or `{error}`. A
+user's function has a URL too, that of processes of ours. An agent or server that dies under way is another attempt, in a new session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import cast
+
+import aiohttp
+import numpy as np
+
+from mrl.config.texts import safe_text
+from mrl.rollout.agent_session import AgentSession
+from mrl.rollout.gateway import MODEL, Gateway
+from mrl.rollout.turn_tree import TurnSequence
+from mrl.types import Prompt, Rollout, RolloutRequest, SamplingParams, Status, Verdict
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 4
+"""Of one rollout, whose agent dies under way: by its own fault, or by that of another one in its process."""
+MAX_FAILED_STARTS = 3
+"""A process that ends so often in a row before it answers does not load the function."""
+# An agent is ended by its own process at its deadline; one whose process does not even do that is ended with it.
+GRACE_S = 10.0
+RETRY_S = 1.0
+Json = Mapping[str, object]
+
+
+class AgentLost(Exception):
+    """The agent's process or server has gone."""
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """Asks for one rollout of an agent. `weight_version` is that of the engines when it was asked for."""
+
+    prompt: Prompt
+    rollout_index: int
+    epoch: int
+    seed: int
+    sampling: SamplingParams
+    weight_version: int
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.epoch}/{self.prompt.prompt_id}/{self.rollout_index}"
+
+    @property
+    def row(self) -> dict[str, object]:
+        """The row as agents get it: its fields, and the question and the answer by one name whatever the data set calls them."""
+        return json.loads(self.prompt.row) | {"prompt": self.prompt.text, "expected_answer": self.prompt.expected_answer}
+
+    def rollout(self, sequence: TurnSequence) -> Rollout:
+        """A training sequence as the trainer takes it."""
+        last = sequence.turns[-1]
+        return Rollout(
+            self._request(sequence.prompt_ids.tolist()),
+            weight_version=last.weight_version,
+            token_ids=sequence.token_ids,
+            generator_logprobs=sequence.logprobs,
+            finish_reason=sequence.finish_reason,
+            earlier_turns=sequence.turns[:-1],
+            last_turn_start=last.start,
+            num_weight_versions=sequence.num_weight_versions,
+        )
+
+    def empty_rollout(self) -> Rollout:
+        """The place of a rollout in which nothing was sampled: the prompt with one token, which is masked."""
+        prompt_ids = self.prompt.token_ids
+        nothing = np.zeros(1, dtype=np.float32)
+        return Rollout(self._request(prompt_ids), self.weight_version, np.array(prompt_ids[-1:], dtype=np.int32), nothing, "abort")
+
+    def _request(self, prompt_ids: Sequence[int]) -> RolloutRequest:
+        prompt_id = self.prompt.prompt_id
+        return RolloutRequest(prompt_id, self.rollout_index, self.epoch, self.seed, tuple(prompt_ids), self.sampling)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A rollout that an agent has ended. Its first sequence stands for it; the others share its advantage."""
+
+    rollouts: list[Rollout]
+    verdict: Verdict
+    engines: Sequence[int]
+    """Those that have answered."""
+
+
+class RemoteAgent:
+    """An agent at a URL of the user's."""
+
+    def __init__(self, url: str, *, api_key: str = "") -> None:
+        self.url = url
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client: aiohttp.ClientSession | None = None
+
+    async def ask(self, task: Json) -> Json:
+        """The agent's answer to a task; AgentLost: it gives none. TimeoutError: nor does it say that its deadline is over."""
+        if self._client is None:
+            connector = aiohttp.TCPConnector(limit=0)
+            self._client = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=False)
+        try:
+            async with (
+                asyncio.timeout(cast(float, task["deadline_s"]) + GRACE_S),
+                self._client.post(self.url, json=task, headers=self._headers) as response,
+            ):
+                content = await response.read()
+        except aiohttp.ClientError as error:
+            raise AgentLost(f"{self.url}: {error or type(error).__name__}") from error
+        text = content.decode("utf-8", errors="replace")
+        if response.status >= 500:
+            raise AgentLost(f"{self.url} answers {response.status}: {text[:300]}")
+        if response.status != 200:
+            return {"error": f"{self.url} answers {response.status}: {text[:300]}"}
+        try:
+            reply = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            return {"error": f"{self.url} answers what is no JSON: {error}"}
+        return reply if isinstance(reply, dict) else {"error": f"{self.url} answers a {type(reply).__name__}, not an object"}
+
+    async def start(self) -> None:
+        """Nothing: the server is the user's."""
+
+
+class FunctionAgent:
+    """An agent that is a function of the user's, in a process that is replaced when it dies."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        # Ours for good: what comes between two processes waits for the next one.
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+        self._key = secrets.token_urlsafe(32)
+        self._remote = RemoteAgent(f"http://127.0.0.1:{self._listener.getsockname()[1]}/", api_key=self._key)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._num_failed = 0
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.num_running = 0
+
+    async def start(self) -> None:
+        """Starts the process, and waits until the function is loaded. RuntimeError: it cannot be."""
+        self._watch = asyncio.ensure_future(self._keep_alive())
+        await asyncio.wait({self._loaded, self._broken}, return_when=asyncio.FIRST_COMPLETED)
+        if self._broken.done():
+            await self._broken
+
+    async def ask(self, task: Json) -> Json:
+        """As `RemoteAgent.ask`; RuntimeError: the process keeps dying. One that is stuck is ended."""
+        process, self.num_running = self._process, self.num_running + 1
+        answer = asyncio.ensure_future(self._remote.ask(task))
+        try:
+            await asyncio.wait({answer, self._broken}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                await self._broken
+            reply = await answer
+        except TimeoutError:
+            if process is not None and process.poll() is None:
+                logger.warning("The process of agent %s does not end a rollout at its deadline, and is ended", self.path)
+                process.kill()
+            raise
+        finally:
+            answer.cancel()
+            self.num_running -= 1
+        return reply
+
+    def end(self) -> None:
+        """Ends the process for good."""
+        self._watch.cancel()
+        self._listener.close()
+        if self._process is not None:
+            self._process.kill()
+
+    async def _keep_alive(self) -> None:
+        descriptor = self._listener.fileno()
+        # Children find a user's module where Python finds it here: Ray gives its processes the driver's folders.
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+        arguments = (sys.executable, "-m", "mrl.rollout.agent_child", self.path, str(descriptor), str(os.getpid()))
+        while self._num_failed < MAX_FAILED_STARTS:
+            process = subprocess.Popen(arguments, stdin=subprocess.PIPE, pass_fds=(descriptor,), env=variables)
+            self._process, self._num_failed = process, self._num_failed + 1
+            assert process.stdin is not None
+            with suppress(BrokenPipeError), process.stdin as pipe:  # a process that has ended is seen below
+                pipe.write(f"{self._key}\n".encode())
+            looking = asyncio.ensure_future(self._look_for_life())
+            await _ended(process.pid)
+            looking.cancel()
+            logger.warning("The process of agent %s has ended (%s) and is started again", self.path, process.poll())
+        times = f"{self._num_failed} times in a row before it could run a rollout"
+        self._broken.set_exception(RuntimeError(f"env.own.agents: the process of {self.path} died {times}; see gateway.log"))
+
+    async def _look_for_life(self) -> None:
+        """Notes that the process answers; nothing of one that ends before, which `_keep_alive` sees."""
+        with suppress(aiohttp.ClientError):
+            async with (
+                aiohttp.ClientSession(trust_env=False, timeout=aiohttp.ClientTimeout(total=None)) as client,
+                client.get(f"{self._remote.url}health") as response,
+            ):
+                await response.read()
+            self._num_failed = 0
+            if not self._loaded.done():
+                self._loaded.set_result(None)
+
+
+async def _ended(pid: int) -> None:
+    """Returns when a child has ended."""
+    loop, descriptor = asyncio.get_running_loop(), os.pidfd_open(pid)
+    ended: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(descriptor, lambda: ended.done() or ended.set_result(None))
+    try:
+        await ended
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+Agent = RemoteAgent | FunctionAgent
+
+
+class AgentRunner:
+    """Does rollouts by agents. For one event loop, the gateway's."""
+
+    def __init__(self, gateway: Gateway, *, url: str, timeout_s: float, masks_flagged: bool) -> None:
+        """`url` is the gateway's. A rollout takes at most `timeout_s`, all its attempts together."""
+        self.gateway = gateway
+        self.agents: dict[str, list[Agent]] = {}
+        self._url, self._timeout_s, self._masks_flagged = url, timeout_s, masks_flagged
+
+    async def run(self, task: AgentTask) -> Ran:
+        """One rollout, as often as it takes."""
+        end, reason = time.monotonic() + self._timeout_s, ""
+        for attempt in range(MAX_ATTEMPTS):
+            session = self.gateway.open_session(sampling=task.sampling, seed=task.seed)
+            try:
+                reply = await self._ask(task, session, max(1.0, end - time.monotonic()))
+            except TimeoutError:
+                reply = {"error": f"no answer within {self._timeout_s:g} s (env.agent_timeout_s)", "status": "timeout"}
+            except AgentLost as lost:
+                reason = str(lost)
+                logger.warning("Rollout %s loses its agent: %s", task.request_id, reason)
+                await asyncio.sleep(RETRY_S)
+                continue
+            finally:
+                self.gateway.close_session(session)
+            return self._ended(task, session, judged(reply, masks_flagged=self._masks_flagged), attempt)
+        return self._ended(task, session, failed(f"the agent was lost {MAX_ATTEMPTS} times: {reason}", "crash"), MAX_ATTEMPTS)
+
+    async def _ask(self, task: AgentTask, session: AgentSession, deadline_s: float) -> Json:
+        agents = self.agents[task.prompt.env_name]
+        agent = min(agents, key=lambda one: one.num_running if isinstance(one, FunctionAgent) else 0)
+        base_url = f"{self._url}/sessions/{session.session_id}/v1"
+        asked = {"row": task.row, "base_url": base_url, "api_key": session.key, "model": MODEL, "deadline_s": deadline_s}
+        return await agent.ask(asked)
+
+    def _ended(self, task: AgentTask, session: AgentSession, verdict: Verdict, num_lost: int) -> Ran:
+        rollouts = [task.rollout(sequence) for sequence in session.tree.sequences()]
+        if verdict.is_valid and not rollouts:
+            verdict = failed("the agent has sampled nothing that can be trained", "error", verdict)
+        if not verdict.is_valid:
+            logger.warning("Rollout %s (%s) is not trained: %s", task.request_id, task.prompt.env_name, verdict.reason)
+        metrics = {
+            **verdict.metrics,
+            "sequences": float(len(rollouts)),
+            "lost_attempts": float(num_lost),
+            **{f"untrained_tokens_{reason}": float(count) for reason, count in session.tree.num_untrained().items()},
+            **{f"overridden_{name}": float(count) for name, count in session.overridden.items()},
+        }
+        # What is masked keeps its place, and costs no more than that.
+        kept = (rollouts if verdict.is_valid else rollouts[:1]) or [task.empty_rollout()]
+        return Ran(kept, replace(verdict, metrics=metrics, text=safe_text(session.text)), tuple(session.engines))
+
+
+def judged(reply: Json, *, masks_flagged: bool) -> Verdict:
+    """The verdict in an agent's answer: a reward, or components that add up to it; `mask` keeps the rollout out of the loss."""
+    if "error" in reply:
+        return failed(str(reply["error"])[:500], "timeout" if reply.get("status") == "timeout" else "error")
+    try:
+        components, metrics = (_numbers(reply, name) for name in ("components", "metrics"))
+        total = reply.get("reward")
+        reward = sum(components.values()) if total is None and components else _number(total, "reward")
+    except ValueError as error:
+        return failed(str(error), "error")
+    is_masked = reply.get("mask") is True
+    is_valid = not (is_masked and masks_flagged)
+    return Verdict(
+        reward,
+        is_valid,
+        "ok" if is_valid else "flagged",
+        "",
+        "",
+        components=components,
+        flags=("mask_sample",) if is_masked else (),
+        reason="" if is_valid else "its agent masks it",
+        metrics=metrics,
+    )
+
+
+def failed(reason: str, status: Status, verdict: Verdict | None = None) -> Verdict:
+    """The verdict on a rollout that does not count."""
+    return Verdict(0.0, False, status, "", "", reason=reason, metrics={} if verdict is None else verdict.metrics)
+
+
+def _numbers(reply: Json, name: str) -> dict[str, float]:
+    found = reply.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"the agent answers {name}={found!r:.80}, which is no object of numbers")
+    return {str(key): _number(value, f"{name}.{key}") for key, value in found.items()}
+
+
+def _number(value: object, name: str) -> float:
+    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return float(value)
+    raise ValueError(f"the agent answers {name}={value!r:.80}, which is no finite number")

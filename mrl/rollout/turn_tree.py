@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tree of an agent's turns by token prefix, and the training sequences in it. Needs neither vLLM nor HTTP.
+
+A turn goes on from another one if its prompt begins with all tokens of that one, prompt and answer: the next turn of a conversation does.
+Retries are branches with one prompt; sub-agents, compacted and rewritten conversations are trees of their own. Tokens are kept once, as
+what each turn adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mrl.types import FinishReason, Turn
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer of an engine, token by token."""
+
+    token_ids: np.ndarray
+    """int32 [L], the stop token included; at least one."""
+    logprobs: np.ndarray
+    """float32 [L], of each token under the distribution that it was drawn from."""
+    finish_reason: FinishReason
+    weight_version: int
+    """Of the engine when the request came: no token is older."""
+    num_weight_versions: int = 1
+    """How many versions the engine has had until the answer was complete."""
+    untrained: str = ""
+    """Why it must not be trained on, in a word; empty if it may."""
+
+
+@dataclass(eq=False)
+class Node:
+    """A turn in the tree; the root has no answer."""
+
+    parent: Node | None
+    given: np.ndarray
+    """int32, tokens of the prompt behind those of the parent."""
+    answer: Answer | None
+    length: int
+    """Tokens from the beginning to the end of the answer."""
+    children: list[Node] = field(default_factory=list)
+
+    @property
+    def path(self) -> list[Node]:
+        """The turns from the first one to this one."""
+        found, node = list[Node](), self
+        while node.parent is not None:
+            found.append(node)
+            node = node.parent
+        return found[::-1]
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """All tokens from the beginning to the end of the answer."""
+        parts = [part for node in self.path for part in (node.given, _answer(node).token_ids)]
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class TurnSequence:
+    """Turns of one path of the tree as a sequence to train on. It ends with a turn that is trained; arrays as in `mrl.types.Rollout`."""
+
+    prompt_ids: np.ndarray
+    """All that comes before the first trained turn, turns that another sequence trains included."""
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    turns: tuple[Turn, ...]
+    """Turns that this sequence trains; no other one does."""
+    finish_reason: FinishReason
+    num_weight_versions: int
+
+    @property
+    def num_trained(self) -> int:
+        return sum(turn.stop - turn.start for turn in self.turns)
+
+
+class TurnTree:
+    """The turns of one session."""
+
+    def __init__(self) -> None:
+        self._root = Node(None, np.zeros(0, dtype=np.int32), None, 0)
+        self.nodes: list[Node] = []
+        """In the order of `add`."""
+
+    def add(self, prompt_ids: Sequence[int], answer: Answer) -> Node:
+        """Puts a turn behind the longest one whose tokens its prompt begins with; of equal ones, the latest."""
+        ids = np.asarray(prompt_ids, dtype=np.int32)
+        parent = self._find(ids)
+        node = Node(parent, ids[parent.length :], answer, len(ids) + len(answer.token_ids))
+        parent.children.append(node)
+        self.nodes.append(node)
+        return node
+
+    def sequences(self) -> list[TurnSequence]:
+        """A sequence for each path to a leaf on which turns are left to train, so that each of them is in one; the longest one first."""
+        taken: set[Node] = set()
+        found = [_sequence(node.path, taken) for node in self.nodes if not node.children]
+        return sorted((sequence for sequence in found if sequence is not None), key=lambda sequence: -sequence.num_trained)
+
+    def num_untrained(self) -> dict[str, int]:
+        """Sampled tokens that are not trained on, by reason."""
+        counts: dict[str, int] = {}
+        for answer in map(_answer, self.nodes):
+            if answer.untrained:
+                counts[answer.untrained] = counts.get(answer.untrained, 0) + len(answer.token_ids)
+        return counts
+
+    def _find(self, ids: np.ndarray) -> Node:
+        best, waiting = self._root, [self._root]
+        while waiting:
+            for child in _continued(waiting.pop(), ids):
+                waiting.append(child)
+                # Children are in the order of their coming.
+                if child.length >= best.length:
+                    best = child
+        return best
+
+
+def _continued(node: Node, ids: np.ndarray) -> Iterator[Node]:
+    """The children of a node on whose path `ids` lie, which begin with all tokens of the node."""
+    for child in node.children:
+        answered_ids = _answer(child).token_ids
+        middle = node.length + len(child.given)
+        is_prefix = np.array_equal(ids[node.length : middle], child.given) and np.array_equal(ids[middle : child.length], answered_ids)
+        if is_prefix:
+            yield child
+
+
+def _answer(node: Node) -> Answer:
+    assert node.answer is not None, "the root is no turn"
+    return node.answer
+
+
+def _sequence(path: Sequence[Node], taken: set[Node]) -> TurnSequence | None:
+    """The sequence that trains the turns of `path` that are not `taken`, and takes them; None if none is left."""
+    mine = [node for node in path if node not in taken and not _answer(node).untrained]
+    if not mine:
+        return None
+    taken.update(mine)
+    token_ids = mine[-1].token_ids
+    first = mine[0].length - len(_answer(mine[0]).token_ids)
+    logprobs, turns, versions = np.zeros(len(token_ids) - first, dtype=np.float32), list[Turn](), set[int]()
+    for node in mine:
+        answer = _answer(node)
+        start, stop = node.length - len(answer.token_ids) - first, node.length - first
+        logprobs[start:stop] = answer.logprobs
+        turns.append(Turn(start, stop, answer.weight_version))
+        versions.update(range(answer.weight_version, answer.weight_version + answer.num_weight_versions))
+    return TurnSequence(token_ids[:first], token_ids[first:], logprobs, tuple(turns), _answer(mine[-1]).finish_reason, len(versions))

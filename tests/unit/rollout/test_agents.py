@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents as functions in processes and as servers in another language, in front of an engine that answers by rule."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mrl.config.own import AGENT, find_fitting
+from mrl.rollout import agents as agents_module
+from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent, Ran, RemoteAgent, judged
+from mrl.types import Prompt
+from tests.unit.rollout.gateways import SAMPLING, FakeEngine, Running
+from tests.waiting import HANG_S
+
+PATH = "tests.unit.rollout.trial_agents:echo"
+
+
+@pytest.fixture(scope="module")
+def running() -> Running:
+    running = Running()
+    running.use(FakeEngine())
+    return running
+
+
+@pytest.fixture(scope="module")
+def runner(running: Running) -> Iterator[AgentRunner]:
+    async def make() -> AgentRunner:
+        runner = AgentRunner(running.gateway, url=running.url, timeout_s=HANG_S, masks_flagged=True)
+        runner.agents["echo"] = [agent := FunctionAgent(PATH)]
+        await agent.start()
+        return runner
+
+    yield (runner := running.run(make()))
+
+    async def end() -> None:
+        (agent,) = runner.agents["echo"]
+        assert isinstance(agent, FunctionAgent)
+        agent.end()
+
+    running.run(end())
+
+
+def task(does: str, index: int = 0, *, env_name: str = "echo", **row: object) -> AgentTask:
+    prompt = Prompt(does, (1, 2), "12+30=", "42", env_name, json.dumps({"does": does} | row))
+    return AgentTask(prompt, index, 0, seed=5, sampling=SAMPLING, weight_version=3)
+
+
+def run(running: Running, runner: AgentRunner, *tasks: AgentTask) -> list[Ran]:
+    async def all_of_them() -> list[Ran]:
+        return await asyncio.gather(*map(runner.run, tasks))
+
+    return running.run(all_of_them())
+
+
+def test_a_function_gives_a_reward_and_sequences(running: Running, runner: AgentRunner):
+    (ran,) = run(running, runner, task("answer"))
+    verdict, (rollout,) = ran.verdict, ran.rollouts
+    assert (verdict.reward, verdict.components, verdict.status) == (0.75, {"right": 0.5, "short": 0.25}, "ok")
+    assert rollout.request.token_ids == (*b"12+30=", 2) and rollout.token_ids.tolist()[1:] == [800, 2]
+    assert rollout.generator_logprobs.tolist() == [-0.25, -0.5, -0.75] and rollout.weight_version == 3
+    assert (rollout.request.request_id, ran.engines) == ("0/answer/0", (0,))
+    assert verdict.metrics == {"sequences": 1, "lost_attempts": 0} and verdict.text.startswith("answer ")
+
+
+def test_what_is_no_reward_masks_the_rollout_with_its_reason(running: Running, runner: AgentRunner):
+    raised, text, masked = run(running, runner, task("raise"), task("text"), task("mask"))
+    assert (raised.verdict.status, raised.verdict.reason) == ("error", "KeyError: 'nothing there'")
+    assert "not a number" in text.verdict.reason
+    assert (masked.verdict.status, masked.verdict.reward, masked.verdict.has_reward) == ("flagged", 1.0, True)
+    assert [len(ran.rollouts) for ran in (raised, text, masked)] == [1, 1, 1]
+
+
+def test_a_process_that_dies_takes_no_rollout_along(running: Running, runner: AgentRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(agents_module, "RETRY_S", 0.01)
+    found = run(running, runner, task("die", marker=str(tmp_path / "died")), *(task("answer", index) for index in range(1, 6)))
+    assert [ran.verdict.reward for ran in found] == [0.75] * 6
+    assert found[0].verdict.metrics["lost_attempts"] == 1 and all(len(ran.rollouts) == 1 for ran in found)
+    assert running.call(lambda: running.gateway._sessions) == {}
+
+
+def test_deadlines(running: Running, runner: AgentRunner, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runner, "_timeout_s", 1.0)
+    monkeypatch.setattr(agents_module, "GRACE_S", 1.0)
+    (slept,) = run(running, runner, task("sleep"))
+    assert (slept.verdict.status, len(slept.rollouts)) == ("timeout", 1)
+    # Not even the deadline ends it, so its process is.
+    (hung,) = run(running, runner, task("hang"))
+    assert hung.verdict.status == "timeout"
+    monkeypatch.setattr(runner, "_timeout_s", HANG_S)
+    (ran,) = run(running, runner, task("answer"))
+    assert ran.verdict.is_valid
+
+
+def test_a_function_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"write async def no_agent\(client, row\) -> float"):
+        find_fitting("tests.unit.rollout.trial_agents:no_agent", AGENT)
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        ({}, "reward=None"),
+        ({"reward": float("nan")}, "reward=nan"),
+        ({"reward": 1, "components": {"a": "b"}}, "components.a='b'"),
+        ({"reward": 1, "metrics": [1]}, "no object of numbers"),
+        ({"error": "lost"}, "lost"),
+    ],
+)
+def test_answers_that_are_none(reply: dict, reason: str):
+    verdict = judged(reply, masks_flagged=True)
+    assert not verdict.is_valid and not verdict.has_reward and reason in verdict.reason
+
+
+PERL = r"""
+use strict; use IO::Socket::INET; use HTTP::Tiny; use JSON::PP;
+my $server = IO::Socket::INET->new(LocalAddr => '127.0.0.1', Listen => 9, ReuseAddr => 1) or die;
+print $server->sockport, "\n"; $| = 1; STDOUT->flush;
+while (my $client = $server->accept) {
+    my ($length, $body) = (0, '');
+    while ((my $line = <$client>) =~ /\S/) { $length = $1 if $line =~ /^content-length: (\d+)/i }
+    read($client, $body, $length);
+    my $task = decode_json($body);
+    my %asked = (model => $task->{model}, messages => [{role => 'user', content => $task->{row}{prompt}}]);
+    my %headers = (Authorization => "Bearer $task->{api_key}", 'Content-Type' => 'application/json');
+    my $answer = HTTP::Tiny->new->post("$task->{base_url}/chat/completions", {content => encode_json(\%asked), headers => \%headers});
+    my $said = decode_json($answer->{content})->{choices}[0]{message}{content};
+    my $reply = encode_json({reward => $said =~ /answer/ ? 1 : 0, metrics => {length => length $said}});
+    print $client "HTTP/1.1 200 OK\r\nContent-Length: " . length($reply) . "\r\nConnection: close\r\n\r\n$reply";
+    close $client;
+}
+"""
+
+
+def test_a_server_in_another_language(running: Running, runner: AgentRunner, monkeypatch: pytest.MonkeyPatch):
+    perl = shutil.which("perl")
+    assert perl is not None, "Git needs it, too"
+    process = subprocess.Popen([perl, "-e", PERL], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        running.call(lambda: runner.agents.update({"perl": [RemoteAgent(f"http://127.0.0.1:{port}/run")]}))
+        found = run(running, runner, *(task("any", index, env_name="perl") for index in range(3)))
+    finally:
+        process.kill()
+        process.wait()
+    assert [ran.verdict.reward for ran in found] == [1.0] * 3 and all(ran.verdict.metrics["length"] > 0 for ran in found)
+    # A server that is gone costs attempts, and then the rollout.
+    monkeypatch.setattr(agents_module, "RETRY_S", 0.01)
+    (lost,) = run(running, runner, task("any", env_name="perl"))
+    assert lost.verdict.status == "crash" and "lost 4 times" in lost.verdict.reason and lost.rollouts[0].finish_reason == "abort"
+
+
+def test_a_function_that_cannot_be_loaded_ends_the_run(running: Running, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(agents_module, "MAX_FAILED_STARTS", 1)
+
+    async def start() -> AgentRunner:
+        own = AgentRunner(running.gateway, url=running.url, timeout_s=HANG_S, masks_flagged=True)
+        own.agents["echo"] = [agent := FunctionAgent("tests.unit.rollout.no_such:agent")]
+        await agent.start()
+        return own
+
+    with pytest.raises(RuntimeError, match="died 1 times in a row"):
+        running.run(start())

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway asked by OpenAI's own client, in front of engines that answer by rule."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from mrl.rollout import gateway as gateway_module
+from mrl.rollout.agent_session import AgentSession
+from tests.unit.rollout.gateways import CONTEXT, ENGINE_KEY, RUN_KEY, FakeEngine, Running
+from tests.waiting import HANG_S, wait_until
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def running() -> Running:
+    return Running()
+
+
+@pytest.fixture
+def engine(running: Running, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    monkeypatch.setattr(gateway_module, "RETRY_S", 0.01)
+    engine = FakeEngine()
+    running.use(engine)
+    return engine
+
+
+@pytest.fixture
+def session(running: Running, engine: FakeEngine) -> Iterator[AgentSession]:
+    with running.session() as session:
+        yield session
+
+
+@pytest.fixture
+def client(running: Running, session: AgentSession) -> Iterator[openai.OpenAI]:
+    # An agent needs the address and the key, and nothing else.
+    with openai.OpenAI(base_url=running.base_url(session), api_key=session.key, max_retries=0, timeout=HANG_S) as client:
+        yield client
+
+
+def chat(client: openai.OpenAI, *said: Any, **body: Any) -> Any:
+    create: Callable[..., Any] = client.chat.completions.create
+    messages = [{"role": "user", "content": one} if isinstance(one, str) else one for one in said]
+    return create(**{"model": "gpt-4o", "messages": messages} | body)
+
+
+def answers(session: AgentSession) -> list[list[int]]:
+    return [node.answer.token_ids.tolist() for node in session.tree.nodes if node.answer is not None]
+
+
+def test_a_conversation_goes_on_from_the_tokens_that_were_sampled(client: openai.OpenAI, session: AgentSession, engine: FakeEngine):
+    first = chat(client, "hi")
+    said = first.choices[0].message
+    chat(client, "hi", {"role": "assistant", "content": said.content}, "and?")
+    assert engine.asked[1]["required_prefix_token_ids"] == [*b"hi", 2, 901, 800, 2]
+    (sequence,) = session.tree.sequences()
+    assert (sequence.prompt_ids.tolist(), sequence.token_ids.tolist()) == ([*b"hi", 2], [901, 800, 2, *b"and?", 2, 902, 800, 2])
+    assert sequence.logprobs.tolist() == [-0.25, -0.5, -0.75, 0, 0, 0, 0, 0, -0.25, -0.5, -0.75]
+    assert session.text == "answer 1.0\n\nanswer 2.0"
+
+
+def test_branches_rewrites_and_other_tools_are_told_apart(client: openai.OpenAI, session: AgentSession, engine: FakeEngine):
+    said = {"role": "assistant", "content": chat(client, "hi").choices[0].message.content}
+    chat(client, "hi", said, "a")
+    chat(client, "hi", said, "b")  # a branch of the first turn, although another one came since
+    chat(client, "hi", {"role": "assistant", "content": "rewritten"}, "c")
+    chat(client, "a sub-agent")
+    chat(client, "hi", said, "d", {"role": "assistant", "content": "of another model"}, "e")  # goes on behind the last known one
+    chat(client, "hi", said, "f", tools=[TOOL])  # the template writes tools in front
+    prefixes = [asked.get("required_prefix_messages", 0) for asked in engine.asked]
+    assert prefixes == [0, 2, 2, 0, 0, 2, 0]
+    sequences = session.tree.sequences()
+    assert [len(sequence.turns) for sequence in sequences] == [2, 1, 1, 1, 1, 1]
+    trained = sorted(ids for s in sequences for turn in s.turns for ids in [s.token_ids[turn.start : turn.stop].tolist()])
+    assert trained == [[900 + number, 800, 2] for number in range(1, 8)]
+
+
+def test_several_answers_are_branches_and_each_may_go_on(client: openai.OpenAI, session: AgentSession, engine: FakeEngine):
+    first = chat(client, "hi", n=3)
+    chat(client, "hi", {"role": "assistant", "content": first.choices[1].message.content}, "and?")
+    assert engine.asked[1]["required_prefix_token_ids"][-3:] == [901, 801, 2]
+    assert sorted(len(sequence.turns) for sequence in session.tree.sequences()) == [1, 1, 2]
+
+
+def test_what_a_session_may_not_choose_is_overridden_and_counted(client: openai.OpenAI, session: AgentSession, engine: FakeEngine):
+    extra = {"top_k": 5, "min_tokens": 3, "vllm_xargs": {"a": "b"}, "priority": None, "chat_template_kwargs": {"x": 1}}
+    chat(client, "hi", temperature=0.1, top_p=1.0, seed=1, logit_bias={"5": 1}, stop="x", user="me", extra_body=extra)
+    chat(client, "hi", temperature=0.9, seed=1, frequency_penalty=0.0, presence_penalty=0, logit_bias={})
+    (asked, again) = engine.asked
+    assert session.overridden == {"temperature": 1, "seed": 2, "logit_bias": 1, "top_k": 1, "min_tokens": 1, "vllm_xargs": 1}
+    assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["stop"]) == (0.9, 1.0, 0, ["x"])
+    assert asked["chat_template_kwargs"] == {"x": 1} and asked["seed"] != again["seed"] != 1
+    assert not {"logit_bias", "min_tokens", "vllm_xargs", "user", "model", "priority"} & asked.keys()
+
+
+def test_what_a_grammar_forced_is_not_trained(client: openai.OpenAI, session: AgentSession):
+    call = chat(client, "hi", tools=[TOOL], tool_choice="required").choices[0].message
+    assert call.tool_calls[0].function.name == "add"
+    assert session.tree.sequences() == [] and session.tree.num_untrained() == {"forced": 3}
+    assert '"add"' in session.text
+
+
+def test_streams_of_one_chunk(client: openai.OpenAI, session: AgentSession):
+    chunks = list(chat(client, "hi", tools=[TOOL], stream=True, stream_options={"include_usage": True}))
+    assert [len(chunk.choices) for chunk in chunks] == [1, 0]
+    delta = chunks[0].choices[0].delta
+    assert (delta.content, delta.tool_calls[0].index, delta.tool_calls[0].function.name) == ("answer 1.0", 0, "add")
+    assert chunks[0].choices[0].finish_reason == "tool_calls" and chunks[1].usage.completion_tokens == 3
+    with client.chat.completions.stream(model="any", messages=[{"role": "user", "content": "again"}]) as stream:
+        assert stream.get_final_completion().choices[0].message.content == "answer 2.0"
+    create: Callable[..., Any] = client.completions.create
+    assert [chunk.choices[0].text for chunk in create(model="any", prompt="text", stream=True)] == ["answer 3.0"]
+    assert answers(session) == [[900 + number, 800, 2] for number in (1, 2, 3)]
+
+
+def test_token_ids_stand_on_the_message_and_may_come_back(client: openai.OpenAI, session: AgentSession, engine: FakeEngine):
+    plain = chat(client, "hi").choices[0]
+    assert plain.logprobs is None and not hasattr(plain.message, "generation_token_ids")
+    message = chat(client, "hi", extra_body={"return_token_ids": True}).choices[0].message
+    assert message.generation_token_ids == [902, 800, 2] and message.generation_log_probs == [-0.25, -0.5, -0.75]
+    assert message.prompt_token_ids == [*b"hi", 2]
+    chat(client, "hi", message.model_dump(), "and?")
+    assert engine.asked[-1]["required_prefix_token_ids"][-3:] == [902, 800, 2]
+    assert not any("generation_token_ids" in one for one in engine.asked[-1]["messages"])
+
+
+def test_bodies_may_carry_the_ids_of_every_turn(running: Running):
+    # 200 turns, each with all ids so far, of which the longest have 7 bytes with their comma.
+    assert running.gateway.max_body > 200 * CONTEXT * 7
+
+
+def test_errors_are_openais(running: Running, client: openai.OpenAI, session: AgentSession):
+    with pytest.raises(openai.BadRequestError, match="context length") as caught:
+        chat(client, "x" * (CONTEXT + 1))
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="one prompt"):
+        client.completions.create(model="any", prompt=["a", "b"])
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.embeddings.create(model="any", input="a")
+    assert isinstance(missing.value.body, dict) and missing.value.body["message"] == "Not Found"
+    headers = {"Authorization": f"Bearer {session.key}"}
+    refused = httpx.post(f"{running.base_url(session)}/chat/completions", content=b"{", headers=headers)
+    assert refused.status_code == 400 and "no JSON" in refused.json()["error"]["message"]
+    assert [model.id for model in client.models.list()] == ["policy"]
+
+
+@pytest.mark.attack("a caller of the HTTP endpoint")
+def test_keys_open_their_own_door_alone(running: Running, engine: FakeEngine, session: AgentSession):
+    with running.session() as other:
+        url, body = f"{running.base_url(session)}/chat/completions", {"messages": []}
+
+        def status(key: str, url: str = url) -> int:
+            return httpx.post(url, json=body, headers={"Authorization": f"Bearer {key}"}).status_code
+
+        assert [status(key) for key in (session.key, RUN_KEY, other.key, ENGINE_KEY, "guessed")] == [200, 200, 401, 401, 401]
+        assert [status(key, f"{running.url}/v1/chat/completions") for key in (RUN_KEY, session.key)] == [200, 401]
+        assert status(session.key, f"{running.url}/sessions/{session.session_id}/../../v1/chat/completions") == 401
+    assert status(other.key, f"{running.base_url(other)}/chat/completions") == 401
+    assert status(RUN_KEY, f"{running.base_url(other)}/chat/completions") == 404
+
+
+def test_another_engine_goes_on_after_a_death(running: Running, engine: FakeEngine, session: AgentSession, client: openai.OpenAI):
+    said = {"role": "assistant", "content": chat(client, "hi").choices[0].message.content}
+    with socket.create_server(("127.0.0.1", 0)) as dying:
+
+        def die() -> None:
+            connection, _ = dying.accept()
+            connection.recv(1000)
+            connection.close()
+
+        thread = threading.Thread(target=die)
+        thread.start()
+        other = FakeEngine()
+        # The session's engine takes the request, and dies of it.
+        running.use(f"http://127.0.0.1:{dying.getsockname()[1]}/v1", other)
+        chat(client, "hi", said, "and?")
+        thread.join(HANG_S)
+    assert running.gateway.engines.unreachable == {0} and session.engines == [0, 1]
+    (sequence,) = session.tree.sequences()
+    assert sequence.token_ids.tolist() == [901, 800, 2, *b"and?", 2, 901, 800, 2] and len(sequence.turns) == 2
+    running.gateway.engines.unreachable.clear()
+
+
+def test_requests_wait_while_there_is_no_engine(running: Running, engine: FakeEngine, client: openai.OpenAI):
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = f"http://127.0.0.1:{gone.getsockname()[1]}/v1"
+    running.use(address)
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(chat, client, "hi")
+        wait_until(lambda: running.gateway.engines.unreachable == {0}, what="a request finds no engine")
+        running.use(engine)
+        assert future.result(HANG_S).choices[0].message.content == "answer 1.0"
+    running.gateway.engines.unreachable.clear()
+
+
+def test_sessions_are_spread_and_stay(running: Running, engine: FakeEngine):
+    other = FakeEngine()
+    running.use(engine, other)
+    with running.session() as one, running.session() as two:
+        for session in (one, two, one, two, two):
+            with openai.OpenAI(base_url=running.base_url(session), api_key=session.key, max_retries=0) as client:
+                chat(client, "hi")
+        assert [one.engines, two.engines] == [[0], [1]]
+    assert [len(engine.asked), len(other.asked)] == [2, 3]
+
+
+def test_who_hangs_up_or_is_over_leaves_nothing(running: Running, engine: FakeEngine):
+    engine.released.clear()
+    with ThreadPoolExecutor(1) as thread:
+        with running.session() as session:
+            client = openai.OpenAI(base_url=running.base_url(session), api_key=session.key, max_retries=0, timeout=HANG_S)
+            future = thread.submit(chat, client, "hi")
+            wait_until(lambda: len(engine.asked) == 1, what="the engine is asked")
+        # The session has ended while its agent still waits.
+        with pytest.raises(openai.APIStatusError, match="is over"):
+            future.result(HANG_S)
+    engine.released.set()
+    assert session.tree.nodes == []

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from mrl.rollout.turn_tree import Answer, TurnTree
+
+
+def answer(ids: list[int], *, version: int = 0, num_versions: int = 1, untrained: str = "") -> Answer:
+    logprobs = np.array([-0.5 - token_id / 8 for token_id in ids], dtype=np.float32)
+    return Answer(np.array(ids, dtype=np.int32), logprobs, "stop", version, num_versions, untrained)
+
+
+def trained(tree: TurnTree) -> list[tuple[list[int], list[int]]]:
+    """The prompt and the answer of each turn that is trained, as the sequences have them."""
+    found = []
+    for sequence in tree.sequences():
+        whole = [*sequence.prompt_ids.tolist(), *sequence.token_ids.tolist()]
+        for turn in sequence.turns:
+            start = len(sequence.prompt_ids)
+            found.append((whole[: start + turn.start], whole[start + turn.start : start + turn.stop]))
+    return found
+
+
+def test_a_conversation_is_one_sequence():
+    tree = TurnTree()
+    tree.add([1, 2], answer([3, 4], version=5))
+    tree.add([1, 2, 3, 4, 9], answer([6], version=6, num_versions=2))
+    (sequence,) = tree.sequences()
+    assert (sequence.prompt_ids.tolist(), sequence.token_ids.tolist()) == ([1, 2], [3, 4, 9, 6])
+    assert sequence.logprobs.tolist() == [-0.875, -1.0, 0.0, -1.25]
+    assert [(turn.start, turn.stop, turn.weight_version) for turn in sequence.turns] == [(0, 2, 5), (3, 4, 6)]
+    assert sequence.num_weight_versions == 3
+
+
+def test_a_retry_shares_its_beginning_and_trains_it_once():
+    tree = TurnTree()
+    tree.add([1], answer([2]))
+    for last in (7, 8):
+        tree.add([1, 2, 3], answer([last]))
+    first, second = tree.sequences()
+    assert (first.prompt_ids.tolist(), first.token_ids.tolist(), len(first.turns)) == ([1], [2, 3, 7], 2)
+    assert (second.prompt_ids.tolist(), second.token_ids.tolist(), len(second.turns)) == ([1, 2, 3], [8], 1)
+
+
+def test_a_sub_agent_and_a_compacted_conversation_are_trees_of_their_own():
+    tree = TurnTree()
+    tree.add([1], answer([2]))
+    tree.add([50, 51], answer([52]))
+    tree.add([1, 2, 3], answer([4, 5, 6]))
+    tree.add([1, 99], answer([7]))
+    assert [sequence.token_ids.tolist() for sequence in tree.sequences()] == [[2, 3, 4, 5, 6], [52], [7]]
+
+
+def test_of_two_equal_turns_the_later_one_goes_on():
+    tree = TurnTree()
+    tree.add([1], answer([2]))
+    later = tree.add([1], answer([2]))
+    assert tree.add([1, 2, 3], answer([4])).parent is later
+
+
+def test_what_must_not_be_trained_stays_in_the_context_and_is_counted():
+    tree = TurnTree()
+    tree.add([1], answer([2]))
+    tree.add([1, 2, 3], answer([4, 4], untrained="forced"))
+    tree.add([1, 2, 3, 4, 4, 5], answer([6]))
+    tree.add([1, 2, 3, 4, 4, 5, 6, 7], answer([8, 8, 8], untrained="forced"))
+    (sequence,) = tree.sequences()
+    # The last turn is left out, and the sequence ends before it.
+    assert sequence.token_ids.tolist() == [2, 3, 4, 4, 5, 6] and len(sequence.turns) == 2
+    assert sequence.logprobs.tolist()[2:4] == [0, 0]
+    assert tree.num_untrained() == {"forced": 5}
+    only = TurnTree()
+    only.add([1], answer([2], untrained="forced"))
+    assert only.sequences() == [] and TurnTree().sequences() == []
+
+
+def reference_parents(turns: list[tuple[list[int], list[int]]]) -> list[int | None]:
+    """The turn that each one continues, found by comparing it with all earlier ones."""
+    parents = []
+    for index, (prompt, _) in enumerate(turns):
+        fitting = [other for other in range(index) if (whole := sum(turns[other], [])) == prompt[: len(whole)]]
+        parents.append(max(fitting, key=lambda other: (len(sum(turns[other], [])), other), default=None))
+    return parents
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_trees_against_a_slow_reference(seed: int):
+    """Conversations that branch, are cut and begin anew, over three tokens, so that many begin alike."""
+    rng = random.Random(seed)
+    tree, turns, reasons = TurnTree(), list[tuple[list[int], list[int]]](), list[str]()
+    for _ in range(rng.randint(1, 40)):
+        prompt = list(sum(rng.choice(turns), [])) if turns and rng.random() < 0.8 else []
+        if rng.random() < 0.2:
+            prompt = prompt[: rng.randint(0, len(prompt))]
+        prompt = prompt + [rng.randrange(3) for _ in range(rng.randint(0 if prompt else 1, 2))]
+        ids = [rng.randrange(3) for _ in range(rng.randint(1, 3))]
+        turns.append((prompt, ids))
+        reasons.append("forced" if rng.random() < 0.2 else "")
+        tree.add(prompt, answer(ids, untrained=reasons[-1]))
+    parents = reference_parents(turns)
+    places = {node: index for index, node in enumerate(tree.nodes)}
+    assert [places.get(node.parent) if node.parent is not None else None for node in tree.nodes] == parents
+    assert [node.token_ids.tolist() for node in tree.nodes] == [sum(turn, []) for turn in turns]
+    wanted = [turn for turn, reason in zip(turns, reasons, strict=True) if not reason]
+    assert sorted(trained(tree)) == sorted(wanted)
+    assert sum(tree.num_untrained().values()) == sum(len(ids) for (_, ids), reason in zip(turns, reasons, strict=True) if reason)
+    leaves = set(range(len(turns))) - set(parents)
+    assert len(tree.sequences()) <= len(leaves)
+    for sequence in tree.sequences():
+        assert sequence.turns[-1].stop == len(sequence.token_ids) and sequence.turns[0].start == 0
+        own = np.zeros(len(sequence.token_ids), dtype=bool)
+        for turn in sequence.turns:
+            assert not own[turn.start : turn.stop].any()
+            own[turn.start : turn.stop] = True
+        assert sequence.logprobs[own].tolist() == [-0.5 - token_id / 8 for token_id in sequence.token_ids[own].tolist()]
+        assert not sequence.logprobs[~own].any()

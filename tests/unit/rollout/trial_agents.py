@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents in a process of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+from openai import AsyncOpenAI
+
+
+async def echo(client: AsyncOpenAI, row: dict) -> float | dict:
+    """Does what the row says; asks the model first."""
+    messages = [{"role": "user", "content": row["prompt"]}]
+    await client.chat.completions.create(model="any", messages=messages)  # pyright: ignore[reportArgumentType]
+    match row["does"]:
+        case "raise":
+            raise KeyError("nothing there")
+        case "text":
+            return {"reward": "much"}
+        case "mask":
+            return {"reward": 1.0, "mask_sample": True}
+        case "die" if not Path(row["marker"]).exists():
+            Path(row["marker"]).touch()
+            os._exit(1)
+        case "die always":
+            os._exit(1)
+        case "sleep":
+            await asyncio.sleep(1000)
+        case "hang":
+            time.sleep(1000)
+    return {"right": 0.5, "short": 0.25}
+
+
+def no_agent(row: dict) -> float:
+    return 0.0
