@@ -26,7 +26,7 @@ class Kind:
     methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Methods that an instance needs, with their parameters, if the object is a class."""
     is_async: bool = False
-    """Whether it is an `async def`."""
+    """True if it is an `async def`."""
 
 
 ESTIMATOR = Kind(("rewards", "groups"), "list[list[float]]")
