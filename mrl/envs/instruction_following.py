@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 def environment(config: EnvConfig) -> Environment:
     """Declares `instruction_following`."""
-    fields = ("instruction_id_list", "kwargs", "grading_mode")
-    return built_in("instruction_following", config.instruction_following, *fields, *(f"verifier_metadata.{name}" for name in fields))
+    fields = ("instruction_id_list", "kwargs", "grading_mode", "verifier_metadata")
+    return built_in("instruction_following", config.instruction_following, *fields)
 
 
 def make() -> Score:

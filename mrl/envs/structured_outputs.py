@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 from xml.parsers import expat
 
 import yaml
@@ -56,7 +56,9 @@ def score(task: Task) -> Outcome:
     except (ValueError, RecursionError, TypeError, csv.Error, yaml.YAMLError, expat.ExpatError) as error:
         return Outcome(0.0, extracted=f"no {'one call' if mode == 'tool_call' else str(form).upper()}: {type(error).__name__}")
     try:
-        error = next(validator.iter_errors(value), None)
+        error = next(validator.iter_errors(cast(Any, value)), None)
+    except RecursionError:
+        return Outcome(0.0, extracted="nested too deeply")
     except re.error as problem:
         raise RowFault(f"the row's schema_str has a pattern that is no regular expression: {problem}") from problem
     return Outcome(1.0, extracted="valid") if error is None else Outcome(0.0, extracted=f"{error.json_path}: {error.validator}")

@@ -48,6 +48,14 @@ def test_what_is_wrong_is_told(text: str, reason: str):
     assert reward == 0.0 and reason in extracted
 
 
+@pytest.mark.parametrize(
+    ("form", "text"), [("xml", "<a>" * 3000 + "</a>" * 3000), ("yaml", "x: 2024-99-99"), ("csv", "a\nx,y"), ("toml", "a")]
+)
+def test_what_cannot_be_read_is_wrong(form: str, text: str):
+    schema = {"type": "array", "items": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    assert score(Task((text,), row=json.dumps({"schema_str": json.dumps(schema), "schema_type": form}))).reward == 0.0
+
+
 def test_a_property_may_be_called_like_a_keyword():
     schema = {"type": "object", "properties": {"properties": {"type": "string"}, "required": {"type": "integer"}}}
     assert strict(schema) == {**schema, "required": ["properties", "required"], "additionalProperties": False}
