@@ -185,7 +185,7 @@ class EngineGroup(Actors[EngineVerbs]):
         """Of the engines' HTTP servers."""
         self.base_urls = [""] * len(placement.engines)
         """Where these are; empty without."""
-        self.gateway = ("", "")
+        self.gateway: tuple[str, str] = ("", "")
         """URL and key of the run's gateway, if it has one."""
         self.on_addresses: Callable[[], None] = lambda: None
         """Called whenever `base_urls` may have changed."""

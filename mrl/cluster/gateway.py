@@ -138,7 +138,7 @@ class GatewayActor:
         listener = listen(host, ports)
         url = f"http://{host}:{listener.getsockname()[1]}"
 
-        async def start() -> AgentRuns:
+        async def start() -> tuple[AgentRuns, asyncio.Task[None]]:
             gateway = Gateway(Engines(engine_key), api_key=api_key, max_model_len=generation.vllm_cfg.max_model_len)
             gateway.engines.set_addresses(base_urls)
             masks_flagged = section.should_mask_flagged_samples
@@ -147,11 +147,11 @@ class GatewayActor:
                 runner.agents[name] = [FunctionAgent(path) for _ in range(section.own.num_workers or 1)]
             runner.agents |= {name: [RemoteAgent(address)] for name, address in section.remote.items()}
             server = make_server(gateway.app(), has_key=gateway.has_key, max_body=gateway.max_body)
-            self._serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+            serving = asyncio.ensure_future(server.serve(sockets=[listener]))
             await asyncio.gather(*(agent.start() for agents in runner.agents.values() for agent in agents))
-            return AgentRuns(runner)
+            return AgentRuns(runner), serving
 
-        self.runs = asyncio.run_coroutine_threadsafe(start(), self.loop).result(start_deadline(self.config).seconds)
+        self.runs, self._serving = asyncio.run_coroutine_threadsafe(start(), self.loop).result(start_deadline(self.config).seconds)
         return url
 
     def set_addresses(self, base_urls: Sequence[str]) -> None:

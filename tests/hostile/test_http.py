@@ -330,7 +330,7 @@ def test_a_question_that_can_never_have_its_slots_is_refused():
 
 def question(name: str, n: int) -> Question:
     """One that nobody answers; of vLLM's parameters and outputs only the number of answers and the name count here."""
-    nothing = cast(Any, SimpleNamespace(n=n))
+    nothing = cast(Any, SimpleNamespace(n=n, structured_outputs=None))
     return Question(name, nothing, nothing, lambda _: None)
 
 
