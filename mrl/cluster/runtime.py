@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -54,7 +54,8 @@ OBJECT_STORE_BYTES = 256 * 2**20
 CONNECT_TIMEOUT_S = 10.0
 # A head that does not answer: Ray's own limits add up to minutes.
 JOIN_TIMEOUT_S = 600.0
-RAY_STARTS = 3
+STARTS = (0.2, 0.3, 0.5)
+"""Tries to start Ray: how much of the time for a start each gets. One that hangs leaves time for the next."""
 RAY_LIMITS = {
     "RAY_gcs_server_port_wait_time_s": 1,
     "RAY_raylet_start_wait_time_s": 1,
@@ -117,15 +118,15 @@ def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[P
 
 
 def start_ray(config: RunConfig, folder: Path) -> None:
-    """Starts Ray for this run alone, with its files in `folder`; NoCluster: it does not start, tried `RAY_STARTS` times."""
+    """Starts Ray for this run alone, with its files in `folder`; NoCluster: it does not start, tried as often as `STARTS` says."""
     limit_s = start_deadline(config).seconds
     for name, unit in RAY_LIMITS.items():
         os.environ.setdefault(name, str(round(limit_s * unit)))
-    for start in range(1, RAY_STARTS + 1):
+    for start, share in enumerate(STARTS, 1):
         try:
             # Ray joins any local cluster it finds unless told otherwise. Logical CPUs only bound how many actors may be placed.
             ray_thread().within(
-                limit_s,
+                share * limit_s,
                 "ray.init",
                 ray.init,
                 address="local",
@@ -141,13 +142,15 @@ def start_ray(config: RunConfig, folder: Path) -> None:
         except (Exception, SystemExit) as error:  # Ray raises Exception itself where a daemon is late
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_REASON]}"
             kill_processes(str(folder))
-            if start == RAY_STARTS or isinstance(error, TimeoutError):
+            if start == len(STARTS):
                 raise NoCluster(
                     f"Ray does not start on this host, tried {start} times: {reason}; this host has {read_capacity()}; "
                     "end what else runs here, or raise deadlines.start_s; python -m mrl.doctor looks at the host"
                 ) from error
             logger.warning("Ray has not started (%s); trying again", reason)
-            ray.shutdown()
+            # Behind a start that hangs, which ends with the processes that it waits for; if it does not, the next try says so.
+            with suppress(TimeoutError):
+                ray_thread().within(REAPER_TIMEOUT_S, "ray.shutdown", ray.shutdown)
 
 
 def shut_down(reaper: subprocess.Popen[bytes], folder: Path) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 REQUEST = {"responses_create_params": {"input": []}, "id": 0, "prompt": "", "category": "", "environment_name": ""}
@@ -31,9 +32,9 @@ def server_of(name, grading_mode):
     return own(SimpleResourcesServer)(config=config, server_client=MagicMock(spec=ServerClient)), own(BaseVerifyRequest)
 
 
-def output_of(reply):
+def output_of(answer):
     """What Gym's model server makes of a text, or of `{"text", "calls"}`."""
-    reply = {"text": reply} if isinstance(reply, str) else reply
+    reply: dict[str, Any] = {"text": answer} if isinstance(answer, str) else answer
     calls, text = reply.get("calls") or [], reply.get("text") or ""
     content = [{"type": "output_text", "text": text, "annotations": []}]
     message = [{"id": "m", "type": "message", "role": "assistant", "status": "completed", "content": content}]

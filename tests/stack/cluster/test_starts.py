@@ -176,7 +176,7 @@ def test_an_actor_that_rays_memory_monitor_kills_is_started_again_like_any_other
 
 
 def test_a_store_that_takes_nothing_is_not_waited_for_for_ever(placement: Placement, monkeypatch: pytest.MonkeyPatch):
-    raylet = next(child for child in psutil.Process().children() if child.name() == "raylet")
+    raylet = next(child for child in psutil.Process().children() if child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE)
     array = np.zeros(10**7, np.uint8)
     raylet.suspend()
     try:

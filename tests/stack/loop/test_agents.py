@@ -18,10 +18,10 @@ import pytest
 
 from mrl.cluster.payload import pull
 from mrl.envs.endpoints import read_endpoints
-from mrl.loop.run import StepData
+from mrl.loop.run import Step
 from mrl.store.summary import Clock
 from mrl.train import train_step
-from mrl.types import Prompt, Rollout, RolloutGroup, RunState
+from mrl.types import Batch, Prompt, Rollout, RolloutGroup, RunState
 from tests.stack.loop.conftest import LiveRun, live_run
 from tests.waiting import HANG_S
 
@@ -148,16 +148,15 @@ def test_ids_trained_are_ids_sampled_once_each(watched: LiveRun):
 
 
 def test_a_step_trains_all_sequences_with_one_advantage_each_rollout(watched: LiveRun, monkeypatch: pytest.MonkeyPatch):
-    taken, take = list[StepData](), watched.run.supplier.take
+    taken, take = list[list[Batch]](), watched.run.supplier.take
 
-    def noted(state: RunState, clock: Clock) -> StepData:
-        taken.append(take(state, clock))
+    def noted(state: RunState, step: Step) -> list[Batch]:
+        taken.append(take(state, step))
         return taken[-1]
 
     monkeypatch.setattr(watched.run.supplier, "take", noted)
     train_step(watched.run, watched.state)
-    (data,) = taken
-    (batch,) = data.batches
+    ((batch,),) = taken
     by_rollout: dict[str, set[float]] = {}
     for sequence in batch.sequences:
         by_rollout.setdefault(sequence.rollout.request_id, set()).add(sequence.advantage)
