@@ -62,7 +62,6 @@ UNLIMITED = {
         "mrl/cluster/nodes.py",
         "ray.shutdown()",
     ): "of a process that has only joined, and has no daemons to end",
-    ("mrl/cluster/runtime.py", "ray.shutdown()"): "after a start that failed: its daemons have been killed, and nothing is waited for",
     ("mrl/cluster/runtime.py", "(folder / OWNER_FILE).read_text()"): "in the folder of temporary files: Ray's own, on a disk of the host",
     ("mrl/cluster/lifetime.py", "(entry / 'environ').read_bytes()"): "of /proc, in the reaper, which the driver waits for within a limit",
     ("mrl/cluster/lifetime.py", "(entry / 'stat').read_bytes()"): "of /proc, in the reaper, which the driver waits for within a limit",

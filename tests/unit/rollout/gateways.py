@@ -104,6 +104,11 @@ class Running:
     def run(self, coroutine: Coroutine[None, None, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(HANG_S)
 
+    def stop(self) -> None:
+        if (client := self.gateway.engines._client) is not None:
+            self.run(client.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
     def use(self, *engines: FakeEngine | str) -> None:
         addresses = [engine if isinstance(engine, str) else engine.base_url for engine in engines]
         self.call(lambda: self.gateway.engines.set_addresses(addresses))

@@ -23,10 +23,11 @@ PATH = "tests.unit.rollout.trial_agents:echo"
 
 
 @pytest.fixture(scope="module")
-def running() -> Running:
+def running() -> Iterator[Running]:
     running = Running()
     running.use(FakeEngine())
-    return running
+    yield running
+    running.stop()
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +41,12 @@ def runner(running: Running) -> Iterator[AgentRunner]:
     yield (runner := running.run(make()))
 
     async def end() -> None:
-        (agent,) = runner.agents["echo"]
-        assert isinstance(agent, FunctionAgent)
-        agent.end()
+        for agent in (agent for agents in runner.agents.values() for agent in agents):
+            if isinstance(agent, FunctionAgent):
+                agent.end()
+            remote = agent._remote if isinstance(agent, FunctionAgent) else agent
+            if remote._client is not None:
+                await remote._client.close()
 
     running.run(end())
 

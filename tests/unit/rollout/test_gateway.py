@@ -22,8 +22,10 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 
 @pytest.fixture(scope="module")
-def running() -> Running:
-    return Running()
+def running() -> Iterator[Running]:
+    running = Running()
+    yield running
+    running.stop()
 
 
 @pytest.fixture
