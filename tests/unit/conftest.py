@@ -79,3 +79,9 @@ def workplace(tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.Monkey
         (data / f"{name}_preferences.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n' * 64)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attempts write no page, which would take most of their time."""
+    monkeypatch.setattr("mrl.store.run_folder.write_report", lambda *_, **__: None)

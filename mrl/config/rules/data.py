@@ -99,6 +99,13 @@ def _check_agents(config: RunConfig, problems: Problems) -> None:
     if config.policy.router_replay.enabled:
         rule = f"{key} names agents, and answers over HTTP do not say which experts their tokens went through"
         problems.add("policy.router_replay.enabled", rule, "set it to false")
+    if config.rollouts.async_grpo.max_lag_steps:
+        problems.add("grpo.async_grpo.enabled", f"{key} names agents, which train on rollouts of their own step", "set it to false")
+    flaws = ("invalid_tool_call_advantage", "malformed_thinking_advantage")
+    unread_keys = [f"grpo.{name}" for name in flaws if getattr(config.rollouts, name) is not None]
+    unread_keys += [f"reward_penalties.{name}" for name, value in vars(config.reward_penalties).items() if value is True]
+    for unread in unread_keys:
+        problems.add(unread, f"{key} names agents, in whose rollouts nobody looks for it", "leave it out; the agent's reward can say it")
 
 
 def check_data(config: RunConfig, problems: Problems) -> None:

@@ -30,6 +30,8 @@ from tests.waiting import HANG_S, wait_until
 if TYPE_CHECKING:
     from mrl.cluster.session import Session
 
+pytestmark = pytest.mark.usefixtures("no_report")
+
 NUM_RANKS = 2
 
 

@@ -19,6 +19,8 @@ from mrl.store.run_folder import RunFolder
 from tests.unit.loop.test_saving import Attempt, flip
 from tests.unit.store.test_run_folder import config
 
+pytestmark = pytest.mark.usefixtures("no_report")
+
 HANG_S = 60
 # How often the run below passes the points of each name.
 POINTS = {"start": 3, "rollouts": 16, "commit": 16, "prune": 8, "fallback": 5}

@@ -20,11 +20,7 @@ from tests.unit.store.test_kill_points import run
 from tests.unit.store.test_run_folder import config
 from tests.waiting import Clock
 
-
-@pytest.fixture(autouse=True)
-def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes most of the time of an attempt here."""
-    monkeypatch.setattr("mrl.store.run_folder.write_report", lambda *_, **__: None)
+pytestmark = pytest.mark.usefixtures("no_report")
 
 
 @pytest.fixture

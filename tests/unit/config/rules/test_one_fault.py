@@ -67,7 +67,7 @@ def test_numbers_that_nobody_means_give_at_most_one_problem(workplace: Path, nam
     base = model_of(name, workplace)
     config = load_config(name, base)
     keys = [key for key in NUMBERS if type(value_at(config, key)) in (int, float)]
-    cases = random.Random(18).sample(list(product(keys, ("0", "-1", "1e12", "x"))), 14)
+    cases = random.Random(18).sample(list(product(keys, ("0", "-1", "1e12", "x"))), 8)
     for key, value in cases:
         problems = refused(name, *base, f"{key}={value}")
         assert len(problems) <= 1 and all(key in problem for problem in problems), (key, value, problems)

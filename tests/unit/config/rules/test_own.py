@@ -114,6 +114,18 @@ ALONE = "env.own.agents.mine=things_of_mine:alone: takes (row); write async def 
             ["++env.remote.mine=http://host:1", SERVED, "policy.router_replay.enabled=true"],
             ["policy.router_replay.enabled=true: env.remote"],
         ),
+        (
+            [
+                "++env.remote.mine=http://host:1",
+                SERVED,
+                "grpo.malformed_thinking_advantage=-1",
+                "reward_penalties.penalize_empty_final_answer=true",
+            ],
+            [
+                "grpo.malformed_thinking_advantage=-1",
+                "reward_penalties.penalize_empty_final_answer=true: env.remote names agents, in whose",
+            ],
+        ),
     ],
 )
 def test_agents(things: None, overrides: list[str], messages: list[str]):
