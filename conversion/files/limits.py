@@ -162,11 +162,16 @@ def limit_console() -> None:
         _consoles.append((name, stream, output))
 
 
-def settle_console() -> bool:
-    """Gives Python its own streams back once the console has taken all output; False: it does not, and they would hang, or fail."""
+def flush_console() -> bool:
+    """Waits, up to the limit, until the console has taken what all threads have printed; whether it has."""
     sys.stdout.flush()
     sys.stderr.flush()
-    is_settled = all([output.settle() for _, _, output in _consoles])
+    return all([output.settle() for _, _, output in _consoles])
+
+
+def settle_console() -> bool:
+    """Gives Python its own streams back once the console has taken all output; False: it does not, and they would hang, or fail."""
+    is_settled = flush_console()
     while is_settled and _consoles:
         name, stream, _ = _consoles.pop()
         setattr(sys, name, stream)

@@ -76,6 +76,7 @@ def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[P
     processes, and writes there.
     """
     reclaim_dead_owners()
+    members.clear()
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     owner_file = folder / OWNER_FILE
     owner_file.write_text(json.dumps(asdict(this_process())))

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from conversion.files.limits import within
+from conversion.files.limits import flush_console, within
 from mrl import spans
 from mrl.cluster import hangs
 from mrl.cluster.carrier import local_file
@@ -315,6 +315,8 @@ class Watchdog:
         with suppress(TimeoutError):  # to read about a process that hangs may hang; the reaper comes after this process
             within(CONSOLE_TIMEOUT_S, "/proc", kill_processes, str(self._folder))
         self._say(logging.ERROR, f"The attempt ended: {reason}. Logs of the actors: {self._log_folder}. The same command resumes.")
+        # Another thread may be printing, behind which this line waits.
+        flush_console()
         os._exit(1)
 
 
