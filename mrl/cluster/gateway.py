@@ -27,7 +27,7 @@ from mrl.cluster.runtime import Placement
 from mrl.config.schema.run import RunConfig
 from mrl.plan.deadlines import start_deadline
 from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent, Ran, RemoteAgent
-from mrl.rollout.gateway import Engines, Gateway
+from mrl.rollout.gateway import EngineServers, Gateway
 from mrl.rollout.http_gate import listen, make_server
 from mrl.types import Rollout, RolloutInfo, Verdict
 
@@ -139,7 +139,7 @@ class GatewayActor:
         url = f"http://{host}:{listener.getsockname()[1]}"
 
         async def start() -> tuple[AgentRuns, asyncio.Task[None]]:
-            gateway = Gateway(Engines(engine_key), api_key=api_key, max_model_len=generation.vllm_cfg.max_model_len)
+            gateway = Gateway(EngineServers(engine_key), api_key=api_key, max_model_len=generation.vllm_cfg.max_model_len)
             gateway.engines.set_addresses(base_urls)
             masks_flagged = section.should_mask_flagged_samples
             runner = AgentRunner(gateway, url=url, timeout_s=section.agent_timeout_s, masks_flagged=masks_flagged)

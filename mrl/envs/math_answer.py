@@ -11,7 +11,7 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from mrl.envs.math_form import CLOSING, GREEK, OPENING, Expression, Work
+from mrl.envs.math_form import CLOSING, GREEK, OPENING, Expression, Leftover
 from mrl.envs.math_sums import ZERO, Sum, Unreadable, atom, content, order, rational, scaled, total
 from mrl.envs.math_tokens import PERCENT, UNITS, Token, plain, tokens_of
 
@@ -69,7 +69,7 @@ class Reading:
     text: str
     values: list[Value] = field(default_factory=list)
     """Values that count as said: one; of `a \\approx b` both. Empty if the text is not readable."""
-    work: Work = field(default_factory=Work)
+    work: Leftover = field(default_factory=Leftover)
     units: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     """Words in front of numbers: `July` of `July 4`."""
@@ -106,7 +106,7 @@ def read(text: str, *, takes_units: bool = False) -> Reading:
         if not reading.units:
             reading.units = ["dollar"] * is_money + ["degree"] * any(token.text == "circ" for token in tokens)
     except FAULTS:
-        reading.values, reading.work = [], Work()
+        reading.values, reading.work = [], Leftover()
     return reading
 
 
@@ -252,7 +252,7 @@ def _is_opaque(tokens: Sequence[Token]) -> bool:
 def _computed(tokens: Sequence[Token]) -> Sum | None:
     """The sum that a side is, words left out; None if it cannot be read."""
     try:
-        return Expression([token for token in tokens if token.kind != "word"], Work()).whole()
+        return Expression([token for token in tokens if token.kind != "word"], Leftover()).whole()
     except FAULTS:
         return None
 

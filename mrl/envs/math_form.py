@@ -28,8 +28,8 @@ _END = Token("sign", "")
 
 
 @dataclass
-class Work:
-    """What expressions leave to compute."""
+class Leftover:
+    """Arithmetic that expressions leave to do."""
 
     left: set[str] = field(default_factory=set)
     """Like terms (`sum`), numbers to multiply (`product`), powers (`power`), fractions to reduce (`fraction`), roots (`root`), a number
@@ -43,7 +43,7 @@ class Work:
 class Expression:
     """A reader of one expression, which adds to the work that is left."""
 
-    def __init__(self, tokens: Sequence[Token], work: Work) -> None:
+    def __init__(self, tokens: Sequence[Token], work: Leftover) -> None:
         self.tokens, self.at, self.work, self.left = [*tokens, _END], 0, work, work.left
 
     def whole(self) -> Sum:

@@ -18,7 +18,7 @@ import numpy as np
 
 from mrl.rollout.http_gate import NEUTRAL
 from mrl.rollout.sessions import MESSAGE_EXTRAS, Message, said
-from mrl.rollout.turn_tree import Answer, Node, TurnTree
+from mrl.rollout.turn_tree import SampledAnswer, TreeNode, TurnTree
 from mrl.types import FinishReason, SamplingParams, hashed_seed
 
 RECORD = "record"
@@ -59,7 +59,7 @@ class AgentSession:
     """How often a request has asked for another value than the run's, by parameter."""
     num_asked: int = 0
     texts: list[str] = field(default_factory=list)
-    _spoken: dict[bytes, Node] = field(default_factory=dict)
+    _spoken: dict[bytes, TreeNode] = field(default_factory=dict)
     """The turn with which each conversation ends, by the digest of its messages."""
 
     def asked(self, body: Mapping[str, object]) -> dict[str, object]:
@@ -95,11 +95,11 @@ class AgentSession:
                 return node.token_ids.tolist(), num_messages
         return None
 
-    def keep(self, request: Mapping[str, object], response: Mapping[str, object]) -> list[Node]:
+    def keep(self, request: Mapping[str, object], response: Mapping[str, object]) -> list[TreeNode]:
         """Adds an engine's answers to the tree, each as a turn; in the order of its choices."""
         record = response.get(RECORD)
         choices = cast("Sequence[Mapping[str, object]]", response.get("choices") or ())
-        nodes = list[Node]()
+        nodes = list[TreeNode]()
         for index, choice in enumerate(choices):
             message = choice.get("message")
             text = choice.get("text") if message is None else cast(Message, message).get("content")
@@ -141,9 +141,9 @@ def _bytes(value: object) -> bytes:
     return json.dumps(value, sort_keys=True).encode("ascii")
 
 
-def _answer(record: Mapping[str, object], index: int) -> Answer:
+def _answer(record: Mapping[str, object], index: int) -> SampledAnswer:
     answer = cast("Sequence[Mapping[str, list]]", record["answers"])[index]
-    return Answer(
+    return SampledAnswer(
         np.asarray(answer["token_ids"], dtype=np.int32),
         np.asarray(answer["logprobs"], dtype=np.float32),
         cast(FinishReason, "length" if answer["finish_reason"] == "length" else "stop"),

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from mrl.rollout.agent_session import RECORD, AgentSession
 from mrl.rollout.http_gate import BODY_BYTES_PER_TOKEN, OPEN_PATH, SMALL_BODY_BYTES, openai_error
 from mrl.rollout.sessions import MESSAGE_IDS, PREFIX, PREFIX_MESSAGES
-from mrl.rollout.turn_tree import Node
+from mrl.rollout.turn_tree import TreeNode
 from mrl.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ Reply = tuple[int, Json]
 """Status and body."""
 
 
-class Engines:
+class EngineServers:
     """The engines' own servers. One that cannot be reached is left out of a request, and reported."""
 
     def __init__(self, api_key: str) -> None:
@@ -106,7 +106,7 @@ class Engines:
 class Gateway:
     """Sessions by id, and the routes."""
 
-    def __init__(self, engines: Engines, *, api_key: str, max_model_len: int) -> None:
+    def __init__(self, engines: EngineServers, *, api_key: str, max_model_len: int) -> None:
         self.engines = engines
         self.api_key = api_key
         """The run's."""
@@ -264,7 +264,7 @@ def _response(status: int, body: Json) -> Response:
     return openai_error(status, str(error.get("message")), cast("str | int | None", error.get("code")))
 
 
-def _shape(response: Json, nodes: Sequence[Node], *, wants_ids: bool, wants_logprobs: bool) -> None:
+def _shape(response: Json, nodes: Sequence[TreeNode], *, wants_ids: bool, wants_logprobs: bool) -> None:
     """Makes an engine's answer the client's: without the record, with token ids, also of the message, only if it has asked for them."""
     response.pop(RECORD, None)
     response["model"] = MODEL

@@ -17,7 +17,7 @@ from mrl.types import FinishReason, Turn
 
 
 @dataclass(frozen=True)
-class Answer:
+class SampledAnswer:
     """One answer of an engine, token by token."""
 
     token_ids: np.ndarray
@@ -34,21 +34,21 @@ class Answer:
 
 
 @dataclass(eq=False)
-class Node:
+class TreeNode:
     """A turn in the tree; the root has no answer."""
 
-    parent: Node | None
+    parent: TreeNode | None
     given: np.ndarray
     """int32, tokens of the prompt behind those of the parent."""
-    answer: Answer | None
+    answer: SampledAnswer | None
     length: int
     """Tokens from the beginning to the end of the answer."""
-    children: list[Node] = field(default_factory=list)
+    children: list[TreeNode] = field(default_factory=list)
 
     @property
-    def path(self) -> list[Node]:
+    def path(self) -> list[TreeNode]:
         """The turns from the first one to this one."""
-        found, node = list[Node](), self
+        found, node = list[TreeNode](), self
         while node.parent is not None:
             found.append(node)
             node = node.parent
@@ -83,22 +83,22 @@ class TurnTree:
     """The turns of one session."""
 
     def __init__(self) -> None:
-        self._root = Node(None, np.zeros(0, dtype=np.int32), None, 0)
-        self.nodes: list[Node] = []
+        self._root = TreeNode(None, np.zeros(0, dtype=np.int32), None, 0)
+        self.nodes: list[TreeNode] = []
         """In the order of `add`."""
 
-    def add(self, prompt_ids: Sequence[int], answer: Answer) -> Node:
+    def add(self, prompt_ids: Sequence[int], answer: SampledAnswer) -> TreeNode:
         """Puts a turn behind the longest one whose tokens its prompt begins with; of equal ones, the latest."""
         ids = np.asarray(prompt_ids, dtype=np.int32)
         parent = self._find(ids)
-        node = Node(parent, ids[parent.length :], answer, len(ids) + len(answer.token_ids))
+        node = TreeNode(parent, ids[parent.length :], answer, len(ids) + len(answer.token_ids))
         parent.children.append(node)
         self.nodes.append(node)
         return node
 
     def sequences(self) -> list[TurnSequence]:
         """A sequence for each path to a leaf on which turns are left to train, so that each of them is in one; the longest one first."""
-        taken: set[Node] = set()
+        taken: set[TreeNode] = set()
         found = [_sequence(node.path, taken) for node in self.nodes if not node.children]
         return sorted((sequence for sequence in found if sequence is not None), key=lambda sequence: -sequence.num_trained)
 
@@ -110,7 +110,7 @@ class TurnTree:
                 counts[answer.untrained] = counts.get(answer.untrained, 0) + len(answer.token_ids)
         return counts
 
-    def _find(self, ids: np.ndarray) -> Node:
+    def _find(self, ids: np.ndarray) -> TreeNode:
         best, waiting = self._root, [self._root]
         while waiting:
             for child in _continued(waiting.pop(), ids):
@@ -121,7 +121,7 @@ class TurnTree:
         return best
 
 
-def _continued(node: Node, ids: np.ndarray) -> Iterator[Node]:
+def _continued(node: TreeNode, ids: np.ndarray) -> Iterator[TreeNode]:
     """The children of a node on whose path `ids` lie, which begin with all tokens of the node."""
     for child in node.children:
         answered_ids = _answer(child).token_ids
@@ -131,12 +131,12 @@ def _continued(node: Node, ids: np.ndarray) -> Iterator[Node]:
             yield child
 
 
-def _answer(node: Node) -> Answer:
+def _answer(node: TreeNode) -> SampledAnswer:
     assert node.answer is not None, "the root is no turn"
     return node.answer
 
 
-def _sequence(path: Sequence[Node], taken: set[Node]) -> TurnSequence | None:
+def _sequence(path: Sequence[TreeNode], taken: set[TreeNode]) -> TurnSequence | None:
     """The sequence that trains the turns of `path` that are not `taken`, and takes them; None if none is left."""
     mine = [node for node in path if node not in taken and not _answer(node).untrained]
     if not mine:

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from mrl.rollout import http_gate
 from mrl.rollout.agent_session import AgentSession
-from mrl.rollout.gateway import Engines, Gateway
+from mrl.rollout.gateway import EngineServers, Gateway
 from mrl.types import SamplingParams
 from tests.waiting import HANG_S
 
@@ -88,7 +88,7 @@ class Running:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.gateway = Gateway(Engines(ENGINE_KEY), api_key=RUN_KEY, max_model_len=CONTEXT)
+        self.gateway = Gateway(EngineServers(ENGINE_KEY), api_key=RUN_KEY, max_model_len=CONTEXT)
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         server = http_gate.make_server(self.gateway.app(), has_key=self.gateway.has_key, max_body=self.gateway.max_body)

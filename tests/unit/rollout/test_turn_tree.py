@@ -6,12 +6,12 @@ import random
 import numpy as np
 import pytest
 
-from mrl.rollout.turn_tree import Answer, TurnTree
+from mrl.rollout.turn_tree import SampledAnswer, TurnTree
 
 
-def answer(ids: list[int], *, version: int = 0, num_versions: int = 1, untrained: str = "") -> Answer:
+def answer(ids: list[int], *, version: int = 0, num_versions: int = 1, untrained: str = "") -> SampledAnswer:
     logprobs = np.array([-0.5 - token_id / 8 for token_id in ids], dtype=np.float32)
-    return Answer(np.array(ids, dtype=np.int32), logprobs, "stop", version, num_versions, untrained)
+    return SampledAnswer(np.array(ids, dtype=np.int32), logprobs, "stop", version, num_versions, untrained)
 
 
 def trained(tree: TurnTree) -> list[tuple[list[int], list[int]]]:
