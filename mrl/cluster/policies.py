@@ -220,13 +220,23 @@ class PolicyGroup(Actors[PolicyVerbs]):
             return super().start(verb, arguments)
 
     def call_behind(
-        self, verb: Callable[[PolicyVerbs, *Ts], T], *arguments: *Ts, deadline_s: float, is_awaited: threading.Event
+        self,
+        verb: Callable[[PolicyVerbs, *Ts], T],
+        *arguments: *Ts,
+        deadline_s: float,
+        is_awaited: threading.Event,
+        is_abandoned: threading.Event,
     ) -> dict[int, T]:
-        """As `call`, from another thread than the loop's: however long the ranks do what that asks of them, until `is_awaited`."""
+        """As `call`, from another thread than the loop's: however long the ranks do what that asks of them, until `is_awaited`.
+
+        InterruptedError: `is_abandoned` before. Ray ends a process in which a thread calls it after it has been shut down.
+        """
         pending = self.start(verb, dict.fromkeys(range(self.world_size), arguments))
         references, num_answers = list(pending.values()), 0
         while num_answers < len(references) and not is_awaited.is_set():
             num_answers = len(ray.wait(references, num_returns=len(references), timeout=LOOK_S)[0])
+            if is_abandoned.is_set():
+                raise InterruptedError(f"{verb.__name__}: nobody waits for it any more")
         return self.wait(pending, deadline_s=deadline_s, what=verb.__name__)
 
     def load(self, hf: Path, cached: Path | None, parallel: MegatronParallel) -> None:

@@ -31,6 +31,10 @@ Ts = TypeVarTuple("Ts")
 POLL_INTERVAL_S = 0.5
 
 
+# For the thread of a save to leave Ray alone, before that is shut down.
+ABANDON_S = 10.0
+
+
 class CheckpointSaver:
     """Makes at most one save at a time. Until it is published, the checkpoint before it is the newest one."""
 
@@ -43,7 +47,8 @@ class CheckpointSaver:
         self._under_way: Future[None] | None = None
         self._is_awaited = threading.Event()
         """Whether the driver waits for the save under way: only then its waits have deadlines, beside what the loop asks of the ranks."""
-        self._is_abandoned = False
+        self._is_abandoned = threading.Event()
+        self._thread: threading.Thread | None = None
         self._hidden_s: float | None = None
         self._saved_step = 0
 
@@ -101,7 +106,8 @@ class CheckpointSaver:
             else:
                 self._is_awaited.clear()
                 self._under_way = under_way = Future[None]()
-                threading.Thread(target=self._publish_once_written, args=(checkpoint, under_way), name="saves", daemon=True).start()
+                self._thread = threading.Thread(target=self._publish_once_written, args=(checkpoint, under_way), name="saves", daemon=True)
+                self._thread.start()
 
     def finish(self) -> None:
         """Waits until the save under way, if there is one, is published or has failed."""
@@ -117,6 +123,8 @@ class CheckpointSaver:
             while not all(all(answers.values()) for _, answers in self._ask(PolicyVerbs.is_written)):
                 if self._is_awaited.wait(POLL_INTERVAL_S):
                     break
+                if self._is_abandoned.is_set():
+                    return
             with self._may_fail(pending.step, is_needed=False):
                 self._publish(pending)
         except Exception as error:  # the driver raises it
@@ -126,7 +134,7 @@ class CheckpointSaver:
 
     def _ask(self, verb: Callable[[PolicyVerbs, *Ts], T], *arguments: *Ts) -> list[tuple[ModelName, dict[int, T]]]:
         """Calls a verb of each model that is trained; answers by rank."""
-        limits = {"deadline_s": self._deadline_s, "is_awaited": self._is_awaited}
+        limits = {"deadline_s": self._deadline_s, "is_awaited": self._is_awaited, "is_abandoned": self._is_abandoned}
         return [(model, group.call_behind(verb, *arguments, **limits)) for model, group in self._session.trained_models.items()]
 
     def _publish(self, pending: Checkpoint) -> None:
@@ -140,7 +148,7 @@ class CheckpointSaver:
             hidden_s = max(hidden_s, *(part.hidden_s for part in parts.values()))
         if problems:
             raise OSError(problems[0])
-        if self._is_abandoned:
+        if self._is_abandoned.is_set():
             return
         # A checkpoint whose steps the ledger lacks could not be resumed from.
         self._folder.ledger.flush()
@@ -156,7 +164,7 @@ class CheckpointSaver:
         except TimeoutError:  # the file system does not answer: it would not let go of what has been begun
             raise
         except OSError as error:
-            if self._is_abandoned:
+            if self._is_abandoned.is_set():
                 return
             self._folder.checkpoints.remove_unfinished()
             text = f"the checkpoint of step {step} cannot be written: {error}; the one before it stays"
@@ -166,7 +174,9 @@ class CheckpointSaver:
 
     def abandon(self) -> None:
         """Leaves the save under way as it is: the attempt fails, and its folder may soon be another's."""
-        self._is_abandoned = True
+        self._is_abandoned.set()
+        if self._thread is not None:
+            self._thread.join(ABANDON_S)
 
     def save_last(self, state: RunState) -> None:
         """Saves the state of a run that ends early, unless it has been saved, and waits for it."""
