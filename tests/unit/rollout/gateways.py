@@ -91,9 +91,9 @@ class Running:
         self.gateway = Gateway(EngineServers(ENGINE_KEY), api_key=RUN_KEY, max_model_len=CONTEXT)
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server = http_gate.make_server(self.gateway.app(), has_key=self.gateway.has_key, max_body=self.gateway.max_body)
+        self._server = http_gate.make_server(self.gateway.app(), has_key=self.gateway.has_key, max_body=self.gateway.max_body)
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self._serving = asyncio.run_coroutine_threadsafe(server.serve(sockets=[listener]), self.loop)
+        self._serving = asyncio.run_coroutine_threadsafe(self._server.serve(sockets=[listener]), self.loop)
 
     def call(self, function: Callable[[], T]) -> T:
         async def called() -> T:
@@ -105,6 +105,8 @@ class Running:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(HANG_S)
 
     def stop(self) -> None:
+        self._server.should_exit = True
+        self._serving.result(HANG_S)
         if (client := self.gateway.engines._client) is not None:
             self.run(client.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
