@@ -124,7 +124,7 @@ class CheckpointSaver:
                 if self._is_awaited.wait(POLL_INTERVAL_S):
                     break
                 if self._is_abandoned.is_set():
-                    return
+                    raise InterruptedError("the save is abandoned")
             with self._may_fail(pending.step, is_needed=False):
                 self._publish(pending)
         except Exception as error:  # the driver raises it
