@@ -39,7 +39,7 @@ read_lepton() {
     if [[ -z ${COMMAND:-} ]]; then
         require NUM_NODES GPUS_PER_NODE CONFIG_PATH CHECKPOINT_DIR
         if [[ $CHECKPOINT_DIR != /* ]]; then
-            echo "WARNING: CHECKPOINT_DIR=$CHECKPOINT_DIR is lost with the container, and no other node sees it; name a folder of the mounted storage"
+            fail "CHECKPOINT_DIR=$CHECKPOINT_DIR is lost with the container, and no other node sees it; name a folder of the mounted storage"
         fi
         COMMAND="$(lepton_program) --config $CONFIG_PATH cluster.num_nodes=$NUM_NODES cluster.gpus_per_node=$GPUS_PER_NODE checkpointing.checkpoint_dir=$CHECKPOINT_DIR"
     fi

@@ -30,6 +30,7 @@ LEPTON = {
         (NODE, "GPUS_PER_NODE=8, but nvidia-smi lists 7"),
         (NODE | {"GPUS_PER_NODE": "7", "FI_PROVIDER": "efa"}, "FI_PROVIDER=efa, but this node has no EFA device"),
         (LEPTON, "missing environment variables: CONFIG_PATH CHECKPOINT_DIR;"),
+        (LEPTON | {"CONFIG_PATH": "a.yaml", "CHECKPOINT_DIR": "results"}, "CHECKPOINT_DIR=results is lost with the container"),
         (
             LEPTON | {"CONFIG_PATH": "a.yaml", "CHECKPOINT_DIR": "/mnt/a", "SCRIPT_PATH": "/nowhere.py"},
             "SCRIPT_PATH=/nowhere.py is not there",
