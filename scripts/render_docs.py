@@ -40,7 +40,7 @@ def render_part(path: Path, num_rows: int = 0, column: str = "") -> str:
     With `num_rows`, only the rows with the largest numbers in `column`, whatever their sign.
     """
     if not path.exists():
-        return "Not yet run.\n"
+        return f"`{path.stem}`: not yet run.\n"
     data = json.loads(path.read_text(encoding="utf-8"))
     rows = data["rows"]
     if num_rows:
@@ -48,10 +48,19 @@ def render_part(path: Path, num_rows: int = 0, column: str = "") -> str:
         rows = sorted(rows, key=lambda row: abs(float(row[name] or 0)), reverse=True)[:num_rows]
     columns = list(dict.fromkeys(name for row in data["rows"] for name in row))
     lines = [[name.replace("_", " ") for name in columns], ["---"] * len(columns)]
+    if columns == ["passed", "seconds"]:
+        # Names of tests say nothing that the text around the table does not.
+        return f"{len(rows)} tests passed in {sum(row['seconds'] for row in rows):,} s: `docs/data/{path.name}`. {_origin(data)}\n"
     table = _table(lines + [[_cell(row.get(name)) for name in columns] for row in rows])
-    host, most = data["host"], f"The {len(rows)} largest of {len(data['rows'])} rows; `docs/data/{path.name}` has all. " if num_rows else ""
+    most = f"The {len(rows)} largest of {len(data['rows'])} rows; `docs/data/{path.name}` has all. " if num_rows else ""
+    return f"{table}\n{most}{_origin(data)}\n"
+
+
+def _origin(data: dict) -> str:
+    """Sentence with date, commit, command and host of a measurement."""
+    host = data["host"]
     machine = f"{host['cpu']}, {host['num_cores']} cores, {host['memory_gib']} GiB"
-    return f"{table}\n{most}Measured {data['date']} at commit `{data['commit']}` by `{data['command']}` on {machine}.\n"
+    return f"Measured {data['date']} at commit `{data['commit']}` by `{data['command']}` on {machine}."
 
 
 def faults_table(data_folder: Path) -> str:

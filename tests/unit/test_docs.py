@@ -87,7 +87,7 @@ def test_a_table_is_rendered_from_its_file(tmp_path: Path):
         "# Speed\n\n<!-- data: speed -->\n"
         "| seed | tokens per s | note |\n| --- | --- | --- |\n| 0 | 12.35 | – |\n| 1 | – | cold |\n\n"
         "Measured 2026-01-31 at commit `abc1234` by `scripts/test.sh --long speed` on A CPU, 2 cores, 24 GiB.\n"
-        "<!-- end of data -->\nafter\n\n<!-- data: absent -->\nNot yet run.\n<!-- end of data -->\n"
+        "<!-- end of data -->\nafter\n\n<!-- data: absent -->\n`absent`: not yet run.\n<!-- end of data -->\n"
     )
     assert render_page(rendered, tmp_path) == rendered
     assert parts_of(page) == ["speed", "absent"]
