@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ def messages() -> list[str]:
     return list(dict.fromkeys(message for found in quoted for message in found if " " in message))
 
 
+@cache
 def templates() -> str:
     """Every text of the product's source with gaps where values go, one a line."""
     texts = []
