@@ -205,7 +205,7 @@ def _merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
-    lines = [f"## {title}", "", f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    lines = [f"## {title}", f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
     return "\n".join([*lines, *(f"| {' | '.join(map(_cell, row))} |" for row in rows)]) + "\n"
 
 
