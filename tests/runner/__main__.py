@@ -36,10 +36,11 @@ PARTS: dict[str, list[str]] = {
     "stack": [*PYTEST, "tests/stack", "--ignore=tests/stack/policy"],
     "learn": [*PYTEST, "tests/learn"],
     "policy": [*PYTEST, "tests/stack/policy"],
-    "unit": [*PYTEST, "tests/unit"],
+    "unit": [*PYTEST, "tests/unit", "--ignore=tests/unit/config"],
     "smoke": [*PYTEST, "-m", "smoke", "tests/smoke", "tests/stack/policy/test_layouts.py", "tests/stack/rollout/test_engine.py"],
     "faults": [*PYTEST, "tests/faults"],
     "rehearsal": [*PYTEST, "tests/rehearsal"],
+    "config": [*PYTEST, "tests/unit/config"],
     "cluster": [*PYTEST, "tests/cluster"],
     "types": [sys.executable, "-m", "pyright", "--pythonpath", sys.executable],
     "proof": [*PYTEST, "tests/proof"],
@@ -48,8 +49,8 @@ PARTS: dict[str, list[str]] = {
     "style": ["bash", "-c", f'"{sys.executable}" -m ruff check . && "{sys.executable}" -m ruff format --check .'],
 }
 """Part -> command. Long ones first, so that both workers end at about the same time."""
-QUICK = ("unit", "smoke", "types", "proof", "style")
-BUSY = ("stack", "unit", "smoke", "proof")
+QUICK = ("unit", "smoke", "config", "types", "proof", "style")
+BUSY = ("stack", "unit", "smoke", "config", "proof")
 NEWCOMER_ONLY = ("smoke",)
 """Parts of which the full run has other tests for each claim."""
 
