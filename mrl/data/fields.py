@@ -51,11 +51,12 @@ def optional_text(fields: Fields, key: str) -> str | None:
     return None if fields.get(key) is None else text_of(fields, (key,)).strip()
 
 
-def first_key(fields: Fields, keys: Sequence[str]) -> str:
-    """The first of `keys` that is there and not null. Raises RowError if none is."""
+def first_key(fields: Fields, keys: Sequence[str], setting: str = "") -> str:
+    """The first of `keys` that is there and not null. Raises RowError if none is, which names the setting by which to choose another."""
     key = next((key for key in keys if fields.get(key) is not None), None)
     if key is None:
-        raise RowError(f"no key {' or '.join(keys)} (the row has {', '.join(map(repr, sorted(fields)[:8])) or 'none'})")
+        way = f"; {setting} names another" if setting else ""
+        raise RowError(f"no key {' or '.join(keys)} (the row has {', '.join(map(repr, sorted(fields)[:8])) or 'none'}){way}")
     return key
 
 

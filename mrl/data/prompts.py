@@ -162,7 +162,7 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
 def _check_answer(answer: str, fields: Fields, dataset: DatasetConfig) -> None:
     """Raises RowError if no reply can be compared with the answer of a row."""
     if not answer:
-        key = first_key(fields, answer_keys(dataset))
+        key = first_key(fields, answer_keys(dataset), "data.default.output_key")
         raise RowError(f"{key} is {type(fields[key]).__name__}, with which no reply can be compared; give a text or a number")
     if answer.lower() == "nan":
         raise RowError("the answer is nan, as tables write where none was given; give one, or remove the row")

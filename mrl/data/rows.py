@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 QUESTION_KEYS = ("question", "problem", "prompt", "input")
 INSTRUCTION_KEY = "instruction"
 """Alpaca's rows have the task here, and what it is about, if anything, under `input`."""
-ANSWER_KEYS = ("expected_answer", "answer", "output")
+ANSWER_KEYS = ("expected_answer", "answer", "output", "completion")
 GOLD_MARK = "####"
 """GSM8K writes the solution, this mark, and the gold answer."""
 _THOUSANDS = re.compile(r"[-+$€£ ]*\d{1,3}(,\d{3})+(\.\d+)?[^\d,()\[\]{}]*")
@@ -97,7 +97,10 @@ def _parse_format(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
         return _chat(fields, dataset)
     if isinstance(fields.get("prompt"), list) and isinstance(fields.get("reward_model"), dict):
         return _verl(fields, dataset)
-    return _question(fields, QUESTION_KEYS if dataset.input_key is None else (dataset.input_key,), answer_keys(dataset))
+    question_keys = QUESTION_KEYS if dataset.input_key is None else (dataset.input_key,)
+    # TRL's rows have a conversation where others have its question.
+    key = next((key for key in question_keys if fields.get(key) is not None), "")
+    return _chat(fields, dataset, key) if isinstance(fields.get(key), list) else _question(fields, question_keys, answer_keys(dataset))
 
 
 def parse_pair(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
@@ -216,7 +219,7 @@ def _asked(fields: Fields, question_keys: Sequence[str]) -> tuple[str, tuple[str
     """The question of a row, and the keys that hold it."""
     task = fields.get(INSTRUCTION_KEY)
     if question_keys != QUESTION_KEYS or not isinstance(task, str) or not task.strip():
-        key = first_key(fields, question_keys)
+        key = first_key(fields, question_keys, "data.default.input_key")
         return text_of(fields, (key,)), (key,)
     key = next((key for key in question_keys if fields.get(key) is not None), INSTRUCTION_KEY)
     about = plain_text(fields[key], key)
@@ -225,9 +228,16 @@ def _asked(fields: Fields, question_keys: Sequence[str]) -> tuple[str, tuple[str
     return plain_text(about, INSTRUCTION_KEY), (key, INSTRUCTION_KEY)
 
 
-def _chat(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
-    key, keys = dataset.chat_key, answer_keys(dataset)
+def _chat(fields: Fields, dataset: DatasetConfig, key: str = "") -> ParsedRow:
+    key, keys = key or dataset.chat_key, answer_keys(dataset)
     messages = messages_of(fields.get(key), key)
+    completion = next((name for name in keys if isinstance(fields.get(name), list)), None)
+    if completion is not None:
+        turns = messages_of(fields[completion], completion)
+        if [turn["role"] for turn in turns] != ["assistant"]:
+            raise RowError(f"{completion} must be one message of the assistant; give a longer conversation as {dataset.chat_key}")
+        messages += turns
+        keys = tuple(name for name in keys if name != completion)
     reply = messages.pop() if messages[-1]["role"] == "assistant" else None
     if not any(message["role"] == "user" for message in messages):
         raise RowError(f"{key} has no message of the user before the reply")

@@ -109,6 +109,8 @@ SYSTEM: Fields = {"role": "system", "content": "Be brief."}
         {"question": "q", "answer": "a"},
         {"messages": [user("q"), assistant("a")]},
         {"prompt": [user("q")], "reward_model": {"ground_truth": "a"}},
+        {"prompt": [user("q")], "answer": "a"},
+        {"prompt": [user("q")], "completion": [assistant("a")]},
         {"responses_create_params": {"input": "q"}},
     ],
 )
@@ -119,6 +121,19 @@ def test_system_messages_stand_before_rows_of_all_kinds(fields: Fields):
     if "responses_create_params" not in fields:
         assert "system" not in beside.rest
     assert parse(fields | {"system": ""}, system_key="system").messages == [user("q")]
+
+
+def test_rows_of_trl():
+    """The prompt-only and prompt-completion types of TRL's dataset_formats page, plain and conversational."""
+    plain = parse({"prompt": "The sky is", "completion": " blue."})
+    assert (plain.messages, plain.reply, plain.answer) == ([user("The sky is")], assistant(" blue."), "blue.")
+    asked, turn = [user("What color is the sky?")], assistant("It is blue.")
+    assert parse({"prompt": asked}) == parse({"messages": asked})
+    full = parse({"prompt": asked, "completion": [turn]})
+    assert (full.messages, full.reply, full.answer) == (asked, turn, "It is blue.")
+    assert parse({"prompt": asked, "solution": "42"}, output_key="solution").answer == "42"
+    with pytest.raises(RowError, match="completion must be one message of the assistant; give a longer conversation as messages"):
+        parse({"prompt": asked, "completion": [turn, *asked]})
 
 
 def test_pairs_have_system_messages_and_tools():
@@ -278,7 +293,7 @@ def test_contents_in_parts_and_calls_without_content():
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"answer": "a"}, "no key question or problem or prompt or input (the row has 'answer')"),
+        ({"answer": "a"}, "no key question or problem or prompt or input (the row has 'answer'); data.default.input_key names another"),
         ({}, "(the row has none)"),
         ({"question": "", "answer": "a"}, "question is empty"),
         ({"question": " \n", "answer": "a"}, "question is empty"),
@@ -287,7 +302,7 @@ def test_contents_in_parts_and_calls_without_content():
         ({"question": "q", "answer": ""}, "answer is empty"),
         ({"question": "q", "answer": float("nan")}, "answer is nan"),
         ({"question": "q", "answer": float("inf")}, "answer is inf"),
-        ({"question": ["q"], "answer": "a"}, "question must be a string, not list"),
+        ({"question": ["q"], "answer": "a"}, "question[0] must be an object with role and content, not str"),
         ({"question": "q", "answer": True}, "answer must be a string, not bool"),
         ({"question": "q", "answer": "a", "id": {}}, "id must be a string, not dict"),
         ({"messages": []}, "messages must be a list of messages, not empty"),
