@@ -138,7 +138,7 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
         text = "" if tokenizer is None else rendered(row, tokenizer)
         rest = row.rest | ({"tools": row.tools} if row.tools else {})
         identity = json.dumps([row.messages, row.answer]) if known_dataset(dataset.dataset_name).repeats_rows else None
-        return Parsed(Rendered(text, row.question, row.answer, env_name, json.dumps(rest), teacher), row.row_id, identity)
+        return Parsed(Rendered(text, row.question, row.answer, env_name, json.dumps(rest), teacher), row.row_id, identity, row.unshown)
 
     def rendered(row: ParsedRow, tokenizer: PreTrainedTokenizerBase) -> str:
         messages = row.messages if dataset.processor == GYM_PROCESSOR else with_prompts(row.messages, chat, around="last")

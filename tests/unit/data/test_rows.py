@@ -123,19 +123,6 @@ def test_system_messages_stand_before_rows_of_all_kinds(fields: Fields):
     assert parse(fields | {"system": ""}, system_key="system").messages == [user("q")]
 
 
-def test_rows_of_trl():
-    """The prompt-only and prompt-completion types of TRL's dataset_formats page, plain and conversational."""
-    plain = parse({"prompt": "The sky is", "completion": " blue."})
-    assert (plain.messages, plain.reply, plain.answer) == ([user("The sky is")], assistant(" blue."), "blue.")
-    asked, turn = [user("What color is the sky?")], assistant("It is blue.")
-    assert parse({"prompt": asked}) == parse({"messages": asked})
-    full = parse({"prompt": asked, "completion": [turn]})
-    assert (full.messages, full.reply, full.answer) == (asked, turn, "It is blue.")
-    assert parse({"prompt": asked, "solution": "42"}, output_key="solution").answer == "42"
-    with pytest.raises(RowError, match="completion must be one message of the assistant; give a longer conversation as messages"):
-        parse({"prompt": asked, "completion": [turn, *asked]})
-
-
 def test_pairs_have_system_messages_and_tools():
     tool: Fields = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "strict": None}}
     fields: Fields = {"prompt": "q", "chosen": "a", "rejected": "b", "system": "Be brief.", "tools": [tool]}
