@@ -125,3 +125,22 @@ def test_a_message_of_a_page_is_in_the_source():
             pieces = [piece for line in lines for cell in line for piece in re.split(r"\S*[\d./#]\S*|[():,;]", cell)]
             words = [piece.strip(" =") for piece in pieces if len(piece.split()) > 3]
             assert words and [piece for piece in words if piece not in source] == [], text
+
+
+def checks() -> list[str]:
+    """Every `--check` of a page that needs no file but those of `workplace`."""
+    texts = [page.read_text().replace("\\\n", " ") for page in PAGES]
+    lines = [line for text in texts for line in re.findall(r"^python -m mrl.train (.* --check.*)$", text, re.MULTILINE)]
+    return sorted({line.partition("#")[0].strip() for line in lines if line.startswith("grpo") and MODEL not in line and "|" not in line})
+
+
+@pytest.mark.parametrize("line", checks())
+def test_a_check_of_a_page_refuses_nothing(line: str, workplace: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.copy(workplace / "prepared/tiny/data/train.jsonl", "rows.jsonl")
+    assert check.main(shlex.split(line)) == 0, capsys.readouterr().out
+
+
+def test_the_commands_of_conversion_run_one_after_another(workplace: Path, capsys: pytest.CaptureFixture[str]):
+    (block, *_) = re.findall(r"```bash\n(.*?)```", (DOCS / "conversion.md").read_text(), re.DOTALL)
+    for line in block.splitlines():
+        assert convert(shlex.split(line, comments=True)[3:]) == 0, capsys.readouterr().out
