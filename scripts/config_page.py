@@ -79,7 +79,7 @@ def dialect_tables() -> str:
     """The tables of docs/dialect.md, as Markdown. `--check` says of each key of a file why, and the way out."""
     values = [(f"`{key}`", f"`{old}`", f"`{new}`") for (key, old), new in VALUES.items()]
     by_rules = [(f"`{old}`", "by rules of `mrl/config/dialect/rules.py`") for old in sorted((*REWRITTEN, *TEMPLATE_VARIABLES))]
-    named = [*_renamed(RENAMED | SAME_VALUE), *_renamed(BY_RULE, " by a rule"), *_merged(by_rules)]
+    named = [*_renamed({**RENAMED, **SAME_VALUE}), *_renamed(BY_RULE, " by a rule"), *_merged(by_rules)]
     without = [(_section(key), _written(key, entry)) for key, entry in sorted(NO_EFFECT.items())]
     sections = {name: ", ".join(key for section, key in without if section == name) for name, _ in without}
     refused = [(f"`{key}` ({value})", entry.reason) for (key, value), entry in GPU_VALUES.items()]
