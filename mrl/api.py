@@ -172,7 +172,7 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Refit:
-    """Moves the policy's weights into every engine, and compares every byte there."""
+    """Moves the policy's weights into every engine, and compares checksums over all bytes there."""
 
     _loop: Loop
 

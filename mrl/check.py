@@ -30,7 +30,7 @@ from mrl.data.order import find_few_rows
 from mrl.envs.workers import describe_workers, usable_cores
 from mrl.inputs import Look, look_at_inputs
 from mrl.plan.deadlines import all_deadlines
-from mrl.plan.hardware import local_gpu
+from mrl.plan.hardware import local_gpu, local_memory
 from mrl.plan.plan import prediction
 from mrl.store.checkpoints import RUN_CONFIG, CheckpointStore, find_lost_run, newest_step
 
@@ -164,7 +164,7 @@ def examine(
     checked = Checked(config, migration, problems, path, doubts, unseen=look.unseen)
     if config is not None and config.cluster.gpus_per_node and not (to_evaluate or checked.refused or checked.unchecked):
         try:
-            return replace(checked, prediction=prediction(config, local_gpu()))
+            return replace(checked, prediction=prediction(config, gpu := local_gpu(), local_memory() if gpu else None))
         except ValueError as error:
             problems.append(str(error))
     return checked

@@ -87,7 +87,7 @@ def update_policy(run: Run[Supplier], step: Step, batches: Sequence[Batch]) -> d
 
 
 def refit_engines(run: Run[Supplier], state: RunState, step: Step) -> None:
-    """Counts the step as trained, and has the engines sample from the new weights, every byte of them verified."""
+    """Counts the step as trained, and has the engines sample from the new weights, once checksums over all bytes agree."""
     run.folder.ledger.train(step.number, step.trained, step.dropped)
     state.step, state.metrics = step.number, step.metrics
     if run.config.has_engines:

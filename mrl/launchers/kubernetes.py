@@ -66,6 +66,13 @@ class KubernetesJob:
                 raise ValueError(f"{option} {size}: Kubernetes writes sizes as 384Gi or 384G")
 
 
+def in_bytes(size: str) -> float:
+    """Bytes of a size as Kubernetes writes it, such as 384Gi."""
+    unit = size.lstrip("0123456789.")
+    power = "kMGTP".index(unit[0].replace("K", "k")) + 1 if unit else 0
+    return float(size.removesuffix(unit)) * (1024 if unit.endswith("i") else 1000) ** power
+
+
 def render(job: KubernetesJob) -> str:
     """The service by which nodes find the head, and the job; with commands in a comment that create the secrets they need."""
     labels = {"app": job.name}

@@ -23,7 +23,7 @@ from mrl.config.model import (
 from mrl.config.rules.checks import find_problems
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import RunConfig
-from mrl.plan.hardware import local_gpu
+from mrl.plan.hardware import local_gpu, local_memory
 from mrl.plan.plan import prediction
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,8 @@ def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
         raise ConfigError(problems)
     local = with_local_folders(config)
     if trains and local.cluster.gpus_per_node:
-        logger.info("%s", prediction(local, local_gpu()))
+        gpu = local_gpu()
+        logger.info("%s", prediction(local, gpu, local_memory() if gpu else None))
     # Downloads models of the Hub once nothing else is wrong.
     if missing := [problem for problem in find_missing_weights(config) if not is_downloaded(problem)]:
         raise ConfigError(missing)

@@ -235,6 +235,9 @@ def least_peak(rank: RankMemory) -> float:
     return max(sum(size for name, size in parts.items() if name != "slack") for parts in rank.phases.values())
 
 
+PAGE_CACHE = "model files in the page cache"
+
+
 def host_memory(config: RunConfig, model: PlanModel, states: States) -> Parts:
     """Host memory of the first node: tensors moved off its GPUs, the copy of a checkpoint in writing, page cache of model files, rollouts.
 
@@ -244,7 +247,7 @@ def host_memory(config: RunConfig, model: PlanModel, states: States) -> Parts:
     ranks = config.cluster.slots_per_node
     away = states.optimizer + states.host_optimizer if config.frees_training_memory else states.host_optimizer
     files = {each.folder: each.num_parameters for each in model.by_name.values()}
-    parts = {"optimizer off the GPUs": away * ranks, "model files in the page cache": float(sum(files.values()) * BF16)}
+    parts = {"optimizer off the GPUs": away * ranks, PAGE_CACHE: float(sum(files.values()) * BF16)}
     for name, work in works_beside(config, model).items():
         parts[f"weights of the {name}"] = work.states.weights * ranks
         if role_of(name) != "teacher":

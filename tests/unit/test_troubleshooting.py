@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ def messages() -> list[str]:
     return list(dict.fromkeys(message for found in quoted for message in found if " " in message))
 
 
+@cache
 def templates() -> str:
     """Every text of the product's source with gaps where values go, one a line."""
     texts = []
@@ -109,7 +111,7 @@ def test_messages_of_scripts_are_as_quoted(tmp_path: Path):
     produced = [
         run_script("ray_node.sh", NODE_RANK="0"),
         run_script("ray_node.sh", LEPTON_JOB_NAME="j", LEPTON_JOB_WORKER_INDEX="0", NUM_NODES="1", GPUS_PER_NODE="1", CONFIG_PATH="c",
-                   CHECKPOINT_DIR="results", SCRIPT_PATH="/no/script.py"),
+                   CHECKPOINT_DIR="/mnt/results", SCRIPT_PATH="/no/script.py"),
         run_script("launch_nanov3.sh", WORKSPACE=str(tmp_path), CONTAINER="/no/image.sqsh"),
         run_script("launch_nanov3.sh", WORKSPACE=str(tmp_path), CONTAINER="docker://nvcr.io/nvidia/nemo-rl:v0.4.0.nemotron_3_nano"),
         run_script("launch_nanov3.sh", WORKSPACE=str(tmp_path), CONFIG_PATH="configs/mine.yaml"),
