@@ -74,7 +74,7 @@ class Loop:
 
     @property
     def is_over(self) -> bool:
-        """Whether no step follows: the last is done, a signal or the time limit ends the run, or its validation is good enough."""
+        """True when no step follows: the last is done, a signal or the time limit ends the run, or its validation is good enough."""
         return self.run.is_over
 
     def step_under_way(self) -> Step:

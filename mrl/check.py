@@ -101,7 +101,7 @@ def check_evaluation(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check finds."""
+    """Findings of a check."""
 
     config: RunConfig | None
     """None if not even the algorithm is known. Reading a value that is not known raises NotKnown."""
@@ -118,7 +118,7 @@ class Checked:
 
     @property
     def refused(self) -> list[str]:
-        """What is wrong with the config itself."""
+        """Faults of the config itself."""
         return [problem for problem in self.problems if not isinstance(problem, Unprovided)]
 
     @property
@@ -128,7 +128,7 @@ class Checked:
 
     @property
     def provided(self) -> list[str]:
-        """What this machine lacks, and no rule needs."""
+        """Requirements that this machine lacks, and no rule needs."""
         return [problem for problem in self.problems if isinstance(problem, Unprovided) and not isinstance(problem, Unchecked)]
 
 
@@ -355,12 +355,11 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
 
 @dataclass(frozen=True)
 class Target:
-    """What is evaluated."""
+    """The checkpoint or model that is evaluated."""
 
     config: str
     """Config file that says how."""
     name: str
-    """Of the results."""
     model: Path | None = None
     """Hugging Face folder; None = the config's model."""
     checkpoint: Path | None = None
@@ -372,7 +371,7 @@ class Target:
 
 
 def find_target(name: str, config: str | None) -> Target:
-    """What `name` means: a config, or a folder.
+    """Resolves `name`, a config or a folder.
 
     Raises:
         ValueError: it is a folder of neither kind, or has no checkpoint.

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 CPU_S = 30
 MAX_JUDGED_ROWS = 64
 MAX_FILES = 4
-"""Of a data set of many files: the first, the last, and some between."""
+"""Limit for a data set of many files: the first, the last, and some between."""
 MAX_COMPARED_BYTES = 128 << 20
-"""Of rows that are compared with those of an earlier attempt in a few seconds."""
+"""Limit of rows that are compared with those of an earlier attempt in a few seconds."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # A reply that says the expected answer, as far as an environment knows such a form.
 REPLIES = {"math": "\\boxed{{{answer}}}", "mcqa": "Answer: {answer}\n\\boxed{{{answer}}}", "dapo": "Answer: {answer}"}
@@ -286,7 +286,7 @@ def _score(env_name: str, config: RunConfig, look: Look) -> Score | None:
 
 
 def _fault(score: Score, task: Task, *, has_reply: bool) -> str:
-    """Why no reply can be right; "" if one can, as far as one reply tells. With `has_reply`, the task's is the expected answer."""
+    """Reason why no reply can be right; "" if one can, as far as one reply tells. With `has_reply`, the task's is the expected answer."""
     from mrl.envs.task import RowFault
 
     try:

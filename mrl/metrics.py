@@ -9,12 +9,12 @@ from typing import Literal, NamedTuple
 
 
 class Metric(NamedTuple):
-    """Where a metric is shown. A metric that stands in no table is written to files and loggers, under its own name."""
+    """Places where a metric is shown. A metric that stands in no table is written to files and loggers, under its own name."""
 
     line: str = ""
-    """Of the step's block on the console, the line that shows it if the step has it; see `mrl.store.console`."""
+    """Line of the step's block on the console that shows it; see `mrl.store.console`."""
     text: str = ""
-    """What stands there."""
+    """Text on that line."""
     chart: str = ""
     """Title of the report's chart that draws it."""
     nemo_rl: str = ""
@@ -85,7 +85,7 @@ PREFIXES = {"time/": "timing/train/", "val/": "validation/", "train/mtp_": "trai
 """NeMo RL's for ours, of metrics whose NeMo RL's name is not in the table."""
 
 PERCENTAGES = re.compile(r"train/mtp/mtp_\d+_acceptance_rate")
-"""What NeMo RL logs in percent, by its names; ours are shares."""
+"""Metrics that NeMo RL logs in percent, by its names; ours are shares."""
 
 
 def nemo_rl_names(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -99,7 +99,7 @@ def nemo_rl_names(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def shown_on(line: str, metrics: Mapping[str, float]) -> str:
-    """What a line of the console says of the metrics."""
+    """Text of a console line for these metrics."""
     return ", ".join(shown.text.format(metrics[name]) for name, shown in METRICS.items() if shown.line == line and name in metrics)
 
 
@@ -113,7 +113,7 @@ def charts() -> list[tuple[str, list[str], str]]:
 
 
 def extreme_of(name: str) -> Literal["min", "max"] | None:
-    """How parts of a metric, of rows, ranks or updates, are combined by its name; None where they are added up, or averaged."""
+    """Reduction of a metric over rows, ranks or updates, by its name; None where parts are added up or averaged."""
     words = name.rpartition("/")[2].split("_")
     return "min" if "min" in words else "max" if "max" in words else None
 

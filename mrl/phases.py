@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is resident where in each phase of a run: the one table that policy ranks and colocated engines obey.
+"""Place of each kind of memory in each phase of a run: the one table that policy ranks and colocated engines obey.
 
 Dedicated engines share their memory with nobody: they keep weights and KV cache in all phases; and a policy without other models beside it
 keeps gradients and optimizer.
@@ -22,13 +22,13 @@ Place = Literal["device", "host", "none"]
 
 
 def role_of(model: ModelName) -> Role:
-    """What a model is there for."""
+    """Role of a model."""
     return cast("Role", model.partition(":")[0])
 
 
 @dataclass(frozen=True)
 class Residency:
-    """Where each kind of memory is during a phase. Without a GPU, device and host are the same memory and nothing moves."""
+    """Place of each kind of memory during a phase. Without a GPU, device and host are the same memory and nothing moves."""
 
     weights: Place = "device"
     """The policy's parameters and persistent buffers (the arena). Always on the device: CUDA frees no memory that another process maps, and
@@ -39,7 +39,7 @@ class Residency:
     engine_weights: Place = "none"
     kv_cache: Place = "none"
     teacher_weights: Place = "host"
-    """Of a model that is never trained, so that nothing else of it is kept."""
+    """Place of the weights of a model that is never trained; nothing else of it is kept."""
     critic_weights: Place = "host"
     critic_gradients: Place = "none"
     critic_optimizer: Place = "host"
@@ -96,7 +96,7 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 
 def enter(current: Phase | None, phase: Phase) -> Residency:
-    """What must be resident after entering `phase` from `current`.
+    """Residency after entering `phase` from `current`.
 
     A process starts from None, with `load`. Entering a phase again changes nothing.
 

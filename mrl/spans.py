@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each process of a run does when: one file a process, in Chrome's trace event format, which Perfetto opens.
+"""Timeline of each process of a run: one file a process, in Chrome's trace event format, which Perfetto opens.
 
 Times are those of the host's clock. Without `record_in`, a process records nothing. `show_in` keeps the last span beside that in a small
 file in memory, a sign of life that other processes of the host read even while this one hangs.
@@ -38,7 +38,7 @@ CLOSE_TIMEOUT_S = 10.0
 SIGNS, STACKS = "signs", "stacks"
 """Folders of a run's private folder: a sign of life for each process, and where a process writes its stacks on `STACK_SIGNAL`."""
 STACK_SIGNAL = signal.SIGRTMIN + 5
-"""Of the real-time signals, which no library of the run uses."""
+"""A real-time signal that no library of the run uses."""
 SIGN = struct.Struct("<QQd?16s160s")
 
 Fact = str | int | float
@@ -61,7 +61,7 @@ class Sign:
     num_done: int
     """Spans that it has finished."""
     since: float
-    """When the last span began or ended, a time of `time.monotonic`."""
+    """Time when the last span began or ended (`time.monotonic`)."""
     is_open: bool
     phase: str
     doing: str
@@ -224,7 +224,7 @@ def add(name: str, start: float, lane: str = MAIN, /, **facts: Fact) -> None:
 
 
 def stretch(name: str, start: float, lane: str = MAIN, /, **facts: Fact) -> None:
-    """As `add`, for work in many short calls: those of a lane that follow closely upon each other are one span, until `end_stretch`."""
+    """Adds work in many short calls: calls of a lane that follow each other closely are one span, until `end_stretch`."""
     _show_end(name, lane, facts)
     if _recorder is not None:
         _recorder.stretch(name, start, time.monotonic(), lane, facts)
@@ -270,7 +270,7 @@ def memory_facts() -> dict[str, int]:
 
 
 def name_of(verb: str, *arguments: object) -> str:
-    """What a call of an actor's verb is called."""
+    """Name of a call of an actor's verb."""
     return f"enter {arguments[0]}" if verb == "enter" else verb
 
 

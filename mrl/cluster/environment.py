@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How processes of actors start: environment variables, from the config and from mrl's own shell, their log file, and caches.
+"""Start of actors' processes: environment variables, from the config and from mrl's own shell, their log file, and caches.
 
 Folders of compiled code of torch, Triton and vLLM are run as they are found, so nobody else may write to them. torch's own choice is a
 folder of the temporary folder whose name anybody can guess, and make first.

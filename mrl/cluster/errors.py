@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the driver raises when a process of the run fails, and advice on errors of libraries. Needs no Ray."""
+"""Errors of the driver when a process of the run fails, and advice on errors of libraries. Needs no Ray."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def in_loop(function: Callable[[*Ts], T], *arguments: *Ts) -> T:
-    """What a function returns that the loop's thread calls."""
+    """Runs a function on the loop's thread and returns its result."""
 
     async def call() -> T:
         return function(*arguments)
@@ -47,7 +47,7 @@ def in_loop(function: Callable[[*Ts], T], *arguments: *Ts) -> T:
 
 @contextmanager
 def tasks_ended() -> Iterator[None]:
-    """At the end of the `with` block, ends all that is under way in the loop."""
+    """Ends all tasks of the loop at the end of the `with` block."""
 
     def end() -> None:
         for task in asyncio.all_tasks():
@@ -68,7 +68,7 @@ class News:
 
     def __init__(self) -> None:
         self.heard_at: dict[str, float] = {}
-        """When there was last a sign of life, by what is waited for."""
+        """Time of the last sign of life, by what is waited for."""
         self._error: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None
 
@@ -79,7 +79,7 @@ class News:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Whoever waits, now or later, raises the first error."""
+        """Raises the first error in every present and later wait."""
         self._error = self._error or error
         self._wake()
 

@@ -58,7 +58,7 @@ class EndedRollout:
 
 @dataclass(frozen=True)
 class Progress:
-    """What the gateway has done since its last answer. Payloads come beside, sequence by sequence in the same order."""
+    """Results of the gateway since its last answer. Payloads come beside, sequence by sequence in the same order."""
 
     ended: Mapping[str, tuple[list[RolloutInfo], Verdict, Sequence[int]]]
     num_answered: int
@@ -179,7 +179,7 @@ class AgentGateway(Actors[GatewayActor]):
         self.agents = frozenset(config.env.agents)
         self.news = engines.news
         self.api_key = secrets.token_urlsafe(32)
-        """Of the gateway, for all that is no session."""
+        """Key of the gateway, for requests outside of sessions."""
         self.url: str | None = None
         limits = {"max_fruitless_restarts": MAX_FRUITLESS_RESTARTS, "num_calls": 2}
         self.book = RequestBook[AgentTask, EndedRollout](GATEWAY, 1, self._run, self._restart, news=self.news, **limits)

@@ -93,7 +93,7 @@ class Lookouts:
 
 
 def _answer(get: Callable[[], list]) -> list:
-    """What `get` returns; nothing if the actor has died, which Ray reports to those who wait for it."""
+    """Returns the result of `get`; nothing if the actor has died, which Ray reports to those who wait for it."""
     try:
         return get()
     except RayError:

@@ -19,7 +19,7 @@ class Member:
     port: int
 
     def loss(self) -> str:
-        """Why nothing on the node can be reached any more; "" if the daemon takes connections."""
+        """Reason why nothing on the node can be reached any more; "" if the daemon takes connections."""
         try:
             socket.create_connection((self.address, self.port), timeout=CONNECT_TIMEOUT_S).close()
         except ConnectionRefusedError:
@@ -30,11 +30,11 @@ class Member:
 
 
 members: list[Member] = []
-"""Of the cluster that this process has joined; none of a private one."""
+"""Nodes of the cluster that this process has joined; none of a private one."""
 
 
 def lost_nodes() -> str:
-    """Those nodes of the cluster that are lost, for a message; "" if none is."""
+    """Lost nodes of the cluster, for a message; "" if none is."""
     if not members:
         return ""
     with ThreadPoolExecutor(len(members)) as pool:

@@ -91,7 +91,7 @@ def _answer(question: Callable[..., object], name: str, arguments: tuple[object,
 
 
 def clock_offsets(nodes: list[Node], *, deadline_s: float) -> dict[str, tuple[float, float]]:
-    """By name, the seconds by which the clocks of nodes that answer are ahead of this one, and the uncertainty; of the quickest answer."""
+    """Seconds, by node, by which its clock is ahead of this one, and their uncertainty; taken from the quickest answer."""
     task = ray.remote(read_clock)
     offsets: dict[str, tuple[float, float]] = {}
     for node in nodes:

@@ -61,7 +61,7 @@ class PolicyActor:
         self.listener: socket.socket | None = None
 
     def address(self, ports: range) -> tuple[str, int]:
-        """Where all ranks meet, at this one; keeps the port until then."""
+        """Address at which all ranks meet this one; keeps the port until then."""
         self.listener = hold_port(ports)
         return ray.util.get_node_ip_address(), self.listener.getsockname()[1]
 
@@ -227,7 +227,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         is_awaited: threading.Event,
         is_abandoned: threading.Event,
     ) -> dict[int, T]:
-        """As `call`, from another thread than the loop's: however long the ranks do what that asks of them, until `is_awaited`.
+        """Does as `call`, from another thread than the loop's: however long the ranks do what that asks of them, until `is_awaited`.
 
         InterruptedError: `is_abandoned` before. Ray ends a process in which a thread calls it after it has been shut down.
         """

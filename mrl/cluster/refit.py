@@ -124,7 +124,7 @@ class Refitter:
             self._point_at_sources([index])
 
     def worker_refits(self, engine: int) -> list[WorkerRefit]:
-        """What each worker of a colocated engine needs: the schedule's inputs, and the memory of the trainer ranks that it reads."""
+        """Inputs of each worker of a colocated engine: the schedule's inputs, and the memory of the trainer ranks that it reads."""
         return [WorkerRefit(self.inputs, slot, handles_for(self.schedule, slot, self._handles)) for slot in self.slots[engine]]
 
     def _refit(self, engines: Sequence[int], *, witness: Digests | None = None, died: int | None = None) -> RefitReport:
@@ -232,7 +232,7 @@ class Refitter:
 
 
 def unanswered(pending: Mapping[ActorName, ray.ObjectRef], *, within_s: float) -> list[ActorName]:
-    """Those actors that do not answer."""
+    """Actors that do not answer in time."""
     _, silent = ray.wait(list(pending.values()), num_returns=len(pending), timeout=within_s)
     return [name for name, reference in pending.items() if reference in silent]
 

@@ -63,7 +63,7 @@ RAY_LIMITS = {
     "RAY_agent_register_timeout_ms": 1000,
     "RAY_gcs_rpc_server_reconnect_timeout_s": 1,
 }
-"""What Ray gives its own processes to start, by the units of a second, and the others after the death of its head, in which a run saves.
+"""Time that Ray gives its own processes to start, and the other processes after the death of its head, in which a run saves.
 Its defaults, of 15 to 60 s, are too short for a busy host."""
 MAX_REASON = 300
 

@@ -45,7 +45,7 @@ class PolicySession:
 
     @property
     def trained_models(self) -> Mapping[ModelName, PolicyGroup]:
-        """What a checkpoint holds."""
+        """Models that a checkpoint holds."""
         return {"policy": self.policies}
 
     def saving(self) -> AbstractContextManager[None]:
@@ -72,7 +72,7 @@ class RolloutSession:
 
     @property
     def trained_models(self) -> Mapping[ModelName, PolicyGroup]:
-        """What a checkpoint holds."""
+        """Models that a checkpoint holds."""
         groups = {"policy": self.policies, **self.models_beside}
         return {model: groups[model] for model in self.config.trained_models}
 

@@ -65,7 +65,7 @@ class Process:
 
 
 def read_process(pid: int, task: str = "") -> Process | None:
-    """What /proc/PID/stat says, or that of a task of the process, see proc(5); None if it has ended."""
+    """Reads /proc/PID/stat, or that of a task of the process, see proc(5); None if it has ended."""
     try:
         head, _, rest = Path(f"/proc/{pid}/{task}stat").read_text(errors="replace").rpartition(")")
     except OSError:
@@ -153,7 +153,7 @@ def read_stacks(folder: Path) -> Stacks:
 
 
 def writes_stacks(pid: int) -> bool:
-    """Whether a process handles `STACK_SIGNAL`, which would end any other: one that has got the id of a process that has ended."""
+    """True when a process handles `STACK_SIGNAL`, which would end any other: one that has got the id of a process that has ended."""
     try:
         handled = re.search(r"^SigCgt:\s+(\w+)$", Path(f"/proc/{pid}/status").read_text(errors="replace"), re.MULTILINE)
     except OSError:
@@ -275,7 +275,7 @@ class Watchdog:
             self._end(f"{self._asked[1]} asked the run to end {now - self._asked[0]:.0f} s ago, and it hangs: {reason}")
 
     def _never_ends(self, finding: Hang | None) -> bool:
-        """Whether the driver is in a wait without a limit. A file system may answer yet, and let it save."""
+        """True when the driver is in a wait without a limit. A file system may answer yet, and let it save."""
         is_known = finding is not None and all(reading.state != UNINTERRUPTIBLE for reading, _ in finding.suspects)
         return is_known and not hangs.waits
 
@@ -292,7 +292,7 @@ class Watchdog:
             self._say(logging.WARNING, f"The run hangs: {text}")
 
     def _keep_stacks(self) -> tuple[dict[tuple[str, int], str], Path]:
-        """Where each process is, by the key of its reading, and the file with the stacks of all of them."""
+        """Writes the stacks of all processes to a file; returns where each is, by the key of its reading, and the file."""
         stacks = read_stacks(self._folder)
         if self._lookouts is not None:
             with suppress(TimeoutError):  # without the raylet of this node, whose stop is told without them

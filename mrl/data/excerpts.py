@@ -34,11 +34,11 @@ class Excerpt:
     """Rows of one file, in its order."""
 
     records: list[Record]
-    """Those of a very large file have the number 0."""
+    """Records; those of a very large file have the number 0."""
     is_whole: bool = False
-    """Whether these are all rows."""
+    """True when these are all rows."""
     is_cut: bool = False
-    """Whether nothing of the end of the file is among them."""
+    """True when the end of the file is missing."""
 
 
 def excerpt(path: Path) -> Excerpt:

@@ -16,7 +16,7 @@ Message = dict[str, object]
 
 
 class RowError(Exception):
-    """What is wrong with one row."""
+    """A fault of one row."""
 
 
 def json_object(line: bytes) -> Fields:

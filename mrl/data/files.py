@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files hold a data set: one file, a folder that `datasets` saved, a folder of files, or a data set of the Hugging Face Hub."""
+"""Files of a data set: one file, a folder that `datasets` saved, a folder of files, or a data set of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMS = (".parquet", ".arrow", ".jsonl", ".json")
-"""Where a folder has a data set in several forms, all have the same rows: the first of these is read."""
+"""Forms in order of preference: a folder that has several holds the same rows in each."""
 
 
 def find_data_files(dataset: DatasetConfig, *, setting: str) -> list[Path]:
@@ -53,7 +53,7 @@ def _local_files(path: Path, dataset: DatasetConfig, setting: str) -> list[Path]
 
 
 def is_here(dataset: DatasetConfig, *, setting: str) -> bool:
-    """Whether `find_data_files` finds a data set without a download."""
+    """True when `find_data_files` finds a data set without a download."""
     if os.path.exists(dataset.source):
         return True
     try:

@@ -8,9 +8,9 @@ from mrl.data.fields import ROLES, Fields, Message, RowError, calls_of, content_
 REQUEST = "responses_create_params"
 """Key of the request in a row."""
 KEYS = ("role", "tool_calls", "tool_call_id")
-"""Of a message in a request, what a template sees beside its content."""
+"""Fields of a message that a template sees beside its content."""
 ORDER = ("name", "description", "parameters")
-"""Of a function's fields, as templates get them from Gym."""
+"""Fields of a function, as templates get them from Gym."""
 LEADING = ("system", "developer")
 """Roles of a message that stands before a conversation."""
 

@@ -37,7 +37,7 @@ class SequenceCost:
     per_token: float
     per_token_squared: float
     scan_per_token: float = 0.0
-    """Of the scans of Mamba layers, which `of` leaves out: rows have always been planned without them."""
+    """Cost of Mamba scans, which `of` leaves out: rows have always been planned without them."""
 
     def of(self, length: int) -> float:
         """Operations for a sequence of `length` tokens."""
@@ -232,7 +232,7 @@ def modified_first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> Ro
 PACKERS: dict[str, Callable[[Sequence[int], int], Rows]] = {
     packer.__name__: packer for packer in (concatenative, first_fit_shuffle, first_fit_decreasing, modified_first_fit_decreasing)
 }
-"""By the name that NeMo RL gives the algorithm."""
+"""Keys by NeMo RL's name of the algorithm."""
 
 
 def _sorted(lengths: Sequence[int]) -> list[Item]:

@@ -69,7 +69,7 @@ class Parsed(Generic[Value]):
 
 @dataclass(frozen=True)
 class Reader(Generic[Value]):
-    """How to read one data set; its config key and where it lies are for messages. `parse` raises RowError if it cannot use the row."""
+    """Reader of one data set; its config key and where it lies are for messages. `parse` raises RowError if it cannot use the row."""
 
     setting: str
     source: str
@@ -331,7 +331,7 @@ def _with_progress(path: Path, setting: str) -> Iterator[Record]:
 
 
 def complaints(left_out: LeftOut, name: str, data: DataConfig, *, is_whole: bool = True) -> tuple[list[str], list[str]]:
-    """Why a data set is refused, if it is, and what else is to be said of the rows that are left out. `name` is its key and place.
+    """Reasons to refuse a data set, and warnings about the rows that are left out. `name` is its key and place.
 
     Without `is_whole`, `left_out` is of some of its rows, and rules about shares of all rows refuse nothing.
     """

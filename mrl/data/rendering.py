@@ -67,7 +67,7 @@ def write(
     *,
     add_generation_prompt: bool,
 ) -> str:
-    """What the chat template makes of a conversation; a RowError says that it refuses it."""
+    """Renders a conversation by the chat template. RowError: the template refuses it."""
     # Templates take what transformers' annotations leave out: contents and tools of any JSON.
     messages: Any = list(conversation.messages)
     extra: dict[str, Any] = {**(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
@@ -156,7 +156,7 @@ def _wrapped(function: Fields) -> Fields:
 
 
 def lost_part(conversation: Conversation, text: str, *, names_tools: bool = False) -> str | None:
-    """What of a conversation is not in its rendered text, in words; None if all is there, white space aside."""
+    """Describes what a rendered text lacks of its conversation; None if all is there, white space aside."""
     for _, what, arguments in _calls(conversation.messages):
         if isinstance(arguments, str):
             is_lost = arguments not in text
@@ -189,7 +189,7 @@ def lost_part(conversation: Conversation, text: str, *, names_tools: bool = Fals
 
 
 def _parts(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
-    """What has to stand in the text of a conversation, and what to call it.
+    """Parts that the text of a conversation must hold, with their names.
 
     Templates drop thoughts of earlier turns on purpose; those of a last message of the assistant are learned.
     """
@@ -227,7 +227,7 @@ def _texts(arguments: object) -> Iterator[str]:
 
 @lru_cache(maxsize=8)
 def _shows_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Whether the template tells of tools. If not, it is said once: environments may need a row's tools all the same."""
+    """True when the template shows tools. If not, warns once: environments may need a row's tools all the same."""
     schema = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
     tools: Any = [{"type": "function", "function": {"name": _MARK, "description": "x", "parameters": schema}}]
     try:

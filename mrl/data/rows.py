@@ -46,7 +46,7 @@ class ParsedRow:
     reply: Message | None = None
     """The assistant's turn that the row shows; None where it shows none."""
     answer: str = ""
-    """What a right reply amounts to; empty where the row says it in other fields."""
+    """Expected answer; empty where the row has it in other fields."""
     tools: list[Fields] = field(default_factory=list)
     """In OpenAI's chat format."""
     rest: Fields = field(default_factory=dict)
@@ -135,7 +135,7 @@ def _parse_pair_format(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
 
 
 def other_kind(fields: Fields, dataset: DatasetConfig, *, reads_pairs: bool, reads_gym: bool) -> str:
-    """What a row seems to be that the algorithm does not read, as the end of a message; "" if its keys do not tell."""
+    """Kind of row that the algorithm does not read, as the end of a message; "" if the keys do not tell."""
     is_pair = {dataset.chosen_key, dataset.rejected_key} <= fields.keys() or bool({"overall_preference", "completions"} & fields.keys())
     if is_pair and not reads_pairs:
         return "; it looks like a pair of replies, which algorithm=dpo and algorithm=rm read"
@@ -192,7 +192,7 @@ def _row(fields: Fields, used: Sequence[str], messages: list[Message], reply: Me
 
 
 def gold_of(answer: str) -> str:
-    """What a right reply amounts to: of an answer with `GOLD_MARK` what follows it, if that is one thing; else the whole text."""
+    """Expected answer: the part after `GOLD_MARK` if there is one such part, else the whole text."""
     gold = answer.rpartition(GOLD_MARK)[2].strip()
     first, _, rest = gold.partition("\n")
     first = first.strip()

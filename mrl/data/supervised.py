@@ -55,7 +55,7 @@ class SupervisedData:
 
 @dataclass(frozen=True)
 class ConversationFormat:
-    """How a conversation becomes tokens; the fields are the config keys of these names."""
+    """Conversion of a conversation to tokens; the fields are the config keys of these names."""
 
     add_bos: bool
     add_eos: bool
@@ -81,7 +81,7 @@ def load_examples(config: RunConfig) -> SupervisedData:
 
 
 def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> Reader[Example]:
-    """How a run reads the examples of a data set. Without a tokenizer they have no tokens, and may be too long."""
+    """Reader of a data set's examples. Without a tokenizer they have no tokens, and may be too long."""
     data, template_kwargs = config.data, config.policy.tokenizer.chat_template_kwargs
     chat = load_chat_format(dataset, data.default, key, template_kwargs=template_kwargs)
     how = ConversationFormat(

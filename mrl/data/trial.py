@@ -22,7 +22,7 @@ T = TypeVar("T")
 # Of the processor, so that a busy host changes nothing; templates take milliseconds.
 CPU_S = 5
 MEMORY_BYTES = 2**31
-"""On top of what this process has."""
+"""Memory on top of this process's own."""
 
 # A child that neither computes nor ends, which a template cannot bring about.
 STUCK_S = 300.0
@@ -52,7 +52,7 @@ def try_template(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[st
 
 
 def within_limits(function: Callable[[], T], *, cpu_s: int) -> T:
-    """What a function returns, or raises, in a child that may take so many seconds of a processor. Overrun: it takes more, or too much
+    """Runs a function in a child that may take so many seconds of a processor. Overrun: it takes more, or too much
     memory."""
     with tempfile.TemporaryFile() as file:
         if (child := os.fork()) == 0:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Ending = Literal["over", "out of context"]
-"""Why a rollout has no further turn: nobody says more, or it would not fit. The latter truncates the rollout."""
+"""Reason for the end of a rollout: nobody says more, or it would not fit. The latter truncates the rollout."""
 MARKUP = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
     *("<TOOLCALL>", "</TOOLCALL>", "[TOOL_CALLS]", "[ARGS]"),

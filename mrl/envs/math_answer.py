@@ -55,11 +55,11 @@ class Value(NamedTuple):
 
     kind: Literal["sum", "relation", "word", "list", "seq", "set", "union", "matrix", "row", "all named", "named"]
     parts: tuple[Value, ...] = ()
-    """Of a set and a union in one fixed order; of a matrix its rows; of `all named` each `named`, which has one part."""
+    """Parts of a set or union in one fixed order; rows of a matrix; of `all named` each `named`, which has one part."""
     text: str = ""
     """The word; the sign of a relation; the name of what is named; of a seq its brackets, as in `(]`, or the colons of a ratio."""
     sum: Sum = ZERO
-    """Of a sum and a relation, of which it is the difference of the sides."""
+    """Difference of the sides, for a sum and a relation."""
 
 
 @dataclass

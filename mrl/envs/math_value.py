@@ -111,10 +111,10 @@ class Size:
     """Elements of lists, sets and unions."""
     digit_run: int
     is_eager: bool
-    """Whether parsing it already computes with numbers that may be large."""
+    """True when parsing already computes with numbers that may be large."""
 
     def fits(self, expected: Size) -> bool:
-        """Whether it is small, or no larger than the expected answer."""
+        """True when the value is small, or no larger than the expected answer."""
         return all(mine <= max(most, theirs) for mine, most, theirs in zip(astuple(self), SMALL, astuple(expected), strict=True))
 
 

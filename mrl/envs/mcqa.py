@@ -107,7 +107,7 @@ def choose_as_gym(text: str, options: Mapping[str, str], patterns: list[re.Patte
 
 
 def boxed(text: str) -> str:
-    """What the last `\\boxed{}` holds, braces within included; empty if there is none, or it does not end."""
+    """Content of the last `\\boxed{}`, braces within included; empty if there is none, or it does not end."""
     inner, depth = text.rpartition("\\boxed{")[2] if "\\boxed{" in text else "", 1
     for index, character in enumerate(inner):
         depth += (character == "{") - (character == "}")

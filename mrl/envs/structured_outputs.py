@@ -65,7 +65,7 @@ def score(task: Task) -> Outcome:
 
 
 def _payload(task: Task, fields: Mapping[str, object]) -> object:
-    """What the one call of the row's tool hands over; a ValueError if there is none."""
+    """Arguments of the one call of the row's tool. ValueError: there is none."""
     calls = tool_calls(task.reply, declared_tools(fields), task.tool_parser)
     name, key = fields.get("tool_name"), fields.get("tool_payload_key")
     if len(calls) != 1 or calls[0].error or (name and calls[0].name != name) or (key and key not in calls[0].arguments):

@@ -43,7 +43,7 @@ class Task:
     row: str = "{}"
     """The row's other fields for its environment: a JSON object, as text."""
     has_parser: bool = False
-    """Whether NeMo Gym would grade what the run's reasoning parser leaves of the turns."""
+    """True when NeMo Gym would grade the turns as the run's reasoning parser leaves them."""
     tool_parser: str = DEFAULT_TOOL_PARSER
     """vLLM's name of the format in which the model calls tools."""
 
@@ -107,10 +107,10 @@ class Environment:
     allowances: tuple[Allowance, ...] = ()
     """Rights of the children beyond computing and reading."""
     blames_text: bool = False
-    """Whether the function is written to judge any text at all, so that a text that makes it fail gets reward 0 and no mask. A user's own
+    """True when the function can judge any text at all, so that a text that makes it fail gets reward 0 and no mask. A user's own
     function may fail by its own mistake, or because a server that it asks does not answer."""
     name: str = ""
-    """What rows call it."""
+    """Name in rows."""
 
     def __str__(self) -> str:
         return str(self.options.get("function", self.factory))

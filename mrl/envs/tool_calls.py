@@ -23,11 +23,11 @@ class ToolCall:
     name: str
     arguments: Mapping[str, object]
     error: str = ""
-    """Why it cannot be carried out; then name and arguments are as far as they could be read."""
+    """Reason why it cannot be carried out; then name and arguments are as far as they could be read."""
 
 
 Types = Mapping[str, Mapping[str, object]]
-"""By tool and argument, what a row declares."""
+"""Types that a row declares, by tool and argument."""
 
 
 def declared_tools(fields: Mapping[str, object]) -> list[object]:
@@ -166,4 +166,4 @@ READERS: Mapping[str, Callable[[str, Types], list[ToolCall]]] = {
     **dict.fromkeys(("llama3_json", "llama4_json"), _llama_json),
     "mistral": _mistral,
 }
-"""By the name of vLLM's parser; `mrl.config.schema.env` lists the names."""
+"""Parsers by their name in vLLM; `mrl.config.schema.env` lists the names."""

@@ -327,7 +327,7 @@ TOOLS: Mapping[str, Tool] = {
     f"{_CRM}_add_customer": partial(create, "customers", _NEEDED_OF_CUSTOMERS, _OTHERS_OF_CUSTOMERS),
     f"{_CRM}_delete_customer": partial(delete, "customers"),
 }
-"""By the names that rows of the Nemotron-3-Nano blend declare."""
+"""Tools by the names that rows of the Nemotron-3-Nano blend declare."""
 
 
 def environment(config: EnvConfig) -> Environment:

@@ -25,9 +25,9 @@ class JudgedStep:
     """A step's sequences as the critic has judged them."""
 
     batches: Sequence[Batch]
-    """Of the critic's own updates: the same sequences in the same order."""
+    """Batches of the critic's own updates: the same sequences in the same order."""
     values: Mapping[int, PayloadRef]
-    """By place in the step; the values stay on the ranks of the critic until those of the policy pull them."""
+    """Values by position in the step; they stay on the ranks of the critic until those of the policy pull them."""
 
 
 @dataclass(frozen=True)

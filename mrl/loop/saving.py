@@ -46,7 +46,7 @@ class CheckpointSaver:
         self._session = session
         self._under_way: Future[None] | None = None
         self._is_awaited = threading.Event()
-        """Whether the driver waits for the save under way: only then its waits have deadlines, beside what the loop asks of the ranks."""
+        """Set while the driver waits for the save under way: only then do the save's calls have deadlines."""
         self._is_abandoned = threading.Event()
         self._thread: threading.Thread | None = None
         self._hidden_s: float | None = None

@@ -56,7 +56,7 @@ ORIGINS: Mapping[str, Origin] = {
     "nano_v3_sft_profiled_dapo17k": Origin("BytedTsinghua-SIA/DAPO-Math-17k", "dapo-math-17k", ""),
     "nano_v3_sft_profiled_skywork_no_omni": Origin("Skywork/Skywork-OR1-RL-Data", "skywork", "math"),
 }
-"""By the `dataset` of the placeholders."""
+"""Values by the `dataset` of the placeholders."""
 
 
 @dataclass

@@ -89,7 +89,7 @@ class Addition:
 
     @property
     def carries(self) -> bool:
-        """Whether the units add up to ten or more."""
+        """True when the units add up to ten or more."""
         return self.left % 10 + self.right % 10 >= 10
 
     @property

@@ -31,7 +31,7 @@ from mrl.types import RunState
 logger = logging.getLogger(__name__)
 
 RUN_CONFIG = "config.yaml"
-"""Beside the checkpoints: the config of the newest attempt."""
+"""Config of the newest attempt, beside the checkpoints."""
 MANIFEST = "manifest.json"
 MARKER = "COMPLETE"
 STATE = "training_info.json"
@@ -40,7 +40,7 @@ LEDGER = "ledger.jsonl"
 DAMAGED, REMOVED = "damaged_", "tmp_old_"
 """Begin the names of folders that are no checkpoints any more."""
 MODEL_FOLDERS: Mapping[ModelName, str] = {"policy": "policy", "critic": "value"}
-"""Of the models that runs train, in a checkpoint. Names as in NeMo RL."""
+"""Folders of the trained models in a checkpoint. Names as in NeMo RL."""
 STEP_FOLDER = re.compile(r"step_(\d+)")
 SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 """The file of a rank: nearly all bytes of a checkpoint are in these."""
@@ -226,7 +226,7 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
 
 
 def find_lost_run(folder: Path, *, before: float = math.inf) -> str:
-    """Why a run does not begin in a run folder: it had checkpoints, and none before step `before` is whole; "" if nothing is lost.
+    """Reason not to begin a run in a run folder: it had checkpoints, and none before step `before` is whole; "" if nothing is lost.
 
     Changes nothing: a file system that is mounted wrongly makes all of them look damaged.
     """
@@ -246,7 +246,7 @@ def find_lost_run(folder: Path, *, before: float = math.inf) -> str:
 
 
 def _was_complete(folder: Path) -> bool:
-    """Whether a folder is what is left of a checkpoint, as far as can be told, and not of a save that was interrupted."""
+    """True when a folder seems to be the rest of a whole checkpoint, and not of an interrupted save."""
     try:
         return not {MARKER, MANIFEST}.isdisjoint(os.listdir(folder))
     except OSError:

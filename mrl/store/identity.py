@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run may not silently exchange when it resumes: its model, teacher and tokenizer, and the order of its data, each by content."""
+"""Check that a resumed run has the same inputs: its model, teacher and tokenizer, and the order of its data, each by content."""
 
 from __future__ import annotations
 
@@ -128,9 +128,8 @@ def check_identity(file: Path, identity: Identity, *, allowed: Sequence[str], re
 def find_changes(
     file: Path, identity: Identity, *, allowed: Sequence[str], resumes_at: int, names: Iterable[str] = KEYS
 ) -> tuple[list[str], list[str]]:
-    """What a run that resumes would exchange: what refuses it, and what `allowed` names. `UNKNOWN` equals all.
-
-    ValueError: the file is damaged, and its copy in the checkpoint, too.
+    """Changed inputs of a run that resumes: those that refuse it, and those that `allowed` names. `UNKNOWN` equals all. ValueError: the
+    file is damaged, and its copy in the checkpoint, too.
     """
     before, refused, said = (_read(file, resumes_at) if resumes_at else None) or identity, list[str](), list[str]()
     for name in names:

@@ -83,7 +83,7 @@ class Ledger:
         within(WRITE_TIMEOUT_S, f"write of {path}", path.write_text, text, encoding="utf-8")
 
     def find_obstacle(self, to_step: int, copy: Path | None) -> str:
-        """Why the run cannot go on from the checkpoint of `to_step`, whose copy of the ledger is at `copy` (None: it has none); else ""."""
+        """Reason not to resume from the checkpoint of `to_step`, whose copy of the ledger is at `copy` (None: it has none); else ""."""
         if not to_step or (copy is not None and copy.exists()) or not (problem := self._find_problem(to_step, None)):
             return ""
         way_out = "move it away to go on from the one before it, or start in an empty checkpointing.checkpoint_dir"

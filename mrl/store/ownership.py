@@ -101,7 +101,7 @@ class Ownership:
         raise ValueError(f"{file} changes hands all the time, or leads nowhere; look at it, and remove it if no run uses this folder")
 
     def _create(self, file: Path) -> bool:
-        """Whether this process has made `file`, which did not exist, with its name in it."""
+        """Creates `file` with this process's name in it; False if it existed."""
         aside = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
         try:
             aside.write_text(self._text(), encoding="utf-8")

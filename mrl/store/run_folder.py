@@ -172,7 +172,7 @@ class RunFolder:
             raise NoWholeCheckpoint(lost)
 
     def pass_over(self, checkpoint: Checkpoint, damage: str) -> Checkpoint | None:
-        """As `newest_checkpoint`, after a checkpoint that has turned out to be damaged, which is set aside."""
+        """Sets a damaged checkpoint aside and finds the newest one before it."""
         self.checkpoints.set_aside(checkpoint, damage)
         return self.newest_checkpoint(before=checkpoint.step)
 

@@ -113,7 +113,7 @@ def _short(values: Sequence[float]) -> list[float]:
 
 
 def _mask_reason(verdict: Verdict, sequence: TrainSequence | None) -> str | None:
-    """Why the driver keeps a rollout out of the loss; None if it does not."""
+    """Reason why the driver keeps a rollout out of the loss; None if it does not."""
     if not verdict.is_valid:
         return f"{verdict.status}: {verdict.reason}" if verdict.reason else verdict.status
     return "grpo.overlong_filtering" if sequence is not None and not sequence.is_valid else None

@@ -24,7 +24,7 @@ from mrl.types import Batch, Proposals, RolloutGroup
 logger = logging.getLogger(__name__)
 
 PEAK_TFLOPS = {"A100": 312.0, "H100 80GB HBM3": 989.5, "H200": 989.5, "GB200": 2450.0, "GB300": 2450.0, "B200": 2250.0, "B300": 2250.0}
-"""Of dense bfloat16 products, by a part of the device's name: NVIDIA's data sheets, with NeMo RL's numbers."""
+"""Peak of dense bfloat16 products, by a part of the device's name: NVIDIA's data sheets, with NeMo RL's numbers."""
 
 
 class Clock:
@@ -90,7 +90,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], grpo: GrpoConfig, *, seconds
 
 
 def _speculation_metrics(proposals: Sequence[Proposals]) -> dict[str, float]:
-    """How good proposed tokens were, if any were proposed; the rate is of tokens, the length of tokens that one forward pass gave."""
+    """Quality of proposed tokens, if any were proposed: the share accepted, and the mean length from one forward pass."""
     total = functools.reduce(Proposals.plus, proposals, Proposals())
     if not total.num_tokens:
         return {}
@@ -188,7 +188,7 @@ def warn_of_bounded_ratios(metrics: Mapping[str, float]) -> None:
 
 
 def is_good_enough(grpo: GrpoConfig, metrics: Mapping[str, float]) -> bool:
-    """Whether a validation among the metrics reached `grpo.stop_at_validation_threshold`; ValueError: it lacks the metric of that name."""
+    """True when a validation among the metrics reached `grpo.stop_at_validation_threshold`. ValueError: it lacks that metric."""
     name, threshold = grpo.stop_at_validation_metric, grpo.stop_at_validation_threshold
     measured = {key.removeprefix("val/"): value for key, value in metrics.items() if key.startswith("val/")}
     if name is None or threshold is None or not measured:

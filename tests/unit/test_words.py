@@ -15,8 +15,8 @@ UNCLEAR = """And As At Because Beside But By How If Like Nor Of On Or So Than Th
 Whether Which While Who Whoever Whom Whose Why Yet""".split()
 HELD = ("conversion", "mrl", "tests/stack/policy", *(f"tests/unit/{folder}" for folder in ("conversion", "plan", "policy", "refit")))
 # Their docstrings are still to be mended; this list only becomes shorter, and that of folders longer.
-NOT_YET = """mrl/api.py mrl/check.py mrl/cluster mrl/data mrl/env.py mrl/envs mrl/inputs.py mrl/loop mrl/metrics.py mrl/phases.py
-mrl/recipes mrl/rollout mrl/signals.py mrl/spans.py mrl/startup.py mrl/store mrl/types.py""".split()
+NOT_YET = """mrl/cluster/book.py mrl/cluster/engines.py mrl/cluster/rewards.py mrl/envs/pool.py mrl/envs/scorer.py mrl/envs/workers.py
+mrl/loop/rollout_queue.py mrl/rollout""".split()
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:

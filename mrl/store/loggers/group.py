@@ -36,7 +36,7 @@ class Memory:
     """The file `loggers.json`: what a resumed run has to know."""
 
     started_at: float
-    """When the first attempt began, seconds since 1970: host metrics count from there."""
+    """Start of the first attempt, seconds since 1970: host metrics count from there."""
     last_step: int = -1
     """The last step that any attempt has logged. Services cannot take a step back, so none gets a step again."""
     run_ids: dict[str, str] = field(default_factory=dict)

@@ -39,7 +39,7 @@ class LoggedRun:
     config: dict[str, object]
     """The resolved config, without secrets."""
     secrets: frozenset[str] = frozenset()
-    """Those of the config, which the service must not get."""
+    """Secrets of the config, which the service must not get."""
     new_id: str = field(default_factory=lambda: secrets.token_hex(4))
     """An id for a run that has none."""
 
@@ -90,5 +90,5 @@ def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 
 
 def command_has_secret(config_secrets: frozenset[str]) -> bool:
-    """Whether this process's command line holds a secret, as an override of the config may: services must not record it then."""
+    """True when this process's command line holds a secret, as an override of the config may: services must not record it then."""
     return any(redact_text(word, config_secrets) != word for word in sys.argv)

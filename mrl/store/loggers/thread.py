@@ -103,7 +103,7 @@ class SinkThread:
             self._on_open(self._sink.run_id)
 
     def _attempt(self, call: Callable[..., object], *arguments: Sink) -> bool:
-        """Whether `call` succeeds. Catches everything: each library raises what it likes, and no failure of a logger may end the run."""
+        """True when `call` succeeds. Catches everything: each library raises what it likes, and no failure of a logger may end the run."""
         try:
             call(*arguments)
         except (Exception, SystemExit) as error:
