@@ -27,9 +27,12 @@ STACKED = (PHASES, HIDDEN)
 
 METRICS: dict[str, Metric] = {
     "train/reward": Metric("Reward", "mean={:.2f}", "Reward"),
-    "train/reward_std": Metric("Reward", "std={:.2f}"),
+    "train/reward_std": Metric("Reward", "std={:.2f}", "Reward"),
     "train/reward_min": Metric("Reward", "min={:.1f}"),
     "train/reward_max": Metric("Reward", "max={:.1f}"),
+    "rollout/*/reward": Metric(chart="Reward by environment"),
+    "rollout/*/reward_std": Metric(chart="Reward by environment"),
+    "rollout/groups_without_signal": Metric(chart="Groups with equal rewards, which teach nothing"),
     "val/accuracy": Metric(chart=ACCURACY),
     "val/pass_k": Metric(chart=ACCURACY),
     "val/val_loss": Metric(chart="Held-out loss"),
@@ -41,12 +44,13 @@ METRICS: dict[str, Metric] = {
     "rollout/mean_length": Metric(chart="Generated tokens per rollout", nemo_rl="train/mean_gen_tokens_per_sample"),
     "rollout/max_length": Metric(chart="Generated tokens per rollout", nemo_rl="train/max_gen_tokens_per_sample"),
     "rollout/mean_prompt_length": Metric(nemo_rl="train/mean_prompt_length"),
-    "rollout/truncated_fraction": Metric(nemo_rl="train/truncation_rate"),
+    "rollout/truncated_fraction": Metric(chart="Truncated rollouts, share", nemo_rl="train/truncation_rate"),
     "train/entropy": Metric(chart="Entropy"),
     "train/approx_entropy": Metric(chart="Entropy"),
     "train/loss": Metric("Train", "loss={:.3f}", "Loss"),
     "train/kl_penalty": Metric("Train", "kl={:.3f}", KL),
     "train/gen_kl_error": Metric(chart=KL),
+    "train/clip_fraction": Metric(chart="Clipped tokens, share"),
     "train/kl_forward": Metric("Train", "kl_forward={:.4f}", "Student against teachers"),
     "train/kl_reverse": Metric("Train", "kl_reverse={:.4f}", "Student against teachers"),
     "train/teacher_gap/mean": Metric(
@@ -104,7 +108,7 @@ def shown_on(line: str, metrics: Mapping[str, float]) -> str:
 
 
 def charts() -> list[tuple[str, list[str], str]]:
-    """The charts of the report: title, names of metrics, and "stack" if these add up."""
+    """The charts of the report: title, names of metrics (`*` is any environment), and "stack" if these add up."""
     found: dict[str, list[str]] = {}
     for name, shown in METRICS.items():
         if shown.chart:

@@ -32,8 +32,8 @@ class Leftover:
     """Arithmetic that expressions leave to do."""
 
     left: set[str] = field(default_factory=set)
-    """Forms left to simplify: like terms (`sum`), numbers to multiply (`product`), powers (`power`), fractions to reduce (`fraction`), roots
-    (`root`), a number before parentheses (`expand`)."""
+    """Forms left to simplify: like terms (`sum`), factors (`product`), powers (`power`), fractions to reduce (`fraction`), roots (`root`),
+    a number before parentheses (`expand`)."""
     functions: set[str] = field(default_factory=set)
     symbols: set[str] = field(default_factory=set)
     compounds: set[object] = field(default_factory=set)

@@ -135,16 +135,18 @@ def performance_metrics(config: RunConfig, batches: Sequence[Batch], metrics: Ma
 
 
 def environment_metrics(groups: Sequence[RolloutGroup], *, stage: Literal["rollout", "val"]) -> dict[str, float]:
-    """Per environment, as `<stage>/<environment>/*`: mean reward and turns, and counts of failed and flagged rollouts, by kind."""
+    """Per environment, as `<stage>/<environment>/*`: mean and spread of rewards, mean turns, counts of failed and flagged rollouts."""
     metrics: dict[str, float] = {}
     for name in sorted({group.prompt.env_name for group in groups}):
         mine = [group for group in groups if group.prompt.env_name == name]
         verdicts = [verdict for group in mine for verdict in group.verdicts]
         judged = [verdict for verdict in verdicts if verdict.has_reward]
+        rewards = [verdict.reward for verdict in judged]
         counts = Counter(verdict.status for verdict in verdicts if not verdict.is_valid)
         counts.update(flag for verdict in verdicts for flag in verdict.flags)
         values = {
-            "reward": float(np.mean([verdict.reward for verdict in judged])) if judged else 0.0,
+            "reward": float(np.mean(rewards)) if rewards else 0.0,
+            "reward_std": float(np.std(rewards)) if rewards else 0.0,
             "num_rollouts": float(len(verdicts)),
             "turns": float(np.mean([rollout.num_turns for group in mine for rollout in group.rollouts])),
             "failed": float(sum(not verdict.is_valid for verdict in verdicts)),

@@ -48,7 +48,7 @@ class MlflowSink:
                 here = None if uri.startswith(("http:", "https:")) else (Path(run.folder) / "mlflow").as_uri()
                 place = settings.artifact_location or here
                 experiment = self._client.create_experiment(settings.experiment_name, artifact_location=place)
-            self.run_id = self._client.create_run(experiment, run_name=settings.run_name).info.run_id
+            self.run_id = self._client.create_run(experiment, run_name=settings.run_name or run.name).info.run_id
             # Parameters never change in MLflow, so those of the first attempt stay.
             params = [Param(name, str(value)[:MAX_PARAM_LENGTH]) for name, value in flat(run.config).items()]
             for first in range(0, len(params), MAX_PARAMS):

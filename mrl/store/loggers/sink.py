@@ -7,6 +7,7 @@ import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from mrl.config.secrets import redact_text
@@ -42,6 +43,11 @@ class LoggedRun:
     """Secrets of the config, which the service must not get."""
     new_id: str = field(default_factory=lambda: secrets.token_hex(4))
     """An id for a run that has none."""
+
+    @property
+    def name(self) -> str:
+        """Name of the run folder, for runs that the config does not name."""
+        return Path(self.run_folder).name
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class SwanLabSink:
 def _start(settings: SwanlabConfig, run: LoggedRun, folder: Path, mode: str | None) -> swanlab.Run:
     return swanlab.init(
         project=settings.project,
-        name=settings.name,
+        name=settings.name or run.name,
         workspace=settings.workspace,
         mode=mode,
         log_dir=str(folder),

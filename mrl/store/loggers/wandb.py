@@ -56,7 +56,7 @@ def _start(settings: WandbConfig, run: LoggedRun, mode: str | None) -> wandb.Run
     wandb.setup(quiet)
     return wandb.init(
         project=settings.project,
-        name=settings.name,
+        name=settings.name or run.name,
         entity=settings.entity,
         group=settings.group,
         tags=settings.tags,
