@@ -163,7 +163,6 @@ class Rollouts:
         self._loop.check_refitted("rollouts.validate")
         found = self._loop.run.supplier.validate(self._loop.state)
         if not found:
-            # A signal has broken it off.
             self._loop.run.budget.check()
         # A checkpoint is ranked by them.
         self._loop.state.metrics |= found

@@ -108,7 +108,6 @@ class Checked:
     migration: Migration
     problems: list[str]
     path: Path | None = None
-    """The file; None if there is none, or it cannot be read."""
     doubts: Sequence[str] = ()
     """Values that are probably slips."""
     prediction: str = ""
@@ -358,10 +357,8 @@ class Target:
     """The checkpoint or model that is evaluated."""
 
     config: str
-    """Config file that says how."""
     name: str
     model: Path | None = None
-    """Hugging Face folder; None = the config's model."""
     checkpoint: Path | None = None
     """Checkpoint of a run, to be exported first."""
 

@@ -33,7 +33,6 @@ MAX_FILES = 4
 MAX_COMPARED_BYTES = 128 << 20
 """Limit of rows that are compared with those of an earlier attempt in a few seconds."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-# A reply that says the expected answer, as far as an environment knows such a form.
 REPLIES = {"math": "\\boxed{{{answer}}}", "mcqa": "Answer: {answer}\n\\boxed{{{answer}}}", "dapo": "Answer: {answer}"}
 
 
@@ -254,7 +253,6 @@ def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rende
         if (score := scores[row.env_name]) is not None:
             form = "dapo" if row.env_name == "math" and config.env.math.math_verify_impl != "hf_math_verify" else row.env_name
             answer = safe_text(row.answer)
-            # Its reply has no thoughts.
             _, tool_parser = parsers_of(config, row.env_name, row.row)
             reply = REPLIES.get(form, "x").format(answer=answer)
             task = Task((reply,), answer, safe_text(row.question), row.row, tool_parser=tool_parser)

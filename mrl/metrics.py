@@ -23,7 +23,6 @@ class Metric(NamedTuple):
 
 ACCURACY, KL, PHASES, HIDDEN = "Held-out accuracy", "KL", "Seconds by phase", "Seconds hidden beside other phases"
 STACKED = (PHASES, HIDDEN)
-"""Charts whose metrics add up."""
 
 METRICS: dict[str, Metric] = {
     "train/reward": Metric("Reward", "mean={:.2f}", "Reward"),

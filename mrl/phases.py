@@ -56,7 +56,6 @@ class Residency:
 
 
 PHASES: dict[Phase, Residency] = {
-    # Models are built on the device.
     "load": Residency(engine_weights="device", teacher_weights="device", critic_weights="device"),
     "logprob": Residency(activations="device"),
     "train": Residency(gradients="device", optimizer="device", activations="device"),

@@ -33,7 +33,6 @@ MAX_GAP_S, MAX_STRETCH_S = 0.05, 10.0
 MIN_MEASURED_S = 0.002
 # A thread that writes wakes up this often; hours of spans wait in memory while a file system does not answer.
 WRITE_INTERVAL_S, MAX_WAITING = 0.2, 50_000
-# At the end of a process, for a file system that does not answer.
 CLOSE_TIMEOUT_S = 10.0
 SIGNS, STACKS = "signs", "stacks"
 """Folders of a run's private folder: a sign of life for each process, and where a process writes its stacks on `STACK_SIGNAL`."""
@@ -59,7 +58,6 @@ class Sign:
     name: str
     pid: int
     num_done: int
-    """Spans that it has finished."""
     since: float
     """Time when the last span began or ended (`time.monotonic`)."""
     is_open: bool

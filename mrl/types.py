@@ -91,7 +91,6 @@ class RolloutRequest:
     epoch: int
     seed: int
     token_ids: tuple[int, ...]
-    """The prompt."""
     sampling: SamplingParams
     earlier: object | None = None
     """The `Transcript` that a further turn continues; outside the engine's process a reference to it, opaque outside `mrl.cluster`."""
@@ -182,7 +181,7 @@ class RolloutInfo:
     further: tuple[RolloutInfo, ...] = ()
     """The other sequences of an agent's rollout: of sub-agents, retries, compacted conversations. They share its advantage."""
     is_further: bool = False
-    """True for a further turn."""
+    """True for one of these."""
 
     @property
     def sequences(self) -> tuple[RolloutInfo, ...]:
@@ -237,7 +236,6 @@ class Flaw:
     start: int
     """Index of the first of these tokens in `Rollout.token_ids`."""
     stop: int
-    """One past the last."""
 
 
 @dataclass(frozen=True)
@@ -356,7 +354,6 @@ class RunState:
     """Progress of a run. Every checkpoint has it as JSON."""
 
     step: int = 0
-    """Number of finished steps."""
     weight_version: int = 0
     """Version of the weights in the engines: refits since the process started."""
     metrics: dict[str, float] = field(default_factory=dict)

@@ -98,7 +98,6 @@ class VllmParallel:
 EngineDtypes = tuple[tuple[str, str], ...]
 """Name and dtype of tensors in the live model of an engine worker."""
 
-# Dtypes that a refit can cast weights to; any other would be a quantised weight.
 _CASTABLE = ("float64", "float32", "bfloat16", "float16")
 
 

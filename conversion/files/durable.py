@@ -18,10 +18,8 @@ from conversion.files.owners import REMOVED, heartbeat, is_alive, owned, owned_n
 
 # A file system that is silent this long will not answer.
 IO_TIMEOUT_S = 3600.0
-# Of one small file.
 READ_TIMEOUT_S = WRITE_TIMEOUT_S = 600.0
 
-# Names in a folder that is being built: its plan, and its content.
 _PLAN, _CONTENT = "plan.json", "content"
 
 

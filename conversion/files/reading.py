@@ -22,7 +22,6 @@ MAX_SMALL_BYTES = 256 << 20
 # A file that changes within one tick of the clock after it was hashed keeps its times (as in git's "racy" index).
 SETTLED_S = 2.0
 MAX_THREADS = 8
-# Reading a larger file takes seconds, and is logged.
 ANNOUNCED_BYTES = 10**9
 
 logger = logging.getLogger(__name__)

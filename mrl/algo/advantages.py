@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 # NeMo RL adds this to the standard deviation: rewards that are 1e-8 apart differ, and give small advantages.
 STD_EPSILON = 1e-6
-# NeMo RL's floor of the variance of reinforce_plus_plus.
 MIN_VARIANCE = 1e-8
 # Sums of advantages in float64 that are closer than this are equal and differ by rounding.
 ROUNDING = 1e-12
@@ -76,7 +75,6 @@ def _flaw_metrics(judged: Sequence[tuple[RolloutInfo, Verdict]], advantage_of: d
         spans = [(flaw.kind, (flaw.start, flaw.stop)) for flaw in verdict.flaws if flaw.kind in advantage_of]
         invalid = {span for kind, span in spans if kind == "invalid_tool_call"}
         num_invalid += len(invalid)
-        # A turn with both flaws counts as an invalid tool call.
         num_malformed += len({span for kind, span in spans if kind == "malformed_thinking"} - invalid)
     num_turns = sum(rollout.num_turns for rollout, _ in judged)
     return {
@@ -181,7 +179,6 @@ def _gdpo(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[Tensor]:
             rewards = [scale_reward(verdict.components.get(name, 0.0), config.reward_scaling) for verdict in group.verdicts]
             total_G += weight * _against_group(group, rewards, config)
         totals.append(total_G)
-    # Normalises rollouts with a reward to mean 0 and unbiased variance 1 over the batch; 0 if all are equal.
     has_reward = [_has_reward(group) for group in groups]
     flat_N = torch.cat([total_G[has_reward_G] for total_G, has_reward_G in zip(totals, has_reward, strict=True)])
     if len(flat_N) < 2 or flat_N.max() - flat_N.min() <= ROUNDING:

@@ -76,7 +76,6 @@ def discounted_sums(values_N: Tensor, decay_N: Tensor) -> Tensor:
     """x with x[t] = values[t] + decay[t] * x[t + 1], and 0 after the end; in log2(N) passes."""
     sums_N, decay_N, reach = values_N.clone(), decay_N.clone(), 1
     while reach < len(sums_N):
-        # Each sum spans `reach` terms, and `decay` is the product over all of them.
         sums_N[:-reach] += decay_N[:-reach] * sums_N[reach:].clone()
         decay_N = torch.cat([decay_N[:-reach] * decay_N[reach:], decay_N.new_zeros(reach)])
         reach *= 2

@@ -72,7 +72,6 @@ def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None
     os.environ.update(secrets or {})
     caches_warning = keep_caches_private()
     folder, spans_file = session_folder(), log_file.with_suffix(spans.SUFFIX)
-    # Named as messages name the actor.
     stem = "reward-actor-0" if log_file.stem == "rewards" else log_file.stem.replace("rewards", "reward-actor")
     if folder is None and (name := os.environ.get(SIGNS)):
         spans.show_in(signs_folder(name), stem)
@@ -145,7 +144,6 @@ def _on_gpus(precision: str, given: Mapping[str, str], *, expandable_segments: b
 
 @cache
 def _log_change(processes: str, inherited: str, settings: str) -> None:
-    # Cached: one line for all engines.
     logger.info(
         "torch's allocator is set to %s in this shell; %s get %s, because policy ranks need expandable segments and engines cannot "
         "use them (PYTORCH_ALLOC_CONF in env_vars of policy.megatron_cfg or policy.generation.vllm_cfg overrules this)",
@@ -173,7 +171,6 @@ def keep_caches_private() -> str:
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         root = Path(tempfile.mkdtemp(prefix="mrl-compiled-", dir=session_folder()))
         warning = f"{HOME} cannot keep compiled code ({error}); this process compiles anew, into {root}"
-    # torch notes its own choice there, and a process hands it on.
     if Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")).name.startswith("torchinductor_"):
         del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     for variable, name in CACHES.items():

@@ -22,14 +22,12 @@ Ts = TypeVarTuple("Ts")
 CALL_TIMEOUT_S = 60.0
 # Halves the processor time of a rollout; garbage in circles of so many objects takes megabytes.
 GC_THRESHOLD = 50_000
-# So often a thread that waits looks at its limit, and shows progress.
 TICK_S = 0.25
 
 
 @cache
 def event_loop() -> asyncio.AbstractEventLoop:
     """The loop, which lives as long as the process."""
-    # Python's collector would look through thousands of coroutines, which live for minutes, after every 700 new objects.
     gc.set_threshold(GC_THRESHOLD)
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="rollouts", daemon=True).start()

@@ -179,7 +179,6 @@ class AgentGateway(Actors[GatewayActor]):
         self.agents = frozenset(config.env.agents)
         self.news = engines.news
         self.api_key = secrets.token_urlsafe(32)
-        """Key of the gateway, for requests outside of sessions."""
         self.url: str | None = None
         limits = {"max_fruitless_restarts": MAX_FRUITLESS_RESTARTS, "num_calls": 2}
         self.book = RequestBook[AgentTask, EndedRollout](GATEWAY, 1, self._run, self._restart, news=self.news, **limits)
@@ -236,7 +235,6 @@ class AgentGateway(Actors[GatewayActor]):
     def _start(self) -> ActorHandle[GatewayActor]:
         options = {**self.placement.options(self.placement.first_slots[0], {}), "max_concurrency": NUM_CALLS}
         actor = start_actor(GatewayActor, options, self.config, self._log_file)
-        # The address stays, whatever dies.
         port = None if self.url is None else int(self.url.rpartition(":")[2])
         self._starting = ask(actor, GatewayActor.ready, port, self.api_key, self.engines.api_key, list(self.engines.base_urls))
         return actor

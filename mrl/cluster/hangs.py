@@ -17,10 +17,8 @@ MIN_CORE_SHARE, MIN_IO_BYTES_PER_S = 0.05, 20_000
 # Work of a kind that has taken long before may take so many times as long before it is told.
 PATIENCE = 2.0
 DRIVER = "driver"
-# Processes of Ray that have no sign of life and without which nobody answers.
 RAY_PROCESSES = ("raylet", "gcs_server")
 STOPPED, UNINTERRUPTIBLE, SILENT = "Tt", "D", "?"
-# What torch says for Gloo, and what it says for NCCL.
 COLLECTIVE_TIMEOUT = re.compile(r"timed?[ -]?out|timeout", re.IGNORECASE)
 
 
@@ -37,7 +35,6 @@ class ProcessReading:
     """CPU time of the process and of its children without signs."""
     io_bytes: int
     num_done: int = 0
-    """Spans that it has finished."""
     doing: str = ""
     since: float = 0.0
     phase: str = ""
@@ -101,7 +98,6 @@ class HangJudge:
         self._waited: dict[int, Wait] = {}
         self._last: list[ProcessReading] = []
         self.moved_at: float | None = None
-        """Time when any process last began or finished a span."""
 
     def see(self, now: float, readings: Sequence[ProcessReading], waits: Sequence[Wait]) -> Hang | None:
         """Takes the readings of a moment; who has hung for `notice_s`, if anybody has."""
@@ -120,7 +116,6 @@ class HangJudge:
         if not silent:
             return None
         silent_s = min(now - self._tracks[reading.key].moved_at for reading in silent)
-        # A rank that is stopped keeps the others waiting.
         if stuck := tuple(self.blame([reading.name for reading in silent])):
             return Hang(stuck, text, silent_s, is_hang=True)
         idle = [reading for reading in silent if not self._is_busy(reading)]

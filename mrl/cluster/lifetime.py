@@ -71,7 +71,6 @@ def processes_of(folder: str) -> list[int]:
                 is_marked = mark in (entry / "environ").read_bytes().split(b"\0")
                 is_zombie = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:1] == [b"Z"]
             except OSError:
-                # The process ended meanwhile, or belongs to somebody else.
                 continue
             if is_marked and not is_zombie:
                 found.append(int(entry.name))
@@ -96,7 +95,6 @@ class Capacity:
     load: float
     """Processes that compute or want to, on all cores of the host, averaged over a minute."""
     free_bytes: int
-    """Free memory within the limit of a container."""
 
     def __str__(self) -> str:
         return f"{self.num_cores} cores, load {self.load:.1f}, {self.free_bytes / 1e9:.1f} GB of memory free"

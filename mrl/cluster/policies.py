@@ -46,7 +46,6 @@ Ts = TypeVarTuple("Ts")
 POLICY_RANK = "policy rank"
 MEETING_FILE = "ranks"
 """In the session folder of a run of one node: the store in which its ranks meet."""
-# So often a thread that waits beside the loop looks whether somebody waits for it.
 LOOK_S = 0.25
 RankRows = tuple[tuple[int, ...], ...]
 """Rows of one dp rank, as indices into the batch."""
@@ -259,7 +258,6 @@ class PolicyGroup(Actors[PolicyVerbs]):
             pending = {}
             with self.in_order:
                 for rank, dp_rank in enumerate(self.dp_ranks):
-                    # Ray hands a rank what the reference stands for.
                     mine = cast("dict[int, TrainSequence]", sequences[dp_rank]), batch.rows[dp_rank], batch.logprob_rows[dp_rank]
                     pending[self.name(rank)] = ask(self.handles[rank], PolicyActor.set_batch, self.model, *mine, position > 0)
             self.wait(pending, deadline_s=None, what="set_batch")

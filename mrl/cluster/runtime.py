@@ -200,7 +200,6 @@ def _keep_others_out(folder: Path) -> None:
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_file)
     # A process that has had a cluster before would offer that one's token.
     AuthenticationTokenLoader.instance().reset_cache()
-    # At every start Ray logs that token authentication is on, and how to switch it off.
     logging.getLogger("ray").setLevel(logging.ERROR)
     # Ray's metrics ask nobody for a token. It replaces a `_node_ip_address` of 127.0.0.1 by the host's own, unless it takes the platform
     # for one without clusters: a constant, read from RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER at its import (ray/_private/services.py in 2.60).
@@ -243,7 +242,6 @@ class Placement:
     def __init__(self, config: RunConfig, folder: Path, *, timeout_s: float) -> None:
         """Reserves the slots; raises RuntimeError if they do not fit within `timeout_s`, or only with an engine across two nodes."""
         self.folder = folder
-        """The session folder, on the node of this process."""
         self.num_slots = config.num_slots
         self.num_policy_ranks = config.num_policy_ranks
         self.engines = engine_slots(config)
@@ -263,7 +261,6 @@ class Placement:
         self._bundles = sorted(range(self.num_slots), key=lambda bundle: nodes[names[bundle]])
         self.node_of: dict[int, int] = {slot: nodes[names[bundle]] for slot, bundle in enumerate(self._bundles)}
         self.first_slots = [slot for slot in range(self.num_slots) if slot == 0 or self.node_of[slot] != self.node_of[slot - 1]]
-        """The first slot of each node."""
         hosts = {node["NodeID"]: str(node["NodeManagerHostname"]) for node in ray.nodes()}
         self._hosts = [hosts[names[bundle]] for bundle in self._bundles]
         if (engine := find_engine_across_nodes(self.node_of, self.engines)) is not None:
@@ -271,7 +268,6 @@ class Placement:
                 f"Ray put slots {engine.slots} of engine {engine.engine_index} on several nodes, but an engine fits into one; "
                 "check that every node offers the same number of slots"
             )
-        # Cores by node that Slurm or a container leaves to the processes which Ray starts there.
         self._num_cores: dict[int, int] = {}
         if config.cluster.gpus_per_node:
             task, slots = ray.remote(usable_cores), enumerate(self.first_slots)

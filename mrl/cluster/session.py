@@ -93,7 +93,6 @@ class RolloutSession:
             place = PHASES[phase_of(model)].of(model)
             return place.optimizer == "device", place.weights == "device"
 
-        # Those that yield their memory come before those that take it.
         for model in sorted(models, key=takes):
             models[model].call(PolicyVerbs.enter, phase_of(model), deadline_s=deadline_s)
 
@@ -121,7 +120,6 @@ class RolloutSession:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Inside the `with` block all models that are trained are in the phase in which they begin to save. Engines keep their weights."""
-        # The policy saves between a refit or a validation and the next rollouts.
         deadline_s = checkpoint_deadline(self.config).seconds
         # The policy saves from where it is: engines need not make room for it.
         with self.without_cache(deadline_s) if len(self.trained_models) > 1 else nullcontext():

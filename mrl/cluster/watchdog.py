@@ -37,17 +37,12 @@ from mrl.signals import LISTENER
 logger = logging.getLogger(__name__)
 
 LOG = "watchdog.log"
-# At most: short limits of tests look more often. A look takes milliseconds.
 INTERVAL_S, LOOKS_A_NOTICE = 5.0, 10
-# Handlers answer at once, unless their process is stuck.
 STACKS_S, PY_SPY_TIMEOUT_S, STACKS_TIMEOUT_S = 1.0, 10.0, 15.0
-# For a terminal, or a table of the kernel, that does not answer.
 CONSOLE_TIMEOUT_S = 5.0
-# Of hundreds of ranks that all wait, the first ones; the file with their stacks has all.
 MAX_NAMED = 4
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 Stacks = list[tuple[ProcessReading, str]]
-"""The text of each process's stacks."""
 FRAME = re.compile(r'File "(?:.*/)?([^"/]+)", line (\d+) in (\S+)')
 
 
@@ -118,7 +113,6 @@ def read_all(root: int, signs: dict[int, spans.Sign]) -> list[ProcessReading]:
             task = f"task/{threading.get_native_id()}/"
             mine = read_process(pid, task)
             spent.append((-(mine.cpu_s if mine is not None else 0.0), -read_io(pid, task)))
-        # What Ray starts and nobody has named yet works for itself.
         own = spent if found.command not in RAY_PROCESSES else []
         cpu_s, io_bytes = found.cpu_s + sum(cpu for cpu, _ in own), read_io(pid) + found.fault_bytes + sum(io for _, io in own)
         if name or found.state in STOPPED:
@@ -315,7 +309,6 @@ class Watchdog:
         with suppress(TimeoutError):  # to read about a process that hangs may hang; the reaper comes after this process
             within(CONSOLE_TIMEOUT_S, "/proc", kill_processes, str(self._folder))
         self._say(logging.ERROR, f"The attempt ended: {reason}. Logs of the actors: {self._log_folder}. The same command resumes.")
-        # Another thread may be printing, behind which this line waits.
         flush_console()
         os._exit(1)
 
@@ -340,7 +333,6 @@ def innermost(stacks: str) -> str:
     main = next((text for text in threads if text.startswith(("Current thread", "Thread")) and "most recent call first" in text), "")
     current = next((text for text in threads if text.startswith("Current thread")), main)
     frames = [f"{name} ({file}:{line})" for file, line, name in FRAME.findall(current)]
-    # Wrappers of torch stand around a collective.
     collectives = [frame for frame in frames if "distributed_c10d" in frame and not frame.startswith("wrapper")]
     return next(iter(collectives or frames), "")
 

@@ -17,11 +17,9 @@ Config = TypeVar("Config")
 
 REDACTED = "<redacted>"
 COMMAND_LINE = "command line"
-"""The origin of an override's setting."""
 
 _MENTIONED = re.compile(r"\b[a-z_]+(?:\.\w+)+(?==)")
 _PART = re.compile(r"[^.\[\]]+")
-# Not a part of a path or of another value.
 _KEY_OF_POLICY = re.compile(r"(?<![\w./=-])policy\.")
 
 

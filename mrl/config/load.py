@@ -87,7 +87,6 @@ def read_run(
             raise ConfigError([f"{name} says how to evaluate, and nothing of training; run `python -m mrl.evaluate {name}`"])
         place_evaluation(settings)
     if to_evaluate:
-        # An evaluation always judges rollouts, and asks all held-out prompts.
         settings[("algorithm",)] = Setting("grpo", "python -m mrl.evaluate")
         settings["grpo", "max_val_samples"] = Setting(None, "python -m mrl.evaluate")
         settings.pop(("policy", "train_global_batch_size"), None)  # by default the samples of a step
@@ -174,7 +173,6 @@ def choose_algorithm(settings: Settings) -> list[str]:
     if ("algorithm",) in settings and settings["algorithm",].value == "distillation":
         given = ["distillation"]
     if given[:1] == ["distillation"]:
-        # The rollouts of a step, unless the config gives the number for an update.
         size = "${mul:${distillation.num_prompts_per_step}, ${distillation.num_generations_per_prompt}}"
         settings.setdefault(("policy", "train_global_batch_size"), Setting(size, "section distillation"))
         given = given[:1]
@@ -205,7 +203,6 @@ def _sort_out(settings: Settings, problems: list[str]) -> tuple[Settings, Settin
             problems.append(f"{describe(key, setting)}: {fault}")
         else:
             unknown[key] = setting
-            # The shortest unknown prefix of the key.
             start = next((key[:end] for end in range(1, len(key)) if key[:end] not in beginnings), key)
             starts.setdefault(start, []).append(key)
     for start, keys in starts.items():
@@ -274,7 +271,6 @@ def nearest_key(key: Key) -> str | None:
     closest = [name] if name in names else difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     if not closest:
         return None
-    # Other models have the policy's keys, too, but are rarely meant.
     meant = [other for other in names[closest[0]] if split_key(other)[0] not in LIKE_POLICY] or names[closest[0]]
     return difflib.get_close_matches(prefix + name, meant, n=1, cutoff=0.0)[0]
 

@@ -178,7 +178,6 @@ def find_wrong_weights(config: RunConfig) -> list[str]:
                 continue
             family(read_config(folder / "config.json"))
         except (OSError, ValueError):
-            # Other rules report missing weights and unreadable configs.
             continue
         try:
             check_hf(folder)

@@ -40,7 +40,6 @@ class Own:
     """Settings of one teacher."""
 
     settings: Settings
-    """Settings as keys of `policy`."""
     model: ModelName
     origin: str = ""
     """Place of the teacher's definition, for settings without an origin."""
@@ -148,7 +147,6 @@ def _read(
         return None
     for key, origin in inner.facts.origins.items():
         is_set, origin = split_key(key) in own.settings or origin != origins.get(key), origin or own.origin
-        # What a YAML alias repeats of another section has a file, and no line.
         if key.startswith(f"{STUDENT}.") and is_set and (":" in origin or origin == COMMAND_LINE):
             origins[prefix_of(own.model) + key.removeprefix(f"{STUDENT}.")] = origin
     return inner.policy

@@ -37,7 +37,6 @@ _INDIRECT = re.compile(r"\$\{\s*\.|\$\{[^{}:]*\$\{|\[")
 """A reference that is relative, has another inside its name, or an index."""
 _NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{0,30})?([eE][-+]?\d{1,3})?")
 
-# The start of an error's type in pydantic -> the message for the config's author.
 _MESSAGES = {
     "int": "must be a whole number; correct the value",
     "float": "must be a number; correct the value",
@@ -107,7 +106,6 @@ class Tree:
         except MissingMandatoryValue:
             raise
         except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
-            # OmegaConf appends the full key and the object's type on further lines.
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise Unresolved(f"{reason}; correct the expression") from error
 
@@ -254,7 +252,6 @@ def _defaults(section: type) -> dict[str, Any]:
         if field.default_factory is dataclasses.MISSING:
             found[field.name] = field.default
         else:
-            # A copy: sections of one class have separate values.
             found[field.name] = copy.deepcopy(_defaults(inner)) if inner else field.default_factory()
     for name in LIKE_POLICY if section is RunConfig else ():
         found[name] = {key: _moved(value, name) if isinstance(value, dict) else value for key, value in found[name].items()}

@@ -93,9 +93,7 @@ def plan_metrics(plan: RowPlan, lengths: Sequence[int], policy: PolicyConfig, co
     in_rows = sum(padded_length(max(1, sum(padded[index] for index in row)), policy.row_multiple) for rows in plan for row in rows)
     return {
         "train/num_microbatches": float(len(plan[0])),
-        # Of the tokens that the rows could hold.
         "train/packing_efficiency": sum(lengths) / (num_rows * max_row_tokens(policy, "train", group_size)),
-        # Of the tokens that are computed.
         "train/padding_fraction": 1.0 - sum(lengths) / in_rows,
         # The busiest data-parallel rank against the mean: 1 where all take equally long.
         "train/dp_balance_tokens": max(planning.rank_shares(plan, padded, float)),

@@ -120,7 +120,6 @@ def _lines_behind(file: IO[bytes], place: int, num_lines: int | None = None) -> 
     file.seek(place)
     lines, start = dict[int, bytes](), place + len(file.readline(MAX_LINE_BYTES + 1))
     while len(lines) != num_lines and (line := file.readline(MAX_LINE_BYTES + 1)):
-        # The start of an overlong line is not known.
         if line.strip() and start - place <= MAX_LINE_BYTES:
             lines[start] = line
         start += len(line)

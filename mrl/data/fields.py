@@ -109,7 +109,6 @@ def message_of(entry: object, name: str) -> Message:
         calls = [{"type": "function", "function": entry["function_call"]}]
     if content is None and not calls:
         raise RowError(f"{name} has no content")
-    # Tables hold every key that any row has.
     message: Message = {key: value for key, value in entry.items() if value is not None and key not in ("tool_calls", "function_call")}
     message |= {"role": role, "content": None if content is None else content_text(content, f"{name}.content")}
     if calls:

@@ -115,7 +115,6 @@ def _files_of_split(folder: Path, split: str, setting: str) -> list[Path]:
 
 def _snapshot(hub_id: str, dataset: DatasetConfig, setting: str, *, is_local: bool) -> Path:
     split = dataset.split or known_dataset(dataset.dataset_name).split
-    # Files of the split train may have any name.
     names = [f"*{suffix}" for suffix in SUFFIXES] if split == "train" else [f"*{split}*"]
     if is_local:
         return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=names, local_files_only=True))

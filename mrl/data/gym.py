@@ -12,7 +12,6 @@ KEYS = ("role", "tool_calls", "tool_call_id")
 ORDER = ("name", "description", "parameters")
 """Fields of a function, as templates get them from Gym."""
 LEADING = ("system", "developer")
-"""Roles of a message that stands before a conversation."""
 
 
 def gym_conversation(fields: Fields) -> tuple[list[Message], list[Fields]]:

@@ -67,7 +67,6 @@ class PackedRow:
     routes: PackedRoutes | None = None
     """The engine's choices of experts; None without router replay."""
     teacher: PackedTeacher | None = None
-    """None where nobody teaches."""
     old_logprobs_T: torch.Tensor | None = None
     """Set by passes of the step, as the values below, on the device of the last pipeline stage alone."""
     reference_logprobs_T: torch.Tensor | None = None

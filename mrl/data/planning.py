@@ -62,7 +62,6 @@ def cost_of_model(hf_config: Mapping[str, object], mtp_steps: int = 0) -> Sequen
     transformer = found.megatron_arguments(hf_config)["transformer"]
     num_experts, top_k = (int(str(transformer.get(name, 0) or 0)) for name in ("num_moe_experts", "moe_router_topk"))
     shapes, mtp = found.canonical(hf_config), found.mtp(hf_config)
-    # A step has the layers of one, and the output layer once more.
     share = mtp_steps / int(str(hf_config["num_nextn_predict_layers"])) if mtp else 0.0
     elements = queries = scans = 0.0
     for name, shape in shapes.items():
@@ -204,7 +203,6 @@ def first_fit_shuffle(lengths: Sequence[int], row_tokens: int) -> Rows:
 
 def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> Rows:
     """The longest first, each into the first row with room. At most 11/9 of the fewest rows, and one more."""
-    # Row by row, the longest that still fits: the same rows, without a search through all of them.
     return _filled([], _sorted(lengths), row_tokens)
 
 

@@ -88,7 +88,6 @@ def with_processor(processor: str, parse: Callable[[Fields], Parsed[Value]]) -> 
 
     def parse_processed(fields: Fields) -> Parsed[Value]:
         try:
-            # A row goes to its environment as JSON.
             row = json.loads(json.dumps(function(fields)))
         except Exception as error:  # the user's code
             raise RowError(f"processor {processor} failed with {type(error).__name__}: {error}") from error

@@ -56,7 +56,6 @@ def fit(
             errors.append(f"the chat template leaves {lost} out; use a template that writes it, or change the row")
         except RowError as refusal:
             errors.append(str(refusal))
-    # In some form a template says what it really does not take.
     raise RowError(". In another form: ".join(dict.fromkeys(errors)))
 
 

@@ -50,7 +50,6 @@ class ParsedRow:
     tools: list[Fields] = field(default_factory=list)
     """In OpenAI's chat format."""
     rest: Fields = field(default_factory=dict)
-    """The other fields."""
     row_id: str | None = None
     env_name: str | None = None
     agent: str | None = None

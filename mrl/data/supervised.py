@@ -151,9 +151,7 @@ def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how
                 "the chat template writes a message differently once others follow it, so what belongs to it cannot be told; "
                 "set sft.only_unmask_final=true, or use another template"
             )
-        # With add_generation_prompt, what asks for an answer belongs to the text before it.
         texts += [render(index, add_generation_prompt=True) if index and how.add_generation_prompt else before, after]
-    # The template has written every special token that belongs there.
     whole, *parts = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     # Where the tokenizer merges the end of one text with the start of the next, the merged token belongs to the answer.
     targets = [(_num_common(before, whole), _num_common(after, whole)) for before, after in zip(parts[0::2], parts[1::2], strict=True)]

@@ -37,7 +37,6 @@ def diagnose(config: RunConfig | None) -> list[Finding]:
 
         inputs = check_inputs(config)
         if config.checkpointing.enabled:
-            # Every rank saves its part of a checkpoint.
             folders["checkpoints"] = Path(config.checkpointing.checkpoint_dir).absolute()
     hosts = diagnose_cluster(folders, config) if env.RAY_ADDRESS.read() else _this_host(folders, config)
     return hosts + inputs

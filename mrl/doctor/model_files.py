@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 DATA_FILES = ("train-split.jsonl", "val-split.jsonl")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-# The ending that `hf download` gives to unfinished files.
 UNFINISHED = ".cache/huggingface/download/**/*.incomplete"
 PLACEHOLDER = b'"_hf_placeholder"'
 AGAIN = "run the download again, which goes on where it was"

@@ -45,7 +45,6 @@ MAX_NEW_TOKENS = 128
 # need true float32 products (`FULL_FLOAT32` of mrl.env): with TF32 96 to 97 % of the tests' logprobs are beyond the limits.
 FP32_TOLERANCE, FP32_RELATIVE, MAX_OFF_SHARE = 1e-5, 1e-6, 0.01
 MAX_MULT_PROB_ERROR = {"float32": 1.001, "bfloat16": 1.10}
-# The limit where both use the same experts.
 MAX_REPLAYED_ERROR = {"float32": 1.001, "bfloat16": 1.02}
 
 # The doctor keeps no reference model and writes no checkpoint, so it asks for neither memory nor disk for them.

@@ -22,7 +22,6 @@ def check_inputs(config: RunConfig) -> list[Finding]:
     problems = find_problems(config)
     if refused := [problem for problem in problems if not isinstance(problem, Unprovided)]:
         raise ConfigError(refused)
-    # The start of a run downloads models of the Hub.
     findings = [Finding("to be provided", "note" if is_downloaded(problem) else "problem", problem) for problem in problems]
     folders = {Path(section.model_name): None for section in config.sections.values()}
     present = [folder for folder in folders if (folder / "config.json").is_file()]

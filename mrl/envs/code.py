@@ -39,7 +39,6 @@ GRACE_S = 10.0
 # How often a running program's files and threads are counted: between two looks a disk takes a few hundred MB more.
 LOOK_S = 0.05
 MAX_FILES = 64
-# Of one test that failed where others had filled the temporary folder or the limit of processes.
 MAX_TRIES, WAIT_S, MAX_RETRY_S = 3, 2.0, 0.5 * GRACE_S
 # Bytes that a program may print beyond four times the expected text: white space, more digits.
 SPARE_OUTPUT_BYTES = 1 << 20

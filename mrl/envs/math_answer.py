@@ -36,7 +36,6 @@ CHANGING = COMPUTING | frozenset(
 MEANT = dict.fromkeys(("all real numbers", "all reals", "real numbers"), "R") | dict.fromkeys(
     ("no solution", "no solutions", "no real solution", "no real solutions", "none", "empty set"), "emptyset"
 )
-"""Words that stand for a symbol."""
 UNIT_POWERS = {"2": "2", "square": "2", "squared": "2", "sq": "2", "3": "3", "cubic": "3", "cubed": "3"}
 ARTICLES = frozenset(("a", "an", "the", "on", "in", "at", "it", "is"))
 INDEX = re.compile(r"(?:_(?:\w|\{\w+\}))?")
@@ -46,7 +45,6 @@ GAP = re.compile(r"(?<!\d) | (?!\d)")
 MATRIX = re.compile(r"begin\{([pbB]?(small)?matrix|array)")
 INFINITY = atom(("symbol", "infty"))
 MAX_ITEMS, MAX_CHARACTERS = 1_000, 20_000
-# What an expression without a value raises.
 FAULTS = (ValueError, ZeroDivisionError, OverflowError, RecursionError)
 
 
@@ -76,7 +74,6 @@ class Reading:
     takes_units: bool = False
     is_percent: bool = False
     name: str = ""
-    """Symbol that the value is given to."""
     is_contradiction: bool = False
     """True if it says of two different numbers that they are the same."""
 
@@ -89,7 +86,6 @@ class Reading:
 def read(text: str, *, takes_units: bool = False) -> Reading:
     """The reading of an answer; with `takes_units`, `5m` is 5 meters and no product."""
     is_money, text = "\\$" in text, plain(text[:MAX_CHARACTERS])
-    # 1 1/2 is not 11/2.
     reading = Reading(GAP.sub("", " ".join(text.replace('"', "").split())).rstrip("."), takes_units=takes_units)
     if DATE.fullmatch(reading.text):
         reading.values = [Value("word", text=words(reading.text))]

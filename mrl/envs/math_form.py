@@ -109,7 +109,6 @@ class Expression:
                 start, before = self.at, set(self.left)
                 factor = self.factor()
                 if self._is_ten(start) and 1 <= abs(rational(value) or 0) < 10:
-                    # Scientific notation is a number.
                     self.left &= before
                     value = scaled(value, rational(factor) or 0)
                     continue
@@ -212,7 +211,6 @@ class Expression:
         powers = dict(one)
         for key, power in other.items():
             mine = powers.get(key, Fraction(0))
-            # Both x*sqrt(x) and sqrt(x)/x are final.
             is_root = {mine.denominator, power.denominator} == {1, 2} and max(mine, power, key=lambda value: value.denominator) > 0
             self.leave("power", is_left=mine != 0 and not is_root)
             powers[key] = mine + power

@@ -187,5 +187,4 @@ def _letters(run: str) -> list[Token]:
 def _word(text: str) -> Token:
     if text.lower() in _SPELLED:
         return _SPELLED[text.lower()]
-    # These separate the values of a list.
     return Token("sign" if text in ("and", "or") else "word", text)

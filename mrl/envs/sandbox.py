@@ -27,7 +27,6 @@ from collections.abc import Callable
 
 MEMORY_BYTES = 1 << 30
 FILE_BYTES = 32 << 20
-# Deleted files that stay open take disk: so many of FILE_BYTES at most.
 NUM_OPEN_FILES = 32
 PR_SET_PDEATHSIG = 1
 

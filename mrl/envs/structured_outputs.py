@@ -179,7 +179,6 @@ def strict(schema: object) -> object:
     """The schema with every property required and no others allowed, in all objects within; as in Gym, what a list holds stays."""
     if not isinstance(schema, dict):
         return schema
-    # The values of these keys are data, not schemas.
     result = {key: value if key in ("enum", "const", "default", "examples", "required") else strict(value) for key, value in schema.items()}
     properties = schema.get("properties")
     if isinstance(properties, dict):
@@ -196,7 +195,6 @@ def _validator(schema_text: str) -> tuple[object, Draft202012Validator]:
         Draft202012Validator.check_schema(schema)
         made = strict(schema)
         assert isinstance(made, dict | bool)  # what a checked schema is
-        # References resolve to metaschemas and the schema itself; nothing is fetched.
         resource = DRAFT202012.create_resource(made)
         _resolve_all(REGISTRY.resolver_with_root(resource), resource)
         validator = Draft202012Validator(made, registry=REGISTRY)

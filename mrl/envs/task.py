@@ -39,7 +39,6 @@ class Task:
     """The model's turns, decoded without special tokens."""
     expected: str = ""
     prompt: str = ""
-    """The question as the row gives it."""
     row: str = "{}"
     """The row's other fields for its environment: a JSON object, as text."""
     has_parser: bool = False
@@ -97,13 +96,11 @@ class Environment:
     """Arguments of the factory, in JSON's types."""
     num_workers: int = 1
     timeout_s: float = 10.0
-    """Seconds for one task."""
     row_fields: tuple[str, ...] = ()
     """Fields of a row that the reward function reads."""
     search_path: tuple[str, ...] = ()
     """Folders from which children import a user's own modules."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of the children beside those that every child has."""
     allowances: tuple[Allowance, ...] = ()
     """Rights of the children beyond computing and reading."""
     blames_text: bool = False

@@ -68,7 +68,6 @@ def _call(block: str, types: Types) -> ToolCall:
         position = end + len(END_OF_PARAMETER)
         kind = types.get(name, {}).get(key)
         try:
-            # Models write Python's True as well.
             arguments[key] = value if kind in (None, "string") else json.loads(value.lower() if kind == "boolean" else value)
         except (ValueError, RecursionError):
             return ToolCall(name, arguments, error=f"argument {key}: {value!r:.100} is no {kind}")

@@ -36,14 +36,12 @@ def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
     """
     problems = find_problems(with_cached_folders(config))
     if problems and all(isinstance(problem, Unprovided) for problem in problems):
-        # Nothing is wrong with the config itself: ask the network for what is missing.
         problems = find_problems(with_local_folders(config))
     if problems:
         raise ConfigError(problems)
     local = with_local_folders(config)
     if trains and local.cluster.gpus_per_node:
         logger.info("%s", prediction(local, local_gpu()))
-    # Downloads models of the Hub once nothing else is wrong.
     if missing := [problem for problem in find_missing_weights(config) if not is_downloaded(problem)]:
         raise ConfigError(missing)
     download_weights(config)

@@ -107,7 +107,6 @@ class Run(Generic[S_co]):
     last_step: int
     critic: Critic | None = None
     is_over: bool = False
-    """True when the run makes no further step."""
 
     @property
     def session(self) -> Session:
@@ -200,7 +199,6 @@ class Training(Generic[S_co]):
     num_steps: int
     """Steps of the whole run, those before a resume included."""
     left_out: list[LeftOut]
-    """Rows of the data that the run leaves out."""
     identity: Identity
     open: Callable[[RunFolder, Budget], AbstractContextManager[Run[S_co]]]
     """Starts all processes, which live inside the `with` block."""

@@ -28,14 +28,12 @@ from conversion.files.torch_dist import TorchDistFolder
 from conversion.tensors import box_view
 
 SHARDING_TYPE = "fully_reshardable"
-"""Megatron's name of the format."""
 _KINDS = ("param", "exp_avg", "exp_avg_sq")
 _PREFIX, _SUFFIX = "optimizer.state.", ".weight"
 
 WeightEntry: TypeAlias = ShardedTensor | ShardedTensorFactory
 """Checkpoint entry of one weight of this rank; its data is the live tensor."""
 WeightEntries = dict[str, WeightEntry]
-"""Entries by the weights' names in the live model."""
 
 
 def written_here(entries: WeightEntries) -> WeightEntries:
@@ -94,7 +92,6 @@ def read_optimizer_state(source: TorchDistFolder, optimizers: list[DistributedOp
         )
     read_tensors(source, wanted)
     for optimizer, parameter, state, _ in shards:
-        # Only optimizers that keep their state in another form than they show need more.
         optimizer._set_main_param_and_optimizer_states(parameter, dict(state))
 
 

@@ -18,7 +18,6 @@ with less, cuBLAS may pick an algorithm that does not fit the address (megatron/
 
 
 def _pageable(num_bytes: int) -> Tensor:
-    # The memory is freed with the last tensor in it.
     return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
@@ -119,7 +118,6 @@ class HostStorages:
         self._is_on_device = is_on_device
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            # Frees torch's cache for the engine on this GPU, or another model.
             torch.cuda.empty_cache()
 
 
@@ -127,7 +125,6 @@ class HostStorages:
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies in one block of host memory, pinned where the tensors are on a GPU. The block lives as long as the process."""
     if not tensors:
-        # A block of 0 bytes cannot be allocated.
         return []
     offsets, num_bytes = block_offsets([tensor.nbytes for tensor in tensors])
     block = (pinned if any(tensor.is_cuda for tensor in tensors) else _pageable)(num_bytes)

@@ -58,7 +58,6 @@ def routing_arguments(config: MegatronConfig, *, has_experts: bool) -> dict[str,
         moe_enable_deepep=config.moe_enable_deepep,
         # The grouped GEMM of experts is Transformer Engine's; without it experts run one after another.
         moe_grouped_gemm=specs.HAVE_TE,
-        # Overlaps streams of a GPU without changing results.
         moe_shared_expert_overlap=config.moe_shared_expert_overlap and torch.cuda.is_available(),
     )
 
@@ -166,7 +165,6 @@ class PackedRouter(TopKRouter):
         assert row is not None, "show_row comes before the forward pass"
         per_sequence = kind == "seq_aux_loss"
         parts = row.num_sequences if per_sequence else 1
-        # Padding is the last part, with weight 0.
         part_T = row.sequences_T if per_sequence else (row.sequences_T == row.num_sequences).long()
         tokens_SE = is_chosen_TE.new_zeros(parts + 1, scores_TE.shape[1], dtype=torch.int64)
         tokens_SE = tokens_SE.index_add_(0, part_T, is_chosen_TE.long())
@@ -182,7 +180,6 @@ class PackedRouter(TopKRouter):
         self.losses[kind] = self.losses.get(kind, torch.zeros((), dtype=torch.double, device=loss.device)) + loss.detach().double()
         return MoEAuxLossAutoScaler.apply(probs, loss * coefficient)
 
-    # Megatron calls all three, with more arguments than these need.
     _apply_aux_loss = partialmethod(_with_loss, "aux_loss")
     _apply_seq_aux_loss = partialmethod(_with_loss, "seq_aux_loss")
     _apply_global_aux_loss = partialmethod(_with_loss, "global_aux_loss")
@@ -262,7 +259,6 @@ class RouterReplay:
         for chunk in unwrap_model(list(chunks)):
             for layer in chunk.decoder.layers:
                 for router in (module for module in layer.modules() if isinstance(module, TopKRouter)):
-                    # Megatron passes `scores` [T, E], any bias, and its own function that chooses.
                     router.router_replay = SimpleNamespace(get_replay_topk=partial(self._choose, len(self._layers)))
                     self._layers.append(expert_layers.index(layer.layer_number - 1))
         self._num_experts, self._topk = chunks[0].config.num_moe_experts, chunks[0].config.moe_router_topk

@@ -158,7 +158,6 @@ def _chunk_attention(query_NCHD: Tensor, keys: Tensor, values: Tensor, is_token:
     """Attention of one chunk over itself and all earlier chunks, [N, C, H, D]."""
 
     def masked(query: Tensor, key: Tensor, value: Tensor, is_token: Tensor, first: int) -> Tensor:
-        # Query i stands at position `first` + i of its sequence's keys.
         positions = torch.arange(key.shape[2], device=key.device)
         is_seen = (positions <= first + torch.arange(query.shape[2], device=key.device)[:, None]) & is_token[:, None, None, :]
         return F.scaled_dot_product_attention(query, key, value, attn_mask=is_seen, scale=scale, enable_gqa=True)

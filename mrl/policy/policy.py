@@ -85,7 +85,6 @@ class PolicyRank:
             meeting=meeting,
             timeout_s=timeout_s,
             seed=config.training.seed,
-            # Ranks are placed node by node, in the order of the devices.
             device_index=rank % max(config.cluster.gpus_per_node, 1),
         )
         self._hf_config: dict[str, object] = json.loads((Path(config.policy.model_name) / "config.json").read_text())
@@ -158,7 +157,6 @@ class PolicyRank:
         residency = self._role.residency(self._phase, phase)
         self._phase = phase
         if phase == "refit":
-            # The step is trained: its rows, and what passes have left in them, make room.
             self._batches.clear()
         if self._storages is not None:
             self._storages.place(is_on_device=residency.weights == "device")

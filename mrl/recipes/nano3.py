@@ -33,7 +33,6 @@ PLACEHOLDER = "_hf_placeholder"
 Problem = tuple[str, str]
 """The question and the answer that a placeholder stands for."""
 
-# DAPO-Math-17k puts these texts around every problem.
 DAPO_BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
     "(without quotes) where $Answer is the answer to the problem."
@@ -178,7 +177,6 @@ def problem_of(fields: Fields) -> Problem:
         raise RowError("a row must have prompt[0].content and reward_model.ground_truth")
     answer = text_of(reward_model, ("ground_truth",)).strip()
     if answer.startswith("[") and answer.endswith("]"):
-        # Skywork lists the answers that count, as JSON.
         try:
             answers = json.loads(answer)
         except ValueError as error:

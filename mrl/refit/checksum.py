@@ -21,7 +21,6 @@ from mrl.refit.device_checksum import word_sum
 
 # Strided boxes are gathered part by part into a buffer that stays in a core's second-level cache.
 _GATHER_BYTES = 1 << 18
-# Tensors named in an error: enough to see which kind of layer is wrong.
 _MAX_NAMED = 12
 
 

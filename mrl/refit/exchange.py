@@ -119,7 +119,6 @@ class Exchange:
         # In the order of running, because the first of two users takes a shared checksum.
         self._outgoing = [self._pack(sent[0], buffer)]
         own_class = schedule.source_class.get(gpu, -1)
-        # All own copies run in round 0.
         self._own: list[Callable[[], None]] = []
         for worker in schedule.workers_on(gpu):
             copies = schedule.classes[worker.class_index].own

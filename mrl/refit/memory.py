@@ -160,7 +160,6 @@ class MappedMemory:
         self.check()
         if handle.gpu is None:
             with warnings.catch_warnings():
-                # torch warns that the tensor is not writable, which is what we want.
                 warnings.simplefilter("ignore", UserWarning)
                 self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)[_HEADER_BYTES:]
             return

@@ -21,7 +21,6 @@ _WORD_BYTES = 8
 _ATTEMPT = 1 << 32
 # Poll interval: short against a round, without keeping a core busy.
 _POLL_S = 0.0002
-# Interval of checks that the awaited process is alive.
 _LOOK_S = 0.5
 
 

@@ -24,7 +24,6 @@ from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.memory import MappedMemory, bytes_as, wait_for
 from mrl.refit.pace import Pace
 
-# Enough to show a pattern; a wrong layout makes thousands.
 _MAX_REPORTED = 8
 
 
@@ -50,7 +49,6 @@ class _Round(NamedTuple):
     expected_words: Tensor
     """Places of the expected checksums in the memory's body, in words (int64)."""
     num_bytes: int
-    """Size of the live boxes."""
 
 
 class Puller:

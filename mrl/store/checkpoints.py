@@ -31,7 +31,6 @@ from mrl.types import RunState
 logger = logging.getLogger(__name__)
 
 RUN_CONFIG = "config.yaml"
-"""Config of the newest attempt, beside the checkpoints."""
 MANIFEST = "manifest.json"
 MARKER = "COMPLETE"
 STATE = "training_info.json"
@@ -196,7 +195,6 @@ class CheckpointStore:
         """Removes what the settings do not keep of the whole checkpoints up to the one that has just been published."""
 
         def rank(checkpoint: Checkpoint) -> tuple[float, int]:
-            # Best first: by the metric, if there is one (absent counts as worst), then newest first.
             value = self._value(checkpoint.state())
             if value is None:
                 return (float("inf"), -checkpoint.step)
@@ -297,7 +295,6 @@ def _find_damage(folder: Path, *, with_shards: bool) -> str | None:
         return f"{MANIFEST} differs from the completion marker"
     try:
         files = _listed(folder)
-    # Its checksum is right, so its writer made it so.
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         return f"{MANIFEST} lists no files: {error!r}"
     for path, (size, _) in files.items():

@@ -20,11 +20,9 @@ logger = logging.getLogger(__name__)
 story = logging.getLogger(STORY)
 
 HEADER_WIDTH = 62
-# Without a terminal a progress line is written at most this often.
 PLAIN_INTERVAL_S = 15.0
 
 SUPERVISED_PHASES = {"train": "train", "validation": "val", "checkpoint": "ckpt"}
-# Metrics that a training step's line shows after the loss, if the step has them.
 SUPERVISED_SHOWN = ("perplexity", "accuracy", "rewards_margin_mean", "grad_norm", "lr")
 
 

@@ -49,7 +49,6 @@ UNKNOWN = ""
 """In place of the checksum of what was not read."""
 _ALWAYS = ("model", "tokenizer", "data")
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_template*")
-# What tools write into config.json beside the model.
 _NOT_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 
 
@@ -110,7 +109,6 @@ def models_of(config: RunConfig, hashes: Callable[[Sequence[Path]], Mapping[Path
 def _model_parts(config: RunConfig, hashes: Callable[[Sequence[Path]], Mapping[Path, str]]) -> dict[str, str]:
     folder = Path(config.policy.model_name)
     weights = {path.name: digest for path, digest in hashes(weight_files(folder)).items()}
-    # A start has applied the overrides already; applied again, they change nothing.
     settings = overridden_config(read_model_config(folder), config.policy.hf_config_overrides)
     return {"config.json": _digest({name: value for name, value in settings.items() if name not in _NOT_MODEL}), **weights}
 

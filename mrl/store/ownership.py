@@ -27,10 +27,8 @@ from mrl import env
 
 logger = logging.getLogger(__name__)
 
-# An owner elsewhere that has not touched its file for so long is dead.
 LEASE_S = 6 * HEARTBEAT_S
 POLL_S = 1.0
-# Each try that fails saw another process come and go.
 MAX_TRIES = 100
 # Of file systems without hard links, where the name of an owner appears before its content.
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
@@ -50,9 +48,7 @@ class Attempt:
 
     process: Owner
     job: str | None
-    """Slurm's id of the job."""
     restart: int
-    """Number of times that Slurm has started the job again."""
 
     def __str__(self) -> str:
         job = "" if self.job is None else f" (job {self.job})"

@@ -63,9 +63,7 @@ _FILES = """config.json generation_config.json *processor_config.json audio_toke
 *.spm *.tiktoken tekken.json bpe.codes *vocab.json dict.txt normalizer.json prophetnet.tokenizer emoji.json byte_maps.json
 word_shape.json word_pronunciation.json"""
 COPIED = (*TOKENIZER_FILES, *_FILES.split())
-# Of the run's time that may go into its report before its end.
 MAX_REPORT_SHARE = 0.01
-# A line of metrics has a few KB.
 MEASURED_STEPS, MEASURED_BYTES = 20, 2**18
 
 
@@ -198,7 +196,6 @@ class RunFolder:
             logger.warning("%s holds %d trained steps, and there is no checkpoint of any", self.ledger.path, len(self.ledger.state.trained))
         self.ledger.roll_back(*_place(checkpoint))
         kill_point("fallback")
-        # Without a checkpoint, step 0 is validated again too.
         last_step = checkpoint.step if checkpoint else -1
         drop_later_steps(self.path / SAMPLES, last_step)
         self._metrics.close()
@@ -258,7 +255,6 @@ class RunFolder:
         with self._may_fail(SAMPLES):
             path = self.path / SAMPLES
             within(WRITE_TIMEOUT_S, f"write of {path}", append_report_samples, path, step, split, groups)
-        # Those of the step before: one step's texts at most wait, beside the rollouts of the next one.
         self.finish_texts()
         self._texts = self._writer.submit(self._write_texts, step, split, groups, sequences, tokens or {})
         if split == "validation":
@@ -356,7 +352,6 @@ class RunFolder:
         started = time.monotonic()
         if state == "running" and started < self._next_report:
             return
-        # The page shows them.
         self.finish_texts()
         with self._may_fail(REPORT):
             within(WRITE_TIMEOUT_S, f"write of {self.path / REPORT}", write_report, self.path / REPORT, state=state)
@@ -436,7 +431,6 @@ def read_or_set_aside(path: Path) -> bytes:
 
 def _lines(path: Path) -> list[tuple[float, str]]:
     found: list[tuple[float, str]] = []
-    # A power cut may leave anything; our lines are ASCII.
     for line in read_or_set_aside(path).decode("ascii", errors="replace").splitlines():
         try:
             found.append((int(json.loads(line)["step"]), line))

@@ -37,7 +37,6 @@ def append_report_samples(path: Path, step: int, split: Split, groups: Sequence[
         row = {"step": step, "split": split, **{name: _shorten(text) for name, text in texts.items()}}
         lines += json.dumps(row | {"reward": first.reward, "status": first.status}) + "\n"
     with path.open("ab+") as file:
-        # A full disk may have torn the last line; the next one starts on a line of its own.
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
             lines = lines if file.read(1) == b"\n" else "\n" + lines

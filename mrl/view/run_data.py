@@ -76,7 +76,6 @@ def _run_data(folder: Path, state: State | None, has_rollouts: bool) -> Json:
         "memory": memory_of(memory_by_phase(timelines), read_json(folder / ABOUT).get("plan")),
         "refit": read_json(folder / REFIT),
         "timelines": timelines,
-        # What a live page reads on demand.
         "timed_steps": [] if has_rollouts else list(windows),
         "evaluations": [{name: found[name] for name in ("name", "metric", "scores")} for found in evaluations],
         "dumps": [

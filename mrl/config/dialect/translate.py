@@ -228,7 +228,6 @@ def _in_own_words(key: Key, setting: Setting, report: Migration) -> Setting:
     if isinstance(old, Hashable):
         new = VALUES.get((setting.written_as, old), VALUES.get((".".join(as_policy(key)), old), old))
     if key[0] == "data" and key[-1] in ("prompt_file", "system_prompt_file") and isinstance(old, str):
-        # A missing `.../prompts/NAME` means the packaged file of this name, if there is one.
         packaged = packaged_configs() / "prompts" / Path(old).name
         if not os.path.exists(old) and Path(old).parent.name == "prompts" and os.path.isfile(packaged):
             new = str(packaged)

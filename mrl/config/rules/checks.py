@@ -177,7 +177,6 @@ MODEL_RULES: dict[str, ModelCheck] = {
 """Checks that need the model's config.json."""
 
 
-# An optimizer's main parameter and two moments, in float32.
 _OPTIMIZER_BYTES = 12
 
 

@@ -31,7 +31,6 @@ TRAINED_MODEL_RULES: tuple[ModelCheck, ...] = (
     lambda config, model, problems: training.check_trained(config, problems),
 )
 """Counterparts of `RULES` and `TRAINED_RULES` that need the model's config.json."""
-# Keys that only the policy uses, whatever another section sets.
 _OF_ENGINES = ("policy.generation.", "policy.router_replay.")
 
 
@@ -103,7 +102,6 @@ def check_sections(config: RunConfig, problems: Problems) -> None:
 def _check_section(config: RunConfig, model: ModelName, said: list[str], problems: Problems) -> None:
     """Applies rules of `policy` to a model's section, and adds problems that are not `said` yet, under keys of that section."""
     seen, prefix, is_trained = config.of_model(model), prefix_of(model), model in config.trained_models
-    # The keys that the section sets itself, as those of the policy.
     own = {f"policy.{key.removeprefix(prefix)}": origin for key, origin in config.facts.origins.items() if key.startswith(prefix)}
     inner = Problems(seen, {key: origin for key, origin in config.facts.origins.items() if key not in own} | own)
     for check in RULES + (TRAINED_RULES if is_trained else ()):
@@ -135,7 +133,6 @@ def check_teacher(config: RunConfig, problems: Problems) -> None:
         for key in (f"loss_fn.{name}" for name in vars(config.loss_fn) if name not in LOSS_KEYS):
             if config.facts.origins.get(key, "").startswith("command line"):
                 problems.add(key, "it belongs to GRPO's loss, and algorithm=distillation", f"use {', '.join(LOSS_KEYS)}")
-        # A section that could not be read has problems of its own.
         if config.teacher is None and not any(key.startswith("teacher.") for key in config.facts.origins):
             problems.extend(
                 ["teacher: algorithm=distillation has nobody to learn from; give teacher.model_name, the folder of a model or its id"]

@@ -40,7 +40,6 @@ class Memory:
     last_step: int = -1
     """The last step that any attempt has logged. Services cannot take a step back, so none gets a step again."""
     run_ids: dict[str, str] = field(default_factory=dict)
-    """The id of the run at each service, by logger."""
 
 
 class Loggers:

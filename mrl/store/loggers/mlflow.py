@@ -21,7 +21,6 @@ from mlflow.entities import Metric, Param, RunStatus  # noqa: E402
 from mrl.config.schema.logger import LoggerConfig  # noqa: E402
 from mrl.store.loggers.sink import SAMPLES, LoggedRun, Sample, flat  # noqa: E402
 
-# Limits of one request of its REST interface, and of a parameter's text.
 MAX_METRICS, MAX_PARAMS, MAX_PARAM_LENGTH = 1000, 100, 6000
 # They narrate how tables are made and requests repeated; the run's log says once that MLflow fails.
 TALKATIVE = ("mlflow", "alembic", "urllib3.connectionpool")

@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 # A few MB of metrics. A service that lags behind by more does not keep up.
 MAX_RECORDS = 500
-# A service that was away is asked again this often.
 REOPEN_INTERVAL_S = 60.0
 MAX_ERROR_LENGTH = 500
 THREAD_PREFIX = "logger "
@@ -82,7 +81,6 @@ class SinkThread:
                 self._changed.wait_for(lambda: self._records or self._is_closing)
                 if not self._records:
                     break
-                # It stays in the queue until it is delivered.
                 record = self._records[0]
             if self._sink is None and time.monotonic() >= self._next_try:
                 self._open()
