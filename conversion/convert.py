@@ -216,10 +216,7 @@ def _with_dtypes(layout: Layout, dtypes: Mapping[str, torch.dtype]) -> tuple[Lay
 
 
 def differences(first: Path, second: Path) -> Iterator[str]:
-    """Yields one line per difference between the canonical tensors of two folders: names, shapes, dtypes, values bit for bit.
-
-    Memory holds a block of each.
-    """
+    """Yields one line per difference between the canonical tensors of two folders: names, shapes, dtypes, values bit for bit."""
     with ExitStack() as stack:
         (names, a), (other_names, b) = (_opened(folder, stack) for folder in (first, second))
         yield from (f"{name}: only in {first}" for name in sorted(names - other_names))

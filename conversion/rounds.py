@@ -95,10 +95,7 @@ def split(box: Box, max_elements: int) -> Iterator[Box]:
 def cut_rounds(
     drafts: Sequence[Draft], class_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]], buffer_bytes: int
 ) -> tuple[list[WorkerClass], Turns]:
-    """Gives the classes their messages: no worker receives and no rank sends more than `buffer_bytes` in a round.
-
-    `class_of` and `ranks` (the rank behind each bin) are by worker.
-    """
+    """Gives the classes their messages: no worker receives and no rank sends more than `buffer_bytes` in a round."""
     orders = [_interleave(draft.bins) for draft in drafts]
     turns: Turns = 1, dict.fromkeys(class_of, 0)
     capacity = buffer_bytes

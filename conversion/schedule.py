@@ -259,7 +259,6 @@ class Schedule:
         return digest.hexdigest()
 
     def _deliveries(self, worker: EngineWorker, rank: int | None = None) -> Iterator[Delivery]:
-        """The messages to a worker, of one rank or of all."""
         found = self.classes[worker.class_index]
         for source, sender in zip(found.sources, worker.ranks, strict=True):
             if rank in (None, sender):

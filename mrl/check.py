@@ -45,10 +45,7 @@ WIDTH = 14
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line of `python -m mrl.train`, with `name` of the config and `words` the overrides.
-
-    Log lines go to standard output from here on, without `secrets`, a set to which loading a config adds.
-    """
+    """The command line of `python -m mrl.train`, with `name` of the config and `words` the overrides."""
     parser = argparse.ArgumentParser(prog="python -m mrl.train", description="Train a policy.")
     parser.add_argument("words", nargs="*", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides")
     parser.add_argument("--config", metavar="CONFIG", help="the config file, as an option")

@@ -165,7 +165,6 @@ def data_identities(config: RunConfig, look: Look) -> list[Callable[[], dict[str
 
 
 def _read_all(config: RunConfig, look: Look) -> None:
-    """Reads all rows, as a start does."""
     from mrl.data.order import num_steps_of
     from mrl.data.prompts import load_prompts
     from mrl.data.supervised import load_examples
@@ -231,7 +230,6 @@ def _look_at_rows(
 
 
 def _spread(files: Sequence[Path]) -> list[Path]:
-    """A few files, the first and the last among them."""
     last = len(files) - 1
     return [files[index] for index in sorted({round(last * part / (MAX_FILES - 1)) for part in range(MAX_FILES)})]
 

@@ -133,10 +133,7 @@ def shielded() -> Iterator[None]:
 
 
 def shield_process(*, passes_on: bool) -> None:
-    """Lets this process live through stop signals, also where threads that it has already block none. Only its main thread can.
-
-    Processes that it starts are shielded like itself if it `passes_on` what it blocks.
-    """
+    """Lets this process live through stop signals, also where threads that it has already block none. Only its main thread can."""
     own = os.getpid()
 
     def ignore(number: int, _: FrameType | None) -> None:

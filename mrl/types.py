@@ -317,10 +317,7 @@ class TrainSequence:
 
 @dataclass(frozen=True)
 class TokenSample:
-    """The beginning of a trained sequence token by token, for readers. Lists of one length, the prompt included.
-
-    Numbers are 0 at tokens that the model did not generate.
-    """
+    """The beginning of a trained sequence token by token, for readers. Lists of one length, the prompt included."""
 
     token_ids: list[int]
     is_generated: list[int]

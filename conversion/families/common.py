@@ -154,10 +154,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Family:
-    """All that this project knows of one Hugging Face model_type. Every method raises ValueError for a config that it cannot convert.
-
-    Layouts are remembered: equal arguments give the same object. Nobody changes a layout.
-    """
+    """All that this project knows of one Hugging Face model_type. Every method raises ValueError for a config that it cannot convert."""
 
     model: Callable[[HfConfig, int | None], Model]
     """Rules of a config; the second argument is the padded vocabulary size of a checkpoint."""

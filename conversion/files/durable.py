@@ -49,10 +49,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replaces `path` by `text`: a reader sees the old or the new content, never a part. An error leaves the old content, and no part.
-
-    TimeoutError, an OSError: the file system does not answer.
-    """
+    """Replaces `path` by `text`: a reader sees the old or the new content, never a part. An error leaves the old content, and no part."""
     within(WRITE_TIMEOUT_S, f"write of {path}", _write_atomic, path, text)
 
 

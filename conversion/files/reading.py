@@ -42,10 +42,7 @@ def open_file(path: Path) -> int:
 
 
 def read_file(path: Path, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
-    """The content of a regular file of at most `max_bytes`: an index, a config, a description of tensors.
-
-    TimeoutError, an OSError: the file system does not answer.
-    """
+    """The content of a regular file of at most `max_bytes`: an index, a config, a description of tensors."""
 
     def read() -> bytes:
         with os.fdopen(open_file(path), "rb") as file:

@@ -126,10 +126,7 @@ def _std(values: Tensor) -> Tensor:
 
 
 def batch_advantages(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[list[float]]:
-    """Advantages of every group of a step, in the order of its rollouts, by the estimator of the config; 0 for those without a reward.
-
-    `token_advantages` later normalises those of reinforce_plus_plus over the tokens of the step.
-    """
+    """Advantages of every group of a step, in the order of its rollouts, by the estimator of the config; 0 for those without a reward."""
     match config.adv_estimator.name:
         case "grpo" | "opd":
             advantages = [_against_group(group, shaped_rewards(group, config), config) for group in groups]

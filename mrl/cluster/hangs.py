@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges from readings of a run's processes which of them hangs.
-
-Pure: clock and readings come from `mrl.cluster.watchdog`, or from a test.
-"""
+"""Judges from readings of a run's processes which of them hangs."""
 
 from __future__ import annotations
 

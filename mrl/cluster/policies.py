@@ -265,10 +265,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
     def call_on_tokens(
         self, verb: TokenVerb, batches: Sequence[Batch], given: Mapping[int, PayloadRef] | None = None
     ) -> dict[int, PayloadRef]:
-        """Calls a function that takes or returns arrays of sequences; they move from rank to rank, here are references to them.
-
-        Both are by place in the step, in the order of its batches, so that models may have other batches of the same sequences.
-        """
+        """Calls a function that takes or returns arrays of sequences; they move from rank to rank, here are references to them."""
         firsts = list(accumulate([0, *(len(batch.sequences) for batch in batches)]))
 
         def part(dp_rank: int) -> list[dict[int, PayloadRef]] | None:
@@ -293,10 +290,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         }
 
     def teach(self, sequences: Sequence[TrainSequence], k: int) -> list[TrainSequence]:
-        """The sequences, each with a reference to what this model says of the tokens that were generated; see `mrl.policy.beside.teach`.
-
-        What it computes stays in its processes, whose node hands it on to the ranks that train on it.
-        """
+        """The sequences, each with a reference to what this model says of the tokens that were generated; see `mrl.policy.beside.teach`."""
         self.set_batches([make_batch(sequences, self.config)])
         pending, payloads = {}, {}
         with self.in_order:

@@ -77,10 +77,7 @@ class RolloutSession:
         return {model: groups[model] for model in self.config.trained_models}
 
     def enter(self, phase: Phase, worker: ModelName | None = None) -> None:
-        """Brings all models into a phase in which one works, and colocated engines, which yield their memory. Dedicated ones go on.
-
-        `worker` names it where several have its role; the others stay out of the way.
-        """
+        """Brings all models into a phase in which one works, and colocated engines, which yield their memory. Dedicated ones go on."""
         deadline_s = self.policies.deadline_s
         if self.engines.are_colocated:
             self.engines.enter(phase, deadline_s=deadline_s)

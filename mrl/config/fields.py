@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of the fields of the config schema: numbers with their ranges, values without a choice, and defaults that follow other keys.
-
-The schema needs only the standard library. Loading a config validates it by these types with pydantic.
-"""
+"""Types of the fields of the config schema: numbers with their ranges, values without a choice, and defaults that follow other keys."""
 
 from __future__ import annotations
 

@@ -382,10 +382,7 @@ def _rope(source: Mapping[str, object]) -> dict[str, object]:
 
 
 def find_override_problems(folder: Path, overrides: Mapping[str, object]) -> list[str]:
-    """A problem for every override that nothing here reads, and for every one that does not fit the checkpoint.
-
-    The folder's own config.json must be trainable.
-    """
+    """A problem for every override that nothing here reads, and for every one that does not fit the checkpoint."""
     hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     merged = _Reads(overridden_config(hf_config, overrides))
     try:

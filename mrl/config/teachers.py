@@ -116,10 +116,7 @@ def _read(
     problems: list[str],
     origins: dict[str, str],
 ) -> PolicyConfig | None:
-    """The section of a teacher, in which keys that it leaves out have the policy's values; None, and problems, if it is not known.
-
-    `origins` gets those of the keys that the section sets itself.
-    """
+    """The section of a teacher, in which keys that it leaves out have the policy's values; None, and problems, if it is not known."""
     tree, never_shared = Tree(settings, secrets), [("model_name",), ("tokenizer",)]
     if own.model == TEACHER:
         never_shared.append(("hf_config_overrides",))

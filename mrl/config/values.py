@@ -227,7 +227,6 @@ def _adapter(hint: Any) -> TypeAdapter[object]:
 
 
 def _message(error: ValidationError) -> str:
-    """The first problem, and the way out."""
     first = error.errors(include_url=False)[0]
     where, context = "".join(f"[{part}] " for part in first["loc"]), first.get("ctx", {})
     if first["type"] == "value_error":

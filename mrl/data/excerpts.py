@@ -58,7 +58,6 @@ def excerpt(path: Path) -> Excerpt:
 
 
 def _bounded(found: list[Record], num_rows: int = -1, *, is_cut: bool = False) -> Excerpt:
-    """The excerpt without rows between the first and the last that would make it too many bytes."""
     kept, left = [], MAX_BYTES
     for index, record in enumerate(found):
         left -= len(record.line)
@@ -68,7 +67,6 @@ def _bounded(found: list[Record], num_rows: int = -1, *, is_cut: bool = False) -
 
 
 def _chosen(num_rows: int) -> list[int]:
-    """Indices of the rows to look at, in rising order."""
     if num_rows <= MAX_WHOLE_ROWS:
         return list(range(num_rows))
     between = random.Random(0).sample(range(NUM_ENDS, num_rows - NUM_ENDS), NUM_BETWEEN)
@@ -89,7 +87,6 @@ def _of_table(path: Path) -> Excerpt:
 
 
 def _of_stream(path: Path) -> Excerpt:
-    """The excerpt of a file that is read from its beginning."""
     found, num_bytes = list[Record](), 0
     if not path.name.lower().endswith(".gz") and path.stat().st_size > 2 * MAX_STREAM_BYTES:
         return Excerpt([], is_cut=True)
@@ -102,7 +99,6 @@ def _of_stream(path: Path) -> Excerpt:
 
 
 def _of_lines(path: Path, first: list[Record]) -> list[Record]:
-    """Rows of a file of lines that begins with `first`, and has many more."""
     found = dict[int, bytes]()
     with os.fdopen(open_file(path), "rb") as file:
         size, draw = os.fstat(file.fileno()).st_size, random.Random(0)

@@ -58,7 +58,6 @@ def _gym_tool(tool: object, name: str) -> Fields:
 
 
 def _joined(said: Message, more: Message) -> Message:
-    """One message of the assistant, of two that follow each other."""
     calls = [call for message in (said, more) for call in _list(message.get("tool_calls"))]
     content = f"{said['content'] or ''}{more['content'] or ''}"
     return {"role": "assistant", "content": content or None, **({"tool_calls": calls} if calls else {})}

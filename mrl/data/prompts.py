@@ -84,10 +84,7 @@ class Rendered:
 
 
 def load_prompts(config: RunConfig) -> PromptData:
-    """The prompts of a run. Reads all training and validation rows, and keeps those that can be asked.
-
-    A ValueError names the setting or file that is wrong, or up to 20 bad rows of a data set.
-    """
+    """The prompts of a run. Reads all training and validation rows, and keeps those that can be asked."""
     tokenizer = tokenizer_of(config)
 
     def finish(prompt_id: str, rendered: Rendered) -> Prompt:

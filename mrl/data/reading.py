@@ -367,10 +367,7 @@ def complaints(left_out: LeftOut, name: str, data: DataConfig, *, is_whole: bool
 
 
 def write_quarantine(data_sets: Sequence[LeftOut], folder: Path) -> None:
-    """Writes what was left out into `folder`, if anything was.
-
-    `<data set>.jsonl` has place, reason and line of each bad row, `left_out.json` all counts.
-    """
+    """Writes what was left out into `folder`, if anything was."""
     counts = {}
     for left_out in data_sets:
         if not (left_out.bad or left_out.without_environment or left_out.too_long or left_out.num_repeated):

@@ -131,7 +131,6 @@ def renamed(messages: Sequence[Message], names: Mapping[str, str]) -> list[Messa
 
 
 def _with_calls(message: Message, *, as_text: bool, wraps: bool) -> Message:
-    """The message with the arguments of its calls as objects or as texts."""
     calls: Any = message.get("tool_calls")
     if not calls:
         return message
@@ -147,7 +146,6 @@ def _with_calls(message: Message, *, as_text: bool, wraps: bool) -> Message:
 
 
 def _wrapped(function: Fields) -> Fields:
-    """A tool or a call as OpenAI writes them."""
     if "function" in function:
         return function
     inside = {key: value for key, value in function.items() if key not in ("id", "type")}
@@ -208,7 +206,6 @@ def _parts(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
 
 
 def _calls(messages: Sequence[Message]) -> Iterator[tuple[str, str, object]]:
-    """Name, description and arguments of each call."""
     for index, message in enumerate(messages):
         calls: Any = message.get("tool_calls") or []
         for function in (call.get("function", call) for call in calls):
@@ -216,7 +213,6 @@ def _calls(messages: Sequence[Message]) -> Iterator[tuple[str, str, object]]:
 
 
 def _texts(arguments: object) -> Iterator[str]:
-    """The texts in arguments that are an object."""
     for entry in arguments.values() if isinstance(arguments, dict) else arguments if isinstance(arguments, list) else ():
         if isinstance(entry, str):
             yield entry

@@ -65,10 +65,7 @@ class ConversationFormat:
 
 
 def load_examples(config: RunConfig) -> SupervisedData:
-    """The examples of a run. Reads all training and validation rows; leaves out rows that are too long, with a warning that counts them.
-
-    A ValueError names the setting or file that is wrong, or up to 20 bad rows of a data set.
-    """
+    """The examples of a run. Reads all training and validation rows; leaves out rows that are too long, with a warning that counts them."""
     tokenizer = tokenizer_of(config)
 
     def finish(example_id: str, example: Example) -> Example:

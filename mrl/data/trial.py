@@ -38,10 +38,7 @@ class Overrun(Exception):
 
 
 def try_template(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, object] | None) -> None:
-    """Renders a few short conversations in a child. ValueError: that does not end, or takes more memory than any template needs.
-
-    What the template refuses is told with the rows that it refuses.
-    """
+    """Renders a few short conversations in a child. ValueError: that does not end, or takes more memory than any template needs."""
     try:
         within_limits(lambda: _render(tokenizer, dict(template_kwargs or {})), cpu_s=CPU_S)
     except Overrun as error:

@@ -151,7 +151,6 @@ def _shared(folder: str, reports: Sequence[NodeReport]) -> Finding:
 
 
 def _groups(looks: Mapping[str, HostFacts], value: Callable[[HostFacts], str]) -> dict[str, list[str]]:
-    """The nodes of every value, the most frequent value first."""
     found: dict[str, list[str]] = {}
     for name, facts in looks.items():
         found.setdefault(value(facts), []).append(name)

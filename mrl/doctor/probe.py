@@ -218,7 +218,6 @@ def build_tag(name: str, version: str) -> str:
 
 
 def _assigned(package: Path | None, name: str) -> str | None:
-    """The text that a package's version.py assigns to a name; None if it assigns something else, or the file is missing."""
     path = package / "version.py" if package else None
     if path is None or not path.is_file():
         return None

@@ -199,10 +199,7 @@ def compare(
 
 
 def float32_products(policies: PolicyGroup, config: RunConfig) -> str:
-    """Describes how a float32 run multiplies, by library: as float32 (Triton: tf32x3), or as TF32, which exceeds the bounds of float32.
-
-    Measured on the policy ranks; Triton does in both kinds of processes what its variable says.
-    """
+    """Describes how a float32 run multiplies, by library: as float32 (Triton: tf32x3), or as TF32, which exceeds the bounds of float32."""
     measured = policies.apply(_float32_products)
     found = {library: " and ".join(sorted({rank[library] for rank in measured})) for library in measured[0]}
     if config.cluster.gpus_per_node:

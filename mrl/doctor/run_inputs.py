@@ -57,7 +57,6 @@ def judge_gpus(config: RunConfig, facts: HostFacts) -> list[Finding]:
 
 
 def _disks(config: RunConfig, folders: list[Path]) -> list[Finding]:
-    """Room for checkpoints, and for all models in the cache."""
     findings = []
     if config.checkpointing.enabled:
         demand = checkpoint_demand(config, read_model(Path(config.policy.model_name)).num_parameters)

@@ -82,10 +82,7 @@ def environment(config: EnvConfig) -> Environment:
 
 
 def make(test_timeout_s: float, timeout_s: float, may_escape: bool) -> Score:
-    """The reward function; a test may take `test_timeout_s`, all tests of a program `timeout_s`.
-
-    With `may_escape`, programs also run where the kernel cannot confine them, and their outcomes are flagged.
-    """
+    """The reward function; a test may take `test_timeout_s`, all tests of a program `timeout_s`."""
     return functools.partial(score, test_timeout_s=test_timeout_s, timeout_s=timeout_s, may_escape=may_escape)
 
 

@@ -192,7 +192,6 @@ def _relation(tokens: Sequence[Token], reading: Reading) -> list[Value]:
 
 
 def _symbol(tokens: Sequence[Token]) -> str:
-    """The one symbol that a side is, with its index; empty if it is none."""
     first = tokens[0]
     if first.kind != "letter" and (first.kind != "command" or first.text not in GREEK):
         return ""
@@ -343,7 +342,6 @@ def _side(tokens: Sequence[Token], reading: Reading) -> Value:
 
 
 def _bracketed(tokens: Sequence[Token]) -> Sequence[Token] | None:
-    """The tokens between the first and the last one, if these are one pair of brackets."""
     if len(tokens) < 2 or tokens[0].text not in ("(", "[", "\\{", "langle") or tokens[-1].text not in (")", "]", "\\}", "rangle"):
         return None
     depths = accumulate((token.name in OPENING) - (token.name in CLOSING) for token in tokens[:-1])

@@ -23,7 +23,6 @@ _CHARACTERS = str.maketrans(
 
 
 def _by_spelling(lists: str) -> dict[str, str]:
-    """The first name of each list by all of its names."""
     return {name: names.split()[0] for names in lists.split(";") for name in names.split()}
 
 

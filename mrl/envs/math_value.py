@@ -268,10 +268,7 @@ def _differ(values: list[object], expected: str) -> bool:
 
 
 def pieces(text: str, expected: Size) -> Iterator[Found]:
-    """The mathematics that math-verify would try, in its order: the last match of the pattern that comes first, and so on.
-
-    TooCostly says that the search takes too long, or that the mathematics is larger than an answer may be.
-    """
+    """The mathematics that math-verify would try, in its order: the last match of the pattern that comes first, and so on."""
     if search_cost(text) > MAX_SEARCH_COST:
         raise TooCostly
     left_to_try = MAX_TRIED_CHARACTERS + expected.characters
@@ -300,10 +297,7 @@ def _piece(match: re.Match[str], target: ExprExtractionConfig | LatexExtractionC
 
 
 def find_answer(text: str, size: Size, expected: str = "") -> list[object]:
-    """The answer that math-verify would take, and the text of its first try; only the text if nothing can be parsed.
-
-    TooCostly as in `pieces`, and for integrals, limits and many functions that the expected answer does not have: sympy takes seconds.
-    """
+    """The answer that math-verify would take, and the text of its first try; only the text if nothing can be parsed."""
     first: list[object] = []
     for piece in pieces(text, size):
         said = right_side(piece.raw)

@@ -117,7 +117,6 @@ TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
 def _scalar(value: object, kind: object) -> object:
-    """`value` as a number or truth value, if it is the text of one; else as it is."""
     if not isinstance(value, str) or not value:
         return value
     read = {"integer": int, "number": float, "boolean": lambda text: TRUTH.get(text.lower(), text)}.get(str(kind), str)

@@ -30,10 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
-    """The config with which the run starts, folders in place of names of the Hub; ValueError names every key or file at fault.
-
-    A run that trains on GPUs says what memory it is predicted to need, and is refused if that cannot fit.
-    """
+    """The config with which the run starts, folders in place of names of the Hub; ValueError names every key or file at fault."""
     problems = find_problems(with_cached_folders(config))
     if problems and all(isinstance(problem, Unprovided) for problem in problems):
         problems = find_problems(with_local_folders(config))

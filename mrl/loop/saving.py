@@ -133,7 +133,6 @@ class CheckpointSaver:
             under_way.set_result(None)
 
     def _ask(self, verb: Callable[[PolicyVerbs, *Ts], T], *arguments: *Ts) -> list[tuple[ModelName, dict[int, T]]]:
-        """Calls a verb of each model that is trained; answers by rank."""
         limits = {"deadline_s": self._deadline_s, "is_awaited": self._is_awaited, "is_abandoned": self._is_abandoned}
         return [(model, group.call_behind(verb, *arguments, **limits)) for model, group in self._session.trained_models.items()]
 
@@ -191,10 +190,7 @@ class CheckpointSaver:
             self.begin(state, waits=True)
 
     def take_metrics(self) -> dict[str, float]:
-        """`time/checkpoint_hidden` of saves published since the last call, if any: seconds of writing for which nothing waited.
-
-        Raises what has ended the save under way.
-        """
+        """`time/checkpoint_hidden` of saves published since the last call, if any: seconds of writing for which nothing waited."""
         if self._under_way is not None and self._under_way.done():
             self.finish()
         hidden_s, self._hidden_s = self._hidden_s, None

@@ -224,7 +224,6 @@ def stage_states(config: RunConfig, model: PlanModel, pp_rank: int, role: Role =
 
 
 def _has_head(config: RunConfig, role: Role) -> bool:
-    """Tells whether the model gives one number at each token, and no logits."""
     return config.algorithm == "rm" or role == "critic"
 
 

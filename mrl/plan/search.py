@@ -159,7 +159,6 @@ def _divisors(total: int) -> list[int]:
 
 
 def _illegal(config: RunConfig, sizes: ModelSizes, prefix: str) -> str | None:
-    """The first rule that a key below `prefix` breaks."""
     problems = Problems(config)
     layout.check_cluster(config, problems)
     layout.check_layout(config, sizes, problems)
@@ -168,7 +167,6 @@ def _illegal(config: RunConfig, sizes: ModelSizes, prefix: str) -> str | None:
 
 
 def _settings(values: dict[str, object]) -> dict[str, object]:
-    """The keys of a config that a layout sets."""
     settings = {KEYS[name]: value for name, value in values.items() if name != "recompute"}
     if "tp" in values:
         settings[_MEGATRON + "sequence_parallel"] = values["tp"] != 1

@@ -88,7 +88,6 @@ def find_obstacle(weights_dir: Path) -> str:
 
 
 def _first_problem(problem: str) -> str:
-    """The first problem of any rank. Collective over all ranks."""
     problems = [""] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     return next(filter(None, problems), "")
@@ -177,7 +176,6 @@ class CheckpointWrite:
         return WriteReport(files, hidden_s=min(asked_at, written_at) - self._begun_at if self._in_background else 0.0)
 
     def _write(self) -> tuple[dict[str, FileRecord], float]:
-        """Writes this rank's files; returns them and the time of the end."""
         assert self._request.async_fn is not None
         try:
             with spans.span("write", "checkpoint writer"):
@@ -331,7 +329,6 @@ def _read_common(path: Path) -> dict[str, Any]:
 
 
 def _parallel_sizes() -> dict[str, int]:
-    """Sizes of this run's parallel layout, under Megatron's names."""
     return {
         "world_size": dist.get_world_size(),
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),

@@ -55,10 +55,7 @@ class HostBlock:
 
     @torch.no_grad()
     def take_in(self, tensors: Sequence[Tensor]) -> None:
-        """Moves the tensors into the block, which then holds nothing else; keeps values and tensor objects.
-
-        Makes a new block if this one is too small, or if it holds some of the tensors already.
-        """
+        """Moves the tensors into the block, which then holds nothing else; keeps values and tensor objects."""
         held = [self.holds(tensor) for tensor in tensors]
         if all(held):
             return

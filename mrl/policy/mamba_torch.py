@@ -91,7 +91,6 @@ class _CausalConv(torch.autograd.Function):
 
 
 def _shifts(weight_CW: Tensor) -> list[tuple[int, Tensor]]:
-    """Every tap but the last with its distance into the past."""
     width = weight_CW.shape[1]
     return [(shift, weight_CW[:, width - 1 - shift]) for shift in range(1, width)]
 

@@ -123,7 +123,6 @@ def _distillation_objective(config: LossConfig, distribution: TokenDistribution,
 
 
 def _sft_objective(distribution: TokenDistribution, size: BatchSize) -> Objective:
-    """The mean negative log-likelihood of the learned tokens."""
 
     def row_loss(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
         local = own_positions(row)

@@ -92,10 +92,7 @@ def build_scheduler(optimizer: MegatronOptimizer, config: MegatronConfig, *, num
 
 @contextmanager
 def own_settings(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Restores this run's settings (rates, betas, epsilon) after a load inside the `with` block has brought those of another run.
-
-    The optimizer's number of steps is no setting.
-    """
+    """Restores this run's settings (rates, betas, epsilon) after a load inside the `with` block has brought those of another run."""
     own = parts(optimizer)
     kept = [{key: value for key, value in group.items() if key not in _NO_SETTINGS} for part in own for group in part.param_groups]
     yield

@@ -52,10 +52,7 @@ class PackedLayout:
 
 
 def packed_layout(lengths_S: Tensor, *, multiple: int, chunk: int) -> PackedLayout:
-    """The layout for sequences of these lengths (integers, in the order of the row, zeros allowed).
-
-    Lengths up to `chunk` are padded to `multiple`, longer ones to `chunk`: few buckets, little padding.
-    """
+    """The layout for sequences of these lengths (integers, in the order of the row, zeros allowed)."""
 
     def rounded_up(step: int) -> Tensor:
         return (lengths_S + step - 1) // step * step

@@ -202,10 +202,7 @@ class PolicyRank:
                 self._reference[slot].copy_(tensor.detach())
 
     def begin_save(self, weights_dir: Path | str) -> str:
-        """Begins to write `weights_dir/iter_0000000`; see `mrl.policy.checkpoint`. Finish the save before first.
-
-        Returns "", or on all ranks why there is nothing to finish: one of them cannot write there.
-        """
+        """Begins to write `weights_dir/iter_0000000`; see `mrl.policy.checkpoint`. Finish the save before first."""
         assert self._writing is None, "finish_save comes first"
         if problem := checkpoint.find_obstacle(Path(weights_dir)):
             return problem
@@ -393,10 +390,7 @@ class PolicyRank:
         return self._profiler.stop(folder / f"step{step}_rank{self._rank}.json.gz")
 
     def prepare_refit(self, inputs: RefitInputs, address: GroupAddress) -> GpuHandles:
-        """Sets up this rank's part of the exchange, collective at `address`; returns what its GPU's workers need to pull.
-
-        Later calls, with the same inputs, meet at another address, and leave the memory where the workers have mapped it.
-        """
+        """Sets up this rank's part of the exchange, collective at `address`; returns what its GPU's workers need to pull."""
         weights = self.settled_weights()
         device = next(iter(weights.values())).device
         if self._exchange is not None:
@@ -410,10 +404,7 @@ class PolicyRank:
         return self._exchange.handles()
 
     def refit(self, attempt: int, readers: Collection[int], timeout_s: float) -> None:
-        """Makes room for the engines' weights, settles its own, and exchanges them; leaves the device to the engines' KV caches.
-
-        See `settle` and `mrl.refit.exchange.Exchange.run`.
-        """
+        """Makes room for the engines' weights, settles its own, and exchanges them; leaves the device to the engines' KV caches."""
         assert self._exchange is not None, "prepare_refit comes first"
         start = time.monotonic()
         try:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of the bytes of tensors: crc32 in host memory; on a GPU `word_sum`, which one kernel takes there.
-
-Both sides of a refit hold their weights on the same kind of device, so they take the same checksum.
-"""
+"""Checksums of the bytes of tensors: crc32 in host memory; on a GPU `word_sum`, which one kernel takes there."""
 
 from __future__ import annotations
 

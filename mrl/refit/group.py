@@ -135,10 +135,7 @@ class ExchangeGroup:
     def run(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], *, what: str, meanwhile: Callable[[], None], deadline: float
     ) -> None:
-        """Sends and receives all messages of one round, `what`. Between two participants both sides list theirs in the same order.
-
-        Calls `meanwhile` when all messages are packed and posted. On the host, a dead peer does not stop the messages of others.
-        """
+        """Sends and receives all messages of one round, `what`. Between two participants both sides list theirs in the same order."""
         post = self._post_together if self.device.type == "cuda" else self._post
         faults: list[RuntimeError] = []
         works = post(outgoing, incoming, faults)

@@ -100,10 +100,7 @@ class Puller:
         self._reports: dict[int, VerifyReport] = {}
 
     def run(self, attempt: int, *, timeout_s: float) -> int:
-        """Pulls and verifies each round of an attempt when it is ready, and returns the bytes written to the live tensors.
-
-        A dedicated engine runs the exchange at the same time. RefitError: a round is late, or the attempt was abandoned.
-        """
+        """Pulls and verifies each round of an attempt when it is ready, and returns the bytes written to the live tensors."""
         if self._own is None:
             return self._run(attempt, timeout_s)
         with ThreadPoolExecutor(1) as pool:

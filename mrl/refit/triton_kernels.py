@@ -125,10 +125,7 @@ def _on(device: torch.device) -> Iterator[None]:
 
 @triton.jit
 def _places(start, columns, run, size1, size2):
-    """Returns each word's index in the outer dimensions, and its place in the run, for the words `start + columns`.
-
-    Only the tile's first word is divided with 64 bits, which is slow on GPUs.
-    """
+    """Returns each word's index in the outer dimensions, and its place in the run, for the words `start + columns`."""
     first = start // run
     place = (start - first * run).to(tl.int32) + columns
     rows = place // run.to(tl.int32)

@@ -187,7 +187,6 @@ class CheckpointStore:
                 remove_any(folder)
 
     def _value(self, state: RunState) -> float | None:
-        """The metric by which a checkpoint ranks; None if there is none, or it is no number."""
         value = None if self.metric_name is None else state.metrics.get(self.metric_name)
         return value if value is not None and math.isfinite(value) else None
 
@@ -257,10 +256,7 @@ def newest_step(folder: Path) -> int:
 
 
 def check_models(checkpoint: Checkpoint, config: RunConfig) -> None:
-    """ValueError if a checkpoint from which a run would resume lacks a model that the run trains, because another algorithm wrote it.
-
-    One that is damaged is passed over later.
-    """
+    """ValueError if a checkpoint from which a run would resume lacks a model that the run trains, because another algorithm wrote it."""
     missing = [model for model in config.trained_models if not checkpoint.weights_of(model).is_dir()]
     if missing and find_damage(checkpoint.folder, with_shards=False) is None:
         raise ValueError(
@@ -309,7 +305,6 @@ def _find_damage(folder: Path, *, with_shards: bool) -> str | None:
 
 
 def _listed(folder: Path) -> dict[Path, tuple[int, str]]:
-    """Size and sha256 of every file that the manifest lists."""
     files = read_json(folder / MANIFEST)
     assert isinstance(files, dict)
     return {folder / name_inside(name, folder / MANIFEST): (int(file["bytes"]), str(file["sha256"])) for name, file in files.items()}

@@ -138,10 +138,7 @@ class Ledger:
                 )
 
     def flush(self) -> None:
-        """Writes what the disk had no room for; OSError: it still has none, and the file ends with a whole event as before.
-
-        TimeoutError: the file system does not answer.
-        """
+        """Writes what the disk had no room for; OSError: it still has none, and the file ends with a whole event as before."""
         with self._lock:
             if self._unwritten:
                 within(WRITE_TIMEOUT_S, f"write of {self.path}", self._write)

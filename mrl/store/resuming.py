@@ -77,7 +77,6 @@ def _newest_whole(path: Path, key: str, found: Folder) -> Checkpoint | None:
 
 
 def _compare(config: RunConfig, file: Path, step: int, data: Sequence[Data], found: Folder, *, is_strict: bool) -> None:
-    """Compares model, tokenizer and data with those of the run, as a start does."""
     unknown = list[Path]()
 
     def hashes(files: Sequence[Path]) -> Mapping[Path, str]:

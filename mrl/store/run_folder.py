@@ -360,10 +360,7 @@ class RunFolder:
 
     @contextmanager
     def _may_fail(self, what: str) -> Iterator[None]:
-        """Wraps writes that a run can do without: an error costs those lines, which are counted, and one warning.
-
-        TimeoutError: the file system does not answer, and nothing that is written there later would be in order.
-        """
+        """Wraps writes that a run can do without: an error costs those lines, which are counted, and one warning."""
         try:
             yield
         except TimeoutError:
@@ -397,7 +394,6 @@ class JsonlLogger:
 
 
 def _place(checkpoint: Checkpoint | None) -> tuple[int, Path | None]:
-    """The step of a checkpoint, and its copy of the ledger."""
     return (checkpoint.step, checkpoint.ledger) if checkpoint is not None else (0, None)
 
 

@@ -103,7 +103,6 @@ def _not_finite(rows: Sequence[Row], _: Facts) -> float | None:
 
 
 def _growth(name: str, *, steps: int) -> Measure:
-    """The mean of the last `steps` over that of the `steps` before."""
 
     def measure(rows: Sequence[Row], _: Facts) -> float | None:
         values = _values(rows, name, 2 * steps)

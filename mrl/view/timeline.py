@@ -84,7 +84,6 @@ def read_timelines(windows: Sequence[Window]) -> dict[str, dict]:
 
 
 def _files(folder: Path) -> dict[str, list[Path]]:
-    """The files of an attempt by kind of process, in the order of `KINDS`."""
     found: dict[str, list[tuple[int, Path]]] = {kind: [] for kind in KINDS}
     for path in folder.glob(f"*{SUFFIX}"):
         if (matched := NAME.fullmatch(path.name)) and matched[1] in found:

@@ -53,10 +53,7 @@ class Migration:
     """Settings that change nothing, and why."""
 
     def sections(self) -> dict[str, list[str]]:
-        """Groups the lines by the fate of the keys, without empty groups.
-
-        Keys without effect have one line each, or one for all those of a section that have one reason and stand in files.
-        """
+        """Groups the lines by the fate of the keys, without empty groups."""
         groups: dict[object, list[tuple[Key, Setting, str]]] = {}
         for key, setting, reason in self.without_effect:
             group = key if setting.origin == COMMAND_LINE else (key[:2], reason)
@@ -89,10 +86,7 @@ def use_own_forms(settings: Settings) -> None:
 
 
 def is_evaluation(settings: Settings) -> bool:
-    """Tells whether settings are an evaluation file: `generation` and `tokenizer` stand at the top, and `data` is the evaluated set.
-
-    Only `python -m mrl.evaluate` reads such a file: it says nothing about training.
-    """
+    """Tells whether settings are an evaluation file: `generation` and `tokenizer` stand at the top, and `data` is the evaluated set."""
     return ("generation", "model_name") in settings
 
 

@@ -83,10 +83,7 @@ def read_sizes(config: RunConfig, problems: Problems, unchecked: str) -> ModelSi
 
 
 def check_sections(config: RunConfig, problems: Problems) -> None:
-    """Checks the sections of critics and teachers by the rules of `policy`, and that their models read the policy's tokens.
-
-    Runs last: a problem of the policy is not repeated for a value that a section takes from there.
-    """
+    """Checks the sections of critics and teachers by the rules of `policy`, and that their models read the policy's tokens."""
     said = problems.texts
     for model, section in config.sections.items():
         if model == "policy":
