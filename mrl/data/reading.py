@@ -24,7 +24,7 @@ from conversion.files.durable import write_atomic
 from mrl.config.errors import ConfigError
 from mrl.config.own import find
 from mrl.config.schema.data import PROCESSORS
-from mrl.config.texts import safe_text
+from mrl.config.texts import counted, safe_text
 from mrl.data.fields import Fields, RowError, json_object
 from mrl.data.order import epoch_order
 from mrl.data.records import Record, records
@@ -329,6 +329,20 @@ def _with_progress(path: Path, setting: str) -> Iterator[Record]:
         logger.info("%s: %d rows of %s are read and checked (%.0f%%), about %.0f s left", setting, count, path, 100 * record.share, left_s)
 
 
+def _by_reason(bad: Sequence[BadRow]) -> Iterator[str]:
+    """A line for each reason, with the places of its first rows; and the number of reasons that are too many to show."""
+    places: dict[str, list[str]] = {}
+    for row in bad:
+        places.setdefault(row.reason, []).append(row.place)
+    for reason, (first, *others) in list(places.items())[:MAX_ERRORS]:
+        file = first.rpartition(":")[0] + ":"
+        shown = ", ".join(place.removeprefix(file) for place in others[: MAX_ERRORS - 1])
+        more = f" and {counted(len(others) - MAX_ERRORS + 1, 'more row')}" if len(others) >= MAX_ERRORS else ""
+        yield f"  {first}: {reason}" + (f"; also {shown}{more}" if others else "")
+    if len(places) > MAX_ERRORS:
+        yield f"  and {counted(len(places) - MAX_ERRORS, 'other reason')}"
+
+
 def complaints(left_out: LeftOut, name: str, data: DataConfig, *, is_whole: bool = True) -> tuple[list[str], list[str]]:
     """Reasons to refuse a data set, and warnings about the rows that are left out. `name` is its key and place.
 
@@ -337,17 +351,16 @@ def complaints(left_out: LeftOut, name: str, data: DataConfig, *, is_whole: bool
     num_rows, bad, refused, said = left_out.num_rows, left_out.bad, list[str](), list[str]()
     rows = "rows" if is_whole else "rows that were looked at"
     if bad and (data.on_bad_row == "refuse" or (is_whole and len(bad) > data.max_bad_row_share * num_rows)):
-        shown = "\n".join(f"  {row.place}: {row.reason}" for row in bad[:MAX_ERRORS])
-        more = f"\n  and {len(bad) - MAX_ERRORS} more" if len(bad) > MAX_ERRORS else ""
+        shown = "\n".join(_by_reason(bad))
         way_out = "correct or remove them, or set data.on_bad_row=skip"
         if data.on_bad_row == "skip":
             way_out = f"more than data.max_bad_row_share={data.max_bad_row_share:g} of {num_rows}; correct or remove them, or raise that"
         of = "" if is_whole else f" among {num_rows} {rows}"
-        refused.append(f"{name} has {len(bad)} bad rows{of}; {way_out}:\n{shown}{more}")
+        refused.append(f"{name} has {counted(len(bad), 'bad row')}{of}; {way_out}:\n{shown}")
     elif bad:
         said.append(f"{name}: {len(bad)} of {num_rows} {rows} are bad and left out, the first: {bad[0].place}: {bad[0].reason}")
     if left_out.without_environment:
-        counts = ", ".join(f"{asked}: {count} rows" for asked, count in left_out.without_environment.most_common())
+        counts = ", ".join(f"{asked}: {counted(count, 'row')}" for asked, count in left_out.without_environment.most_common())
         num_lost = left_out.without_environment.total()
         share = f"{num_lost} of {num_rows} {rows} ({num_lost / num_rows:.1%})"
         if data.drop_rows_without_environment:

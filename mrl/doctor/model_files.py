@@ -52,7 +52,7 @@ def check_model(folder: Path) -> list[Finding]:
     number = f"{num_parameters / 1e9:.3g} B" if num_parameters >= 1e8 else f"{num_parameters:,}"
     findings = [Finding("model", "ok", f"{folder}: {hf_config['model_type']}, {number} parameters")]
     if unfinished := len(list(folder.glob(UNFINISHED))):
-        findings.append(Finding("model", "problem", f"{folder}: {unfinished} files are downloaded in part; {AGAIN}"))
+        findings.append(Finding("model", "problem", f"{folder}: files downloaded only in part: {unfinished}; {AGAIN}"))
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         findings.append(Finding("model", "problem", f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}); {AGAIN}"))
     return findings + _check_weights(folder, hf_config, shapes)

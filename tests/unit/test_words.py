@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,3 +46,11 @@ def test_the_lint_sees_docstrings_of_modules_attributes_and_methods(tmp_path: Pa
     text = '"""What a row is."""\nLIMIT = 1\n"""Of a row."""\nclass Row:\n    """A row."""\n    def ok(self):\n        """Whether."""\n'
     path.write_text(text)
     assert [line.removeprefix(f"{path}:").partition(":")[0] for line in unclear_lines(path)] == ["1", "3", "7"]
+
+
+def test_no_class_has_the_name_of_another_and_no_name_of_a_file_stands_three_times():
+    files = [path for folder in ("conversion", "mrl") for path in sorted((ROOT / folder).rglob("*.py"))]
+    classes = Counter(node.name for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+    names = Counter(path.name for path in files)
+    assert [name for name, count in classes.items() if count > 1] == []
+    assert [name for name, count in names.items() if count > 2 and not name.startswith("__")] == []

@@ -19,6 +19,7 @@ from mrl.config.dialect.tables import FOREIGN, GPU_VALUES, NO_EFFECT, RENAMED, T
 from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe, packaged_configs, split_key
 from mrl.config.schema.data import DATASETS, DatasetConfig
 from mrl.config.schema.run import LIKE_POLICY
+from mrl.config.texts import counted
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Migration:
         lines = []
         for members in groups.values():
             key, setting, reason = members[0]
-            shared = f"{'.'.join(os.path.commonprefix([other[:-1] for other, _, _ in members]))}: {len(members)} keys"
+            shared = f"{'.'.join(os.path.commonprefix([other[:-1] for other, _, _ in members]))}: {counted(len(members), 'key')}"
             lines.append(f"{describe(key, setting) if len(members) == 1 else shared}: {reason}")
         found = {"renamed": self.renamed, "translated": self.translated, "without effect": lines}
         return {title: lines for title, lines in found.items() if lines}
@@ -71,7 +72,7 @@ class Migration:
         for line in (*self.renamed, *self.translated):
             logger.info("Config: %s", line)
         if self.without_effect:
-            logger.info("Config: %d keys have no effect here; `--check` lists them with the reasons", len(self.without_effect))
+            logger.info("Config: %s without effect here; `--check` lists them with the reasons", counted(len(self.without_effect), "key"))
 
 
 def use_own_forms(settings: Settings) -> None:
