@@ -50,7 +50,7 @@ def write_checkpoint(run: Path, step: int) -> None:
 
 @dataclass(frozen=True)
 class Mistake:
-    """What a newcomer gets wrong, and the beginning of what `--check` says of it."""
+    """A mistake of a newcomer, and the beginning of what `--check` says of it."""
 
     words: list[str]
     group: str

@@ -25,7 +25,7 @@ COMMANDS = [line for line in (NEMO_RL / "tutorial_commands.txt").read_text().spl
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """What `--check` of a command line refuses, in an empty folder; empty if nothing."""
+    """Refusals of `--check` of a command line, in an empty folder; empty if nothing."""
     monkeypatch.chdir(tmp_path)
 
     def refused(*words: str) -> str:
@@ -78,7 +78,7 @@ def test_many_invalid_configs_are_answered_with_messages(tmp_path: Path, monkeyp
 
 
 def num_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, *, num_configs: int) -> int:
-    """How many of `text`'s damaged versions were refused; whatever is raised but ConfigError fails."""
+    """Number of refused damaged versions of `text`; whatever is raised but ConfigError fails."""
     monkeypatch.chdir(folder)
     (folder / "grpo_math_1B.yaml").write_text((NEMO_RL / "grpo_math_1B.yaml").read_text())
     rng, found = random.Random(17), 0
