@@ -169,7 +169,7 @@ def content_text(content: object, name: str) -> str:
 
 
 def _parsed(text: str) -> object:
-    """What a text of JSON holds; the text, if it is none."""
+    """Content of a text of JSON; the text itself, if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
