@@ -52,7 +52,6 @@ POLL_S = 0.2
 STALLED_S = 60.0
 MAX_BACKOFF_S = 0.2
 REPORT_S = 30.0
-# The largest models take minutes.
 MAX_WAIT_S = 6 * 3600.0
 DAY_S = 86400.0
 

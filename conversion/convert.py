@@ -51,7 +51,6 @@ from conversion.tensors import BoxSource, blocks, byte_view, content_checksums, 
 logger = logging.getLogger(__name__)
 
 NO_RANKS = MegatronParallel()
-# The most that an interruption costs: finished files are kept.
 MAX_FILE_BYTES = MAX_SHARD_BYTES = 5 * 10**9
 
 # Every GPTModel has this tensor. Without the index of a layer in its key, Megatron has written all layers as one tensor.
@@ -78,7 +77,6 @@ def convert_hf_to_mcore(
     with SafetensorsFolder(hf) as source:
         head = _head_layout(canonical[REWARD_HEAD]) if REWARD_HEAD in canonical else Layout()
         if dtype is not None and (hf / MANIFEST).exists():
-            # The checksums of tensors say nothing of what they are cast to.
             check_files(hf, [path.name for path in source.files])
         layout, dtypes = _with_dtypes(model.torch_dist_layout(hf_config, "float32") | head, _dtypes(source, canonical, dtype, hf_config))
         if parallel == NO_RANKS:
@@ -145,7 +143,7 @@ def convert_mcore_to_hf(
         if REWARD_HEAD in source.names:
             config["num_labels"] = 1
         if opened.paths.tokenizer is None:
-            logger.warning("no tokenizer folder beside %s: the export has none", root)
+            logger.warning("no tokenizer folder next to %s: the export has none", root)
         else:
             copy_companions(opened.paths.tokenizer, folder)
         write_json(folder / "config.json", without_lost_code(config, folder))

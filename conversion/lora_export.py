@@ -27,7 +27,6 @@ _PREFIX = "base_model.model."
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)")
 _GATED = re.compile(r"\.experts\.0\.(gate_proj|w1)\.")
 _UNGATED = ("up_proj", "down_proj")
-"""Projections of experts without a gate, in the order in which PEFT wraps them."""
 
 
 @dataclass(frozen=True)

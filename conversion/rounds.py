@@ -58,7 +58,6 @@ class _Cuts(NamedTuple):
     num_bytes: list[list[int]]
     """Size of the message, by bin and round."""
     largest: int
-    """Bytes of the largest round."""
 
 
 def split_copy(copy: Copy, buffer_bytes: int) -> list[Copy]:

@@ -66,7 +66,6 @@ PYTORCH_ALLOC_CONF = Variable(
 PYTORCH_CUDA_ALLOC_CONF = Variable("PYTORCH_CUDA_ALLOC_CONF", "The older name of PYTORCH_ALLOC_CONF, which counts if that is not set.")
 
 PASSED: Counter[str] = Counter()
-"""Number of passes through each named point of this process; see `kill_point`."""
 
 VARIABLES = tuple(value for value in list(globals().values()) if isinstance(value, Variable))
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 CPU_S = 30
 MAX_JUDGED_ROWS = 64
 MAX_FILES = 4
-"""Limit for a data set of many files: the first, the last, and some between."""
 MAX_COMPARED_BYTES = 128 << 20
 """Limit of rows that are compared with those of an earlier attempt in a few seconds."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")

@@ -84,7 +84,6 @@ def launch_lepton(options: argparse.Namespace) -> None:
 
 def wait(options: argparse.Namespace) -> None:
     """Waits for the nodes of a launched Ray cluster."""
-    # Printing a job needs no Ray.
     from mrl.cluster.nodes import connect, joined_nodes
 
     names = options.nodes.split(",") if options.nodes else []

@@ -13,7 +13,7 @@ from typing import Literal, cast
 Phase = Literal["load", "train", "logprob", "teacher", "value", "train_value", "refit", "generate", "checkpoint"]
 Role = Literal["policy", "teacher", "critic"]
 ModelName = str
-"""A model that policy ranks may hold: the policy, and those beside it that compute the same rows, each in a layout of its own.
+"""A model that policy ranks may hold: the policy, and others that compute the same rows, each in a layout of its own.
 
 It is named by its role, or, where several have that, by role and name, as in "teacher:math".
 """
@@ -71,19 +71,16 @@ PHASES: dict[Phase, Residency] = {
 }
 
 WORKERS: dict[Phase, Role] = {"teacher": "teacher", "value": "critic", "train_value": "critic"}
-"""The phases in which a model beside the policy computes, and in which role; runs without it leave them out."""
+"""The phases in which another model than the policy computes, and in which role; runs without it leave them out."""
 
 _WORK: frozenset[Phase] = frozenset({"logprob", "teacher", "value", "train_value", "train"})
 """The phases in which models compute and train the rows of a step."""
 
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    # Refit zero comes first, also in a resumed run; a policy without engines goes straight to work.
     "load": frozenset({"refit", *_WORK}),
-    # After refit zero a resumed run loads its checkpoint.
     "refit": frozenset({"load", "generate", "checkpoint"}),
     # An engine that was restarted is refitted before it goes on.
     "generate": frozenset({"refit", "checkpoint", *_WORK}),
-    # Logprobs, values and a teacher's logits come before any update.
     "logprob": _WORK,
     "teacher": _WORK,
     "value": _WORK,

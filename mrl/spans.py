@@ -59,7 +59,6 @@ class Sign:
     pid: int
     num_done: int
     since: float
-    """Time when the last span began or ended (`time.monotonic`)."""
     is_open: bool
     phase: str
     doing: str
@@ -73,7 +72,7 @@ class _Sign:
             # Room now: a page that finds none later ends the process.
             os.posix_fallocate(file.fileno(), 0, SIGN.size)
             self._memory = mmap.mmap(file.fileno(), SIGN.size)
-        # Kept open: the handler writes to its descriptor, whatever Python is at.
+        # Kept open: the handler writes to its descriptor, whatever Python is doing.
         self._stacks = (folder / STACKS / name).open("ab")
         faulthandler.register(STACK_SIGNAL, file=self._stacks)
         self._num_done, self._phase = 0, ""
@@ -96,7 +95,6 @@ class _Recorder:
         self._path = path
         self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._lock = threading.Lock()
-        # One clock for a span's beginning and end, whatever sets the host's clock in between.
         self._offset_s = time.time() - time.monotonic()
         self._lanes: dict[str, int] = {}
         self._stretches: dict[str, _Stretch] = {}

@@ -32,7 +32,7 @@ class Prompt:
     row: str = "{}"
     """The other fields of the row, for its environment: a JSON object, as text."""
     teacher: str = ""
-    """Name of the model beside the policy that teaches what this is about; empty where nobody does."""
+    """Name of the teacher for this prompt; empty where there is none."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class Verdict:
     components: Mapping[str, float] = field(default_factory=dict)
     """Parts of the reward, by name; empty if the environment gives one number."""
     flags: tuple[str, ...] = ()
-    """Events to count beside the reward, `invalid_tool_call` for example."""
+    """Events to count besides the reward, `invalid_tool_call` for example."""
     flaws: tuple[Flaw, ...] = ()
     observation: tuple[Mapping[str, str], ...] = ()
     """Messages with which the environment answers, if turns are left."""

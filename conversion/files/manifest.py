@@ -20,7 +20,6 @@ MANIFEST = "manifest.json"
 # Raised whenever the same Hugging Face folder would be written differently than before: other keys, shapes, or formats.
 TABLE_VERSION = 1
 FINISHED_SUFFIX = ".finished"
-"""Suffix of the records of finished files in an incomplete folder; see `FinishedFiles`."""
 
 # Syncs often, so that the disk writes while the rest of the file is made.
 SYNC_BYTES = 128 << 20

@@ -152,7 +152,6 @@ def file_hash(path: Path, memory: Path) -> str:
     if has_changed:
         raise ValueError(f"{path} changed while it was read; wait until its writer is done, and start again")
     memory.mkdir(parents=True, exist_ok=True)
-    # Model and memory may lie on one file server, whose clock may differ from ours.
     if time_of_folder(memory) - max(modified, changed) / 1e9 > SETTLED_S:
         write_atomic(record, digest)
     return digest

@@ -168,7 +168,6 @@ def write_safetensors(
 
 
 def _write_file(file: HashedFile, dtypes: Mapping[str, torch.dtype], source: BoxSource, report: Report) -> dict[str, tuple[str, int]]:
-    # transformers refuses files without the metadata.
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, dtype in dtypes.items():

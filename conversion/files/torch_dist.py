@@ -232,7 +232,6 @@ class _FilePart(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        # Like io.BytesIO: an error would look like a disk error.
         self._position = max(0, base + offset)
         return self._position
 
@@ -274,5 +273,4 @@ class CanonicalTensors:
             common = intersect(piece.box, box)
             if common is not None:
                 local, part = place(common, piece.box, piece.local), box_view(target, counted_from(common, box))
-                # Leading dimensions of stacked experts have length 1.
                 self._source.read_into(slot.name, local, part[(None,) * (len(local) - part.ndim)])

@@ -162,7 +162,6 @@ def _joined_up(boxes: list[Box], *, stacked: bool) -> list[Box]:
 
 def _chunks(layout: Layout, boxes: Mapping[str, list[Box]], max_bytes: int) -> list[Chunk]:
     chunks = []
-    # In the order of the layout: that of the source, which is then read front to back.
     for slot, content in layout.items():
         for whole in boxes.get(slot.name, []):
             for box in _limited(whole, max_bytes // DTYPE_BYTES[content.dtype]):

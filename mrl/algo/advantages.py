@@ -35,7 +35,7 @@ def train_sequences(
 
     The further sequences of an agent's rollout follow the first one, and share its advantage: the baseline is one over rollouts.
     Advantages are 0 where rollouts are not compared, until a critic or a teacher has judged the tokens. Rollouts that do not count keep
-    their place, with advantage 0. Whatever needs logprobs comes later: see `mrl.algo.token_advantages`.
+    their place, with advantage 0. What needs logprobs comes later: see `mrl.algo.token_advantages`.
     """
     # Malformed thinking first, so that in a turn with both flaws the invalid tool call wins.
     fixed: dict[FlawKind, float | None] = {

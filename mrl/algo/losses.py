@@ -30,7 +30,6 @@ class BatchSize:
     num_valid_tokens: float
     num_valid_sequences: float
     num_positive_tokens: float
-    """Valid tokens of sequences with a reward above 0."""
     num_tokens: float = 0
     num_sequences: float = 0
 

@@ -62,7 +62,7 @@ def importing() -> Iterator[None]:
 
 
 def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None) -> None:
-    """First call of every actor: ties its life to its parent's, sends its stdout and stderr to `log_file`, and its spans beside that.
+    """First call of every actor: ties its life to its parent's, sends its stdout and stderr to `log_file`, and its spans next to that.
 
     On the driver's node both go through the local disk, and the actor gives signs of life. `secrets` become environment variables here,
     because Ray writes those of an actor's options to its own logs.

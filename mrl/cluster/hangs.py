@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 # A process that uses less of a core, and reads and writes less, waits. Garbage collection, heartbeats and polling stay below.
 MIN_CORE_SHARE, MIN_IO_BYTES_PER_S = 0.05, 20_000
-# Work of a kind that has taken long before may take so many times as long before it is told.
 PATIENCE = 2.0
 DRIVER = "driver"
 RAY_PROCESSES = ("raylet", "gcs_server")
@@ -82,7 +81,6 @@ class _Track:
     stuck_at: float | None = None
     """Since when it is in a state in which no process goes on by itself."""
     samples: deque[tuple[float, float, int]] = field(default_factory=deque)
-    """Moment, seconds of CPU, bytes of input and output."""
 
 
 class HangJudge:

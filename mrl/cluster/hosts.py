@@ -20,7 +20,6 @@ GIB = 2**30
 SHARED_MEMORY = "/dev/shm"
 
 HostLog = Callable[[Mapping[str, float], float], None]
-"""Records the sample of a moment, in seconds since 1970."""
 
 
 class HostSampler:

@@ -63,7 +63,7 @@ def pull(infos: Sequence[RolloutInfo], *, timeout_s: float) -> list[Rollout]:
 def pull_teacher(sequences: Sequence[TrainSequence], *, timeout_s: float) -> list[TeacherTokens | None]:
     """Pulls each sequence's teacher outputs from where they were computed; None where nobody teaches. Otherwise as `pull`."""
     payloads = [sequence.teacher for sequence in sequences if isinstance(sequence.teacher, PayloadRef)]
-    fetched = _fetch(payloads, TeacherTokens, f"what teachers say of {len(payloads)} rollouts", timeout_s=timeout_s)
+    fetched = _fetch(payloads, TeacherTokens, f"teacher outputs of {len(payloads)} rollouts", timeout_s=timeout_s)
     return [fetched[sequence.teacher] if isinstance(sequence.teacher, PayloadRef) else None for sequence in sequences]
 
 

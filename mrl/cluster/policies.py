@@ -45,14 +45,13 @@ Ts = TypeVarTuple("Ts")
 
 POLICY_RANK = "policy rank"
 MEETING_FILE = "ranks"
-"""In the session folder of a run of one node: the store in which its ranks meet."""
 LOOK_S = 0.25
 RankRows = tuple[tuple[int, ...], ...]
 """Rows of one dp rank, as indices into the batch."""
 
 
 class PolicyActor:
-    """One policy rank: the policy, and the models beside it, which the driver reaches by name."""
+    """One policy rank: the policy and further models, which the driver reaches by name."""
 
     def __init__(self, log_file: Path, secrets: Mapping[str, str]) -> None:
         start_actor_process(log_file, secrets)
@@ -127,7 +126,7 @@ class PolicyActor:
         return put_arrays(self._spanned(model, verb, partial(ON_TOKENS[verb], self.models[model]), *arguments) or [])
 
     def teach(self, model: ModelName, k: int) -> tuple[list[int], Packed]:
-        """Indices of the sequences that this rank answers for, and what the teacher says of each; see `mrl.policy.beside.teach`."""
+        """Indices of the sequences that this rank answers for, and the teacher outputs of each; see `mrl.policy.beside.teach`."""
         from mrl.policy.beside import teach
 
         found = self._spanned(model, "teacher", teach, self.models[model], k)
@@ -180,7 +179,6 @@ class Ranks:
             log_file = log_folder / f"policy-rank-{rank}.log"
             self.handles.append(start_actor(PolicyActor, placement.options(rank, variables), log_file, secrets))
         if config.cluster.num_nodes == 1:
-            # A store that listens knows no secret: every user of the host could write to it.
             self.master = str(placement.folder / MEETING_FILE), 0
         else:
             master = {ActorName(POLICY_RANK, 0): ask(self.handles[0], PolicyActor.address, config.cluster.master_ports)}
@@ -253,7 +251,6 @@ class PolicyGroup(Actors[PolicyVerbs]):
     def set_batches(self, batches: Sequence[Batch]) -> None:
         """Sets the batches of a step's updates, in order. Every rank pulls the payloads of its own rows; see `PolicyRank.set_batch`."""
         for position, batch in enumerate(batches):
-            # Stored once for the ranks that train the same rows: Ray would serialise an argument once for each of them.
             sequences = [put({index: batch.sequences[index] for row in rows for index in row}) for rows in batch.rows]
             pending = {}
             with self.in_order:
@@ -290,7 +287,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         }
 
     def teach(self, sequences: Sequence[TrainSequence], k: int) -> list[TrainSequence]:
-        """The sequences, each with a reference to what this model says of the tokens that were generated; see `mrl.policy.beside.teach`."""
+        """The sequences, each with a reference to this model's outputs for the generated tokens; see `mrl.policy.beside.teach`."""
         self.set_batches([make_batch(sequences, self.config)])
         pending, payloads = {}, {}
         with self.in_order:
@@ -331,9 +328,9 @@ def check_shared(root: Path, actors: list, *, deadline_s: float, patience_s: flo
         answers = wait_all(pending, deadline_s=deadline_s + patience_s, what="look at the shared cache")
         for name, (node, has_found) in answers.items():
             if not has_found:
-                reason = f"node {node} cannot see {canary}, or cannot write beside it"
+                reason = f"node {node} cannot see {canary}, or cannot write next to it"
             elif not is_answered(canary, name, patience_s=patience_s):
-                reason = f"the node of the driver cannot see what node {node} wrote beside {canary}"
+                reason = f"the node of the driver cannot see what node {node} wrote next to {canary}"
             if reason:
                 raise RuntimeError(
                     f"{root}: this cache is not shared: {reason}; set {env.MRL_CACHE.name} to a folder that all nodes share, "

@@ -43,8 +43,8 @@ from mrl.refit.pull import VerifyReport
 
 logger = logging.getLogger(__name__)
 
-# Ranks and workers leave an attempt at this part of the limit, so that whoever has not answered by then hangs, and at the latest this long
-# after the driver has given it up.
+# Ranks and workers leave an attempt after this part of the limit: an actor silent after that is treated as hung. They leave within
+# `LEAVE_S` of an attempt that the driver gives up.
 OWN_SHARE = 0.9
 LEAVE_S = 10.0
 
@@ -194,7 +194,7 @@ class Refitter:
         try:
             answers = wait_all(pending, deadline_s=self.deadline_s, what="refit", on_failure=self._give_up)
         except RuntimeError as error:
-            # Whoever fails leaves the group, which is of no use to the others then.
+            # A failed member breaks the group for all.
             self._address = None
             # After a death those that live still have to leave; after another error they had the time.
             is_death = isinstance(error, ActorLost)

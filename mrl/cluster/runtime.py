@@ -87,7 +87,7 @@ def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[P
     watchdog = start_watchdog(config, folder, log_folder)
     # The driver raises the first failure of a group call with its reason; Ray would print those of all other ranks on top.
     os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
-    # Ray gives its workers niceness 15: beside any other work on the host, ranks would miss each other's deadlines.
+    # Ray gives its workers niceness 15: with any other work on the host, ranks would miss each other's deadlines.
     os.environ["RAY_worker_niceness"] = "0"
     # Ray starts a Python process for each CPU ahead of time. Our actors have environments of their own, so that none takes one of these.
     os.environ["RAY_prestart_worker_first_driver"] = "0"
@@ -201,7 +201,6 @@ def _keep_others_out(folder: Path) -> None:
     # A shell may have tokens off for another cluster; Ray switches them on when the variable is absent.
     os.environ.pop("RAY_AUTH_MODE", None)
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_file)
-    # A process that has had a cluster before would offer that one's token.
     AuthenticationTokenLoader.instance().reset_cache()
     logging.getLogger("ray").setLevel(logging.ERROR)
     # Ray's metrics ask nobody for a token. It replaces a `_node_ip_address` of 127.0.0.1 by the host's own, unless it takes the platform
@@ -284,7 +283,6 @@ class Placement:
 
     def num_threads(self, slot: int) -> int:
         """CPU threads of the policy rank on `slot`, for optimizer steps and copies in host memory."""
-        # One on hosts without GPUs, where results must not depend on how a sum is split.
         return share_of_cores(slot, self.node_of, self._num_cores) if self._num_cores else 1
 
     def options(self, slot: int, environment: dict[str, str]) -> dict[str, object]:

@@ -94,7 +94,7 @@ class RolloutSession:
             models[model].call(PolicyVerbs.enter, phase_of(model), deadline_s=deadline_s)
 
     def make_room(self) -> None:
-        """Has the models beside the policy leave the devices, as engines need the memory from here on."""
+        """Has all models but the policy leave the devices, as engines need the memory from here on."""
         for group in self.models_beside.values():
             group.call(PolicyVerbs.enter, "refit")
 
@@ -148,7 +148,6 @@ class RolloutSession:
 
 
 Session = PolicySession | RolloutSession
-"""The processes of a run, as the training loop sees them."""
 
 
 @contextmanager

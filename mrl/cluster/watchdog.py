@@ -328,7 +328,6 @@ def described(finding: Hang, places: Mapping[tuple[str, int], str]) -> str:
 
 def innermost(stacks: str) -> str:
     """The collective, or else the function, in which the main thread of a process is; "" if the text of its stacks does not say."""
-    # The handler runs in the main thread, wherever that is.
     threads = stacks.split("\n\n")
     main = next((text for text in threads if text.startswith(("Current thread", "Thread")) and "most recent call first" in text), "")
     current = next((text for text in threads if text.startswith("Current thread")), main)

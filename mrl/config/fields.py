@@ -29,7 +29,7 @@ def required() -> Any:
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, the ends included unless open. Beside a type in `Annotated`, pydantic checks it."""
+    """Numbers from `low` to `high`, the ends included unless open. pydantic checks it in `Annotated`."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -68,7 +68,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Only:
-    """The one value of a key that mrl has so far, and why. Beside a type in `Annotated`, pydantic checks it."""
+    """The one value of a key that mrl has so far, and why. pydantic checks it in `Annotated`."""
 
     value: object
     reason: str

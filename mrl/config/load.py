@@ -133,7 +133,6 @@ def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None,
 
 def resolved_yaml(config: RunConfig) -> str:
     """The config with every value written out, as YAML that `load_config` reads; secrets are replaced by `<redacted>`."""
-    # What `OmegaConf.to_yaml` writes, without its nodes, which take ten times as long to make.
     return yaml.dump(_plain(config), Dumper=get_omega_conf_dumper(), default_flow_style=False, allow_unicode=True, sort_keys=False)
 
 

@@ -244,7 +244,6 @@ class ModelSizes:
     expert_ffn: int = 0
     shared_ffn: int = 0
     latent: int = 0
-    """Width in which routed experts work; 0 = hidden."""
     mamba_heads: int = 0
     mamba_head_dim: int = 0
     mamba_groups: int = 0
@@ -255,7 +254,6 @@ class ModelSizes:
     max_sequence_length: int = 0
     num_parameters: int = 0
     num_mtp_steps: int = 0
-    """Number of multi-token prediction steps; 0 without."""
 
     @property
     def mamba_inner(self) -> int:

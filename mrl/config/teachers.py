@@ -42,7 +42,6 @@ class Own:
     settings: Settings
     model: ModelName
     origin: str = ""
-    """Place of the teacher's definition, for settings without an origin."""
 
 
 def read_teachers(

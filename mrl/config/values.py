@@ -93,7 +93,6 @@ class Tree:
             MissingMandatoryValue: it is required and not set.
         """
         written = self.written(dotted)
-        # OmegaConf's grammar takes milliseconds an expression, and most expressions are just the name of another key.
         for _ in range(MAX_DEPTH):
             if written is not _ABSENT and written != "???" and "${" not in repr(written):
                 return copy.deepcopy(written)

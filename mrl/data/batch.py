@@ -95,7 +95,6 @@ def plan_metrics(plan: RowPlan, lengths: Sequence[int], policy: PolicyConfig, co
         "train/num_microbatches": float(len(plan[0])),
         "train/packing_efficiency": sum(lengths) / (num_rows * max_row_tokens(policy, "train", group_size)),
         "train/padding_fraction": 1.0 - sum(lengths) / in_rows,
-        # The busiest data-parallel rank against the mean: 1 where all take equally long.
         "train/dp_balance_tokens": max(planning.rank_shares(plan, padded, float)),
         "train/dp_balance_cost": max(planning.rank_shares(plan, padded, cost.of)),
     }

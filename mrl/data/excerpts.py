@@ -16,11 +16,8 @@ from mrl.data.fields import MAX_LINE_BYTES
 from mrl.data.records import TABLES, Record, begins_as_array, records, table_record
 
 NUM_ENDS = 16
-"""Rows from either end of a file."""
 NUM_BETWEEN = 32
 MAX_WHOLE_ROWS = 1000
-"""Files of so few rows are read whole."""
-# Rows of agents may have megabytes each, which are tokenised.
 MAX_BYTES = 1 << 20
 # Packed files and JSON arrays have no place to jump to; so much of them is read in a second.
 MAX_STREAM_BYTES = 128 << 20

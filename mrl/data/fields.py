@@ -13,7 +13,7 @@ SHAREGPT_ROLES = {"system": "system", "human": "user", "gpt": "assistant", "tool
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "environment")
 Fields = dict[str, object]
 Message = dict[str, object]
-"""`role`, `content` (a text, or None beside tool calls), and what else OpenAI's chat format gives a message, e.g. `tool_calls`."""
+"""`role`, `content` (a text, or None with tool calls), and what else OpenAI's chat format gives a message, e.g. `tool_calls`."""
 
 
 class RowError(Exception):

@@ -8,7 +8,7 @@ from mrl.data.fields import ROLES, Fields, Message, RowError, calls_of, content_
 REQUEST = "responses_create_params"
 """Key of the request in a row."""
 KEYS = ("role", "tool_calls", "tool_call_id")
-"""Fields of a message that a template sees beside its content."""
+"""Fields of a message that a template sees besides its content."""
 ORDER = ("name", "description", "parameters")
 """Fields of a function, as templates get them from Gym."""
 LEADING = ("system", "developer")
@@ -50,7 +50,7 @@ def gym_conversation(fields: Fields) -> tuple[list[Message], list[Fields]]:
 def _gym_tool(tool: object, name: str) -> Fields:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise RowError(f"{name} must be an object of type function")
-    # The Responses API has a function's fields beside the tool's type, the chat format has them below `function`.
+    # The Responses API has a function's fields next to the tool's type, the chat format has them below `function`.
     function = tool["function"] if isinstance(tool.get("function"), dict) else tool
     rest = [key for key in function if key not in (*ORDER, "type", "strict")]
     kept = {key: without_nulls(function[key]) for key in (*ORDER, *rest) if function.get(key) is not None}

@@ -230,7 +230,6 @@ def token_samples(row: PackedRow, wanted: Collection[int]) -> dict[int, TokenSam
     for index, start, length in zip(row.sequence_indices, row.cu_seqlens.tolist(), row.lengths, strict=False):
         if index not in wanted:
             continue
-        # Position t has the values of token t+1; the first token has none.
         stop = start + min(length, MAX_SAMPLED_TOKENS) - 1
         is_generated = row.generated_mask_T[start:stop]
         old = None if old_logprobs_T is None else [0.0, *(old_logprobs_T[start:stop].cpu() * is_generated).tolist()]

@@ -89,7 +89,7 @@ def load_prompts(config: RunConfig) -> PromptData:
 
     def finish(prompt_id: str, rendered: Rendered) -> Prompt:
         (token_ids,) = tokenize([rendered.text], tokenizer)
-        # The model gets the question as it is; people, and graders beside the model's text, get both made safe alike.
+        # The model gets the question as it is; people and graders get question and model's text made safe alike.
         question, answer = safe_text(rendered.question), safe_text(rendered.answer)
         return Prompt(prompt_id, token_ids, question, answer, rendered.env_name, rendered.row, rendered.teacher)
 

@@ -172,7 +172,6 @@ class LeftOut:
     """All rows, those that are kept included."""
     bad: list[BadRow] = field(default_factory=list)
     without_environment: Counter[str] = field(default_factory=Counter)
-    """Rows by the agent or environment that they ask for."""
     too_long: dict[str, int] = field(default_factory=dict)
     """Tokens of rows that are too long, by place."""
     num_repeated: int = 0
@@ -277,7 +276,6 @@ def sort_out(
             try:
                 parsed = reader.parse(fields := json_object(record.line))
                 if parsed.identity is not None:
-                    # 8 bytes a row, where the text may be long.
                     text = parsed.identity.encode("utf-8", "surrogatepass")
                     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
                     if digest in seen:

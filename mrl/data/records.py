@@ -26,7 +26,6 @@ SUFFIXES = (*TABLES, ".jsonl", ".json", ".jsonl.gz", ".json.gz")
 MAX_EXPANSION = 50
 """Limit of rows' size over the packed file's: ten times that of text."""
 MAX_SMALL_EXPANSION = 1000
-"""The same up to `SMALL_BYTES`: a small table may say one thing in every row."""
 SMALL_BYTES = 64 << 20
 MAX_BLANK_LINES = 1_000_000
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

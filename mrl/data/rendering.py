@@ -82,7 +82,7 @@ def write(
 def _forms(given: Conversation, template: str) -> Iterator[Conversation]:
     """The conversation in the forms that templates take, the commonest first.
 
-    Most walk through the arguments of calls as objects, some join them as JSON text; some want a text beside calls, if only an empty one;
+    Most walk through the arguments of calls as objects, some join them as JSON text; some want a text with calls, if only an empty one;
     many know fewer roles than a row may have, one name for thoughts, and tools and calls only as OpenAI writes them.
     """
     has_older = any(message["role"] in OLDER_ROLES for message in given.messages)
@@ -111,7 +111,7 @@ def _with_known_thoughts(messages: Sequence[Message], template: str) -> Sequence
 def _writes_none(
     conversation: Conversation, text: str, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, object] | None
 ) -> bool:
-    """True if the template writes the content that a message beside its calls has not as Python does: GLM 4.5's."""
+    """True if the template writes a missing content of a message with calls as Python's None: GLM 4.5's does."""
     if all(message["content"] is not None for message in conversation.messages):
         return False
     blank = Conversation(_blank(conversation.messages), conversation.tools)

@@ -80,7 +80,7 @@ class ParsedPair:
 
 
 def parse_row(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
-    """The row in the format that `dataset` names, else in the one that its keys tell; with the tools and the system message beside it."""
+    """The row in the format that `dataset` names, else in the one that its keys tell; with its tools and system message."""
     row = _parse_format(fields, dataset)
     if dataset.processor != GYM_PROCESSOR:
         row = replace(row, messages=_with_system(row.messages, fields, dataset))
@@ -321,4 +321,3 @@ _FORMATS: dict[str, Callable[[Fields, DatasetConfig], ParsedRow]] = {
     "squad": _squad,
     "tulu3_sft_mixture": _chat,
 }
-"""Other formats, by the name of the data set."""

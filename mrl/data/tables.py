@@ -79,7 +79,6 @@ def _batches(path: Path) -> Iterator[tuple[int, Iterable[pyarrow.RecordBatch]]]:
 
 
 def _arrow_batches(source: pyarrow.NativeFile) -> Iterable[pyarrow.RecordBatch]:
-    # save_to_disk writes the stream format; others give the suffix to the file format.
     is_file = source.read(6) == b"ARROW1"
     source.seek(0)
     reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)

@@ -107,7 +107,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         if options.config is None:
             raise
-        # A library that reads configs is broken: the findings about the installation say which.
         findings = [*diagnose(None), Finding("imports", "problem", f"the config cannot be read: {error}", "install what is missing")]
     logger.info("%s", as_json(findings) if options.json else "\n".join(table(findings)))
     return 1 if has_problem(findings) else 0

@@ -96,7 +96,7 @@ def _capacity(capacity: Capacity) -> Finding:
         found = f"{capacity}; the smallest run needs {MIN_MEMORY_BYTES / 1e9:g} GB of memory"
         return Finding("capacity", "problem", found, "end what else runs here, or raise the memory of the job or container")
     if capacity.load > MAX_LOAD * capacity.num_cores:
-        remedy = "end what else runs here, or wait for it; a run is slow beside it, and Ray may need several tries to start"
+        remedy = "end the other programs here, or wait for them; they slow a run down, and Ray may need several tries to start"
         return Finding("capacity", "note", f"{capacity}: the cores are busy", remedy)
     return Finding("capacity", "ok", str(capacity))
 

@@ -79,7 +79,6 @@ def _check_weights(folder: Path, hf_config: HfConfig, shapes: Mapping[str, tuple
             problems.append(f"{path} is missing; {AGAIN}")
         except (OSError, ValueError) as error:
             problems.append(f"{error}; remove that file and {AGAIN}")
-    # A missing file already explains its missing tensors.
     if not problems:
         faults = {
             "are missing": shapes.keys() - stored.keys(),

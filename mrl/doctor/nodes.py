@@ -36,7 +36,6 @@ class NodeReport:
     look: NodeLook | None = None
     error: str = ""
     seen: Mapping[str, bool] | None = None
-    """Folders whose file from the node the head sees."""
     clock_ahead_s: float | None = None
     clock_uncertainty_s: float = 0.0
 

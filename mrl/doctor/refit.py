@@ -117,7 +117,6 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Refit
             f"{report.seconds:.3f} s with verification, {report.verified_bytes / report.seconds / 1e9:.3f} GB/s"
         )
 
-    # The last outcome says why an examination ended as `Failed`.
     with suppress(Failed), ExitStack() as processes:
         with stage(outcomes, START):
             placement = processes.enter_context(placed_slots(config))

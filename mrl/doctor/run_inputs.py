@@ -60,7 +60,6 @@ def _disks(config: RunConfig, folders: list[Path]) -> list[Finding]:
     findings = []
     if config.checkpointing.enabled:
         demand = checkpoint_demand(config, read_model(Path(config.policy.model_name)).num_parameters)
-        # Checkpoints that do not fit are already among the findings "to be provided".
         if demand.needed_bytes <= demand.free_bytes:
             text = f"{demand.needed_bytes / 1e9:,.2f} GB are needed, {demand.free_bytes / 1e9:,.1f} GB free"
             findings.append(Finding("checkpoints to come", "ok", f"{existing_parent(config.checkpointing.checkpoint_dir)}: {text}"))

@@ -148,7 +148,6 @@ def _versions(facts: HostFacts, pins: Mapping[str, str], kind: str) -> Finding:
     if others:
         remedy = "install the tested ones, or run mrl.doctor CONFIG --refit first"
         return Finding("versions", "note", f"{found}; others: {some(others)}", remedy)
-    # A host that only runs mrl may lack the tools of development.
     return Finding("versions", "note" if absent else "ok", found)
 
 

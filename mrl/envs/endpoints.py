@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines' OpenAI-compatible endpoints, for reward functions and programs beside a run."""
+"""The engines' OpenAI-compatible endpoints, for reward functions and other programs."""
 
 from __future__ import annotations
 

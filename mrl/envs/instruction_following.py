@@ -88,7 +88,7 @@ def _argument(arguments: Arguments, name: str, kind: type[T]) -> T:
 
 def _int(arguments: Arguments, name: str) -> int:
     value = arguments[name]
-    # Parquet makes floats of integers beside nulls.
+    # Parquet makes floats of integers in columns with nulls.
     return int(value) if isinstance(value, float) else _argument(arguments, name, int)
 
 
@@ -179,7 +179,6 @@ def _two_responses(text: str, arguments: Arguments) -> bool:
 
 
 def _is_english(text: str) -> bool:
-    # Too short to tell is no reason against.
     return detect(text) in ("en", "") and text.isascii() or detect(text) == "en"
 
 

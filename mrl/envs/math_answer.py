@@ -134,7 +134,6 @@ def split(tokens: Sequence[Token], texts: Iterable[str]) -> list[list[Token]]:
 
 def _items(tokens: Sequence[Token], reading: Reading) -> list[Value]:
     parts = [part for part in split(tokens, (*SEPARATORS, "and", "or")) if part]
-    # What a variable runs over, or is not, is no value.
     values = [part for part in parts if not (len(part) == 3 and part[1].text == "in" and part[2].text in NUMBERS)]
     values = values or [part[2:] for part in parts]  # x in R
     values = [part for part in values if all(token.name != "ne" for token in part)] or values

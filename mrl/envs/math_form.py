@@ -194,7 +194,6 @@ class Expression:
             quotients.append(self.merged(dict(monomial), inverse, coefficient / divisor))
             work.append(self.left - before)
             self.left &= before
-        # One term that has nothing in common with the divisor keeps the quotient in lowest terms.
         self.left |= set.intersection(*work) if work else set()
         return frozenset(term for quotient in quotients for term in quotient)
 

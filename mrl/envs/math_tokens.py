@@ -44,11 +44,9 @@ _STYLE = re.compile(
 # Also of units: `m/s`.
 _WORDS = re.compile(r"[^\W\d_]+(?:(?: +|/)[^\W\d_]+)*+\.?")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!\s*+|\\[,;:!]|\\ |~)(?=\d{3}(?!\d))")
-# 1.234.567 and 1'234'567
 _GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\.\d{3}){2,}|(?:'\d{3})+)(?![\d.'])")
 _INFIX = re.compile(r"\{([^{}]*)\\(over|choose)(?![A-Za-z])([^{}]*)\}")
 _HALF_OF_DAY = re.compile(r"(:\d\d)(?:[\s~]|\\(?:text|mathrm)\{|\\[, ])*+([apAP])\.?\s?[mM](?![A-Za-z])\.?\}?")
-# As expected answers have it: `5 m/s`, `25 m^2`. `5m` may be a product.
 _UNIT = "|".join(sorted(UNITS, key=len, reverse=True))
 _RESPELLED = (
     (rf"(?<=\d) +((?:{_UNIT})/(?:{_UNIT}))$", r"\\text{ \1}"),

@@ -60,7 +60,6 @@ JOINT = re.compile(r"[\s$.]*+(?:,|;|\\q?quad|\\text\{\s*(?:and|or)\s*\}|and|or)(
 DECIMAL_COMMA = re.compile(r"(?<![\d,.])(?:0,\d+|\d+,(?:\d\d?|\d{4,}))(?![\d,]|\.\d)")
 MAX_BOXES = 32
 MAX_SEARCH_COST = 3.0e8
-"""Steps of math-verify's patterns, about half a second."""
 
 # The longest answer of MATH has some 160 characters and 6 levels, of GSM8K 9 digits.
 MAX_CHARACTERS = 1_000
@@ -104,7 +103,6 @@ class Size:
     num_parts: int
     digit_run: int
     is_eager: bool
-    """True when parsing already computes with numbers that may be large."""
 
     def fits(self, expected: Size) -> bool:
         """True when the value is small, or no larger than the expected answer."""

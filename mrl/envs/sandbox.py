@@ -38,7 +38,6 @@ UNPACKED = "bisect collections functools heapq itertools math typing".split()
 def main() -> None:
     """Runs the program; an exit code other than 0 says that it failed."""
     program, function, seconds, file_bytes, num_tasks, result_fd, started_fd, may_escape, paths = sys.argv[1:]
-    # Not among the program's own names, of which one may be asked for.
     builtins.__dict__.update(prelude())
     limit(float(seconds), int(file_bytes), int(num_tasks))
     confine(paths.split(os.pathsep), may_escape=may_escape == "1")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts processes where hostile programs run beside each other, and says how much of this host one of them may take."""
+"""Starts processes where hostile programs run at the same time, and says how much of this host one of them may take."""
 
 from __future__ import annotations
 

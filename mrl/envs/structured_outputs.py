@@ -127,7 +127,7 @@ def _scalar(value: object, kind: object) -> object:
 
 
 def _xml(text: str, schema: object) -> object:
-    """Elements as objects of their attributes (`@name`), children, and text (`#text` beside these); equal names make a list."""
+    """Elements as objects of their attributes (`@name`), children, and text (`#text` if there are others); equal names make a list."""
     root: dict[str, object] = {}
     open_elements: list[tuple[dict[str, object], list[str]]] = [(root, [])]
 

@@ -77,7 +77,7 @@ class Outcome:
     extracted: str = ""
     components: Mapping[str, float] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
-    """Names to count beside the reward; `mask_sample` keeps the rollout out of the loss."""
+    """Names to count besides the reward; `mask_sample` keeps the rollout out of the loss."""
     observation: tuple[Mapping[str, str], ...] = ()
     """Messages (`role`, `content`) that continue the conversation if turns are left. `reward` stands if none are."""
 
@@ -97,9 +97,7 @@ class Environment:
     num_workers: int = 1
     timeout_s: float = 10.0
     row_fields: tuple[str, ...] = ()
-    """Fields of a row that the reward function reads."""
     search_path: tuple[str, ...] = ()
-    """Folders from which children import a user's own modules."""
     variables: Mapping[str, str] = field(default_factory=dict)
     allowances: tuple[Allowance, ...] = ()
     """Rights of the children beyond computing and reading."""

@@ -31,7 +31,7 @@ Types = Mapping[str, Mapping[str, object]]
 
 
 def declared_tools(fields: Mapping[str, object]) -> list[object]:
-    """The tools of a row, which has them beside its other fields, or in the request of NeMo Gym's form."""
+    """The tools of a row, which has them among its other fields, or in the request of NeMo Gym's form."""
     request = fields.get("responses_create_params")
     tools = fields.get("tools") or (request.get("tools") if isinstance(request, dict) else None)
     return tools if isinstance(tools, list) else []

@@ -329,7 +329,6 @@ TOOLS: Mapping[str, Tool] = {
 def environment(config: EnvConfig) -> Environment:
     """Declares `workplace_assistant`."""
     section = config.workplace_assistant
-    # Children start in the root folder.
     path = None if section.tables_path is None else os.path.abspath(section.tables_path)
     return built_in("workplace_assistant", section, "ground_truth", "tables", "tools", tables_path=path)
 

@@ -136,7 +136,6 @@ def _pod(job: KubernetesJob, labels: dict[str, str], join_secret: str, hub_secre
         "subdomain": job.name,
         "hostNetwork": True,
         "dnsPolicy": "ClusterFirstWithHostNet",
-        # Time to save a checkpoint before the node goes.
         "terminationGracePeriodSeconds": 600,
         "nodeSelector": {"node.kubernetes.io/instance-type": job.instance_type} if job.instance_type else {},
         "tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}],

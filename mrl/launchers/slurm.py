@@ -27,7 +27,6 @@ class SlurmJob:
     container: str | None = None
     mounts: str | None = None
     is_gres_site: bool = True
-    """True if the job asks for GPUs by --gres, instead of --gpus-per-node."""
 
 
 def job_name(run_folder: Path) -> str:

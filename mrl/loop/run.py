@@ -44,7 +44,6 @@ class Step:
     clock: Clock
     trained: Sequence[PromptKey] = ()
     dropped: Sequence[PromptKey] = ()
-    """Prompts that the step consumes without training on them."""
     groups: Sequence[RolloutGroup] = ()
     batches: list[Batch] = field(default_factory=list)
     """Batches that the policy has learned from."""
@@ -197,7 +196,6 @@ class Training(Generic[S_co]):
 
     config: RunConfig
     num_steps: int
-    """Steps of the whole run, those before a resume included."""
     left_out: list[LeftOut]
     identity: Identity
     open: Callable[[RunFolder, Budget], AbstractContextManager[Run[S_co]]]

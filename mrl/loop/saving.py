@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-# Asking hundreds of ranks takes milliseconds.
 POLL_INTERVAL_S = 0.5
 
 

@@ -19,14 +19,12 @@ class Row:
     """One microbatch on one rank, and how the rank computes it."""
 
     tokens: int
-    """Tokens of the row on a context-parallel rank."""
     tp: int = 1
     etp: int = 1
     is_sequence_parallel: bool = False
     imbalance: float = 1.0
     """Tokens that the busiest rank's experts get, over the mean."""
     recompute: frozenset[str] = frozenset()
-    """`full`, or modules of Megatron's `recompute_modules`."""
     offloaded: frozenset[str] = frozenset()
     """Tensors that wait on the host for the backward pass, as `letter.name`."""
     scores_length: int = 0

@@ -82,7 +82,6 @@ def _train_deadline(config: RunConfig) -> Deadline:
     policy, parts = config.policy, {f"{BUSY_S:g} s for a busy host": BUSY_S}
     num_sequences = TRAIN_PASSES * policy.train_global_batch_size * (2 if config.learns_pairs else 1)
     if config.has_engines:
-        # The pass before a step's first update covers all of its rollouts.
         num_sequences = max(num_sequences, config.rollouts.num_rollouts_per_step)
     # A refused layout may have no ranks.
     length, ranks, rest = policy.max_total_sequence_length, max(config.num_policy_ranks, 1), ""

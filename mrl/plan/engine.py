@@ -18,9 +18,7 @@ class CacheLayout:
     """Blocks of vLLM's cache (vllm/v1/core/kv_cache_utils.py): all groups of layers draw blocks of one size from one pool."""
 
     block_tokens: int
-    """Tokens of a sequence in one block of an attention group."""
     block_bytes: int
-    """Size of one block, over the layers of a group, on one worker."""
     attention_groups: int
     state_groups: int
     states: int

@@ -30,7 +30,6 @@ _FORWARD_LOGIT = 5
 _PASSING = ("gradients", "optimizer", "activations", "logits or one layer")
 
 Parts = dict[str, float]
-"""Bytes by the part that takes them."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,6 @@ class Candidate:
     worst: RankMemory
     times: StepTimes
     exchange: float
-    """Seconds of `mrl.plan.times.exchange_seconds`."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ class Layouts:
     """Fastest first."""
     num_tried: int
     refused: Counter[str]
-    """Number of layouts by the reason why they are illegal or do not fit."""
 
 
 def worst_rank(config: RunConfig, model: PlanModel, gpu: Gpu) -> tuple[RankMemory, str | None]:

@@ -55,7 +55,6 @@ LATEST_FILE = "latest_checkpointed_iteration.txt"
 COMMON_FILE = "common.pt"
 """Megatron's name of the file with the values of a checkpoint that are no tensors."""
 
-# More than common.pt and the metadata of any layout that was seen.
 PROBE_BYTES = 2**20
 
 _ADDED = (f"{ADAPTERS}.", f"{REWARD_HEAD}.")

@@ -118,7 +118,6 @@ def _boxes(
 ) -> Iterator[ShardedTensor]:
     """Yields entries like a parameter's for `values`, which belong to the parameter's elements from `start` on."""
     data, extra, first = part.data, part.prepend_axis_num, 0
-    # A view with the parameter's strides gives the place in live memory; a copy would not be live.
     assert data.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr() and data.stride() == parameter.stride()
     offset, starts = data.storage_offset() - parameter.storage_offset(), []
     for stride in parameter.stride():
@@ -131,7 +130,6 @@ def _boxes(
         common = intersect(run, held)
         if common is None:
             continue
-        # Megatron supports prepended axes of length 1 only for tensors of a regular grid.
         shown = box_view(piece, place(common, run, full(lengths(run))))[(None,) * extra]
         box = place(common, held, full(part.local_shape))
         lows = (base + low for base, (low, _) in zip(part.global_offset[extra:], box, strict=True))

@@ -64,7 +64,6 @@ class HostBlock:
         if self._block is None or self._block.nbytes < num_bytes or any(held):
             old, self._block = self._block, None
             if old is not None and not any(held):
-                # Before the new one is made, so that there is memory for it.
                 self._release(old)
                 old = None
             self._block = self._allocate(num_bytes)

@@ -62,7 +62,6 @@ def build_model(config: PolicyConfig, hf_config: HfConfig, *, is_trained: bool =
     for name, value in attributes.items():
         setattr(transformer_config, name, value)
     if attributes:
-        # Transformer Engine's kernels ignore YaRN's magnitude for the positions of packed rows.
         transformer_config.apply_rope_fusion = transformer_config.fused_single_qkv_rope = False
     multiple = MEGATRON_VOCABULARY_MULTIPLE * megatron.tensor_model_parallel_size
     model_arguments = dict(arguments["model"])
@@ -128,7 +127,6 @@ def wrap_ddp(chunks: list[MegatronModule], config: PolicyConfig) -> list[Distrib
         use_distributed_optimizer=config.megatron_cfg.optimizer.use_distributed_optimizer,
     )
     wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks]
-    # The schedules ask the first chunk's config, which all chunks share.
     schedule_config = wrapped[0].config
     schedule_config.finalize_model_grads_func = sum_gradients
     # With overlap, only the last microbatch may start the reduction of a bucket.

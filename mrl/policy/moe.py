@@ -51,12 +51,10 @@ def routing_arguments(config: MegatronConfig, *, has_experts: bool) -> dict[str,
         moe_router_dtype=config.moe_router_dtype,
         moe_router_load_balancing_type=config.moe_router_load_balancing_type,
         moe_aux_loss_coeff=config.moe_aux_loss_coeff,
-        # `update_expert_biases` moves the biases, once the step is known to be finite.
         moe_router_bias_update_rate=0.0,
         # Megatron refuses its allgather dispatcher for rows that differ in length; `use_row_dispatchers` puts ours in.
         moe_token_dispatcher_type="alltoall" if config.moe_token_dispatcher_type == "allgather" else config.moe_token_dispatcher_type,
         moe_enable_deepep=config.moe_enable_deepep,
-        # The grouped GEMM of experts is Transformer Engine's; without it experts run one after another.
         moe_grouped_gemm=specs.HAVE_TE,
         moe_shared_expert_overlap=config.moe_shared_expert_overlap and torch.cuda.is_available(),
     )
@@ -146,7 +144,6 @@ class PackedRouter(TopKRouter):
         self.tokens_E: Tensor | int = 0
         """Choices of each expert by this rank's tokens, int64."""
         self.losses: dict[str, Tensor] = {}
-        """Share of this rank in each auxiliary loss, before its coefficient."""
         self.batch_tokens_SE: Tensor | int = 0
         """Choices by the tokens of all ranks so far, for the loss over the batch."""
 

@@ -115,7 +115,6 @@ class MtpStep(MegatronModule):
         joined = gather_from_tensor_model_parallel_region(joined)
         if not self.config.sequence_parallel:
             return joined
-        # This rank's part is a view, which would keep all of it.
         return scatter_to_sequence_parallel_region(joined).clone()
 
 

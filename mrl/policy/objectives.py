@@ -88,7 +88,6 @@ def _grpo_objective(config: LossConfig, distribution: TokenDistribution, size: B
     def row_loss(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
         device, scores = output.device, token_scores(model, output, row, distribution)
         entropy_T = whole_row(scores.entropy_T, row)
-        # Metrics show the distributions before the updates, even if rows are trained several times.
         row.entropy_T = entropy_T if row.entropy_T is None else row.entropy_T
         tokens = Tokens.of(
             whole_row(scores.logprobs_T, row),

@@ -161,7 +161,6 @@ class TrainingMemory:
     def place(self, residency: Residency) -> None:
         """Moves both to their places in `residency`; state keeps its values, new gradients are zero."""
         if residency.gradients == "none":
-            # Main gradients may be views into the buffers, or copies that would outlive them.
             self._state.optimizer.zero_grad()
             for hybrid in hybrids(self._state.optimizer):
                 for param, copy in hybrid.param_to_fp32_param.items():

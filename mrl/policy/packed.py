@@ -112,7 +112,6 @@ def join(parts: list[Tensor], cu_seqlens: Tensor) -> Tensor:
 
 def packed_attention(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, cu_seqlens: Tensor, *, scale: float | None) -> Tensor:
     """Causal attention within each sequence of a whole row, [T, H, D]."""
-    # SDPA splits its work itself, so long sequences need no coarser padding.
     layout = packed_layout(cu_seqlens.diff(), multiple=16, chunk=64)
     outputs = []
     for batches in zip(*(layout.unpack(t) for t in (query_THD, key_TGD, value_TGD)), strict=True):

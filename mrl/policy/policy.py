@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a model, of the policy or of one beside it: the model, its optimizer and its weights, behind the verbs of the loop."""
+"""One rank of a model, the policy or another: the model, its optimizer and its weights, behind the verbs of the loop."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class PolicyRank:
     def enter(self, phase: Phase) -> None:
         """Moves gradients and optimizer state to where `mrl.phases` wants them, if others share the device. Not collective.
 
-        Of a model beside the policy all moves, its weights too, and it may skip phases in which it does nothing.
+        Teachers and critics move their weights too, and may skip phases in which they do nothing.
         """
         residency = self._role.residency(self._phase, phase)
         self._phase = phase
@@ -190,10 +190,9 @@ class PolicyRank:
 
     def _keep_reference(self) -> None:
         self.settled_weights()
-        # Beside frozen weights training changes only buffers; adapters are switched off instead.
+        # With frozen weights training changes only buffers; adapters are switched off instead.
         is_frozen = self._lora.description is not None
         changing = {slot: tensor for slot, tensor in self._tensors.items() if not (is_frozen and isinstance(tensor, nn.Parameter))}
-        # Tied weights are one tensor under two names; swapped twice they would not change.
         changing = dict({id(tensor): (slot, tensor) for slot, tensor in changing.items()}.values())
         if self._reference is None:
             self._reference = dict(zip(changing, host_copies([tensor.detach() for tensor in changing.values()]), strict=True))
@@ -442,5 +441,5 @@ class PolicyRank:
             swap(pairs)
 
     def _arena_tensors(self, tensors: Mapping[Slot, Tensor]) -> Mapping[Slot, Tensor]:
-        """The weights that lie in the arena. Beside adapters these are the frozen ones: what is trained has buffers of its own."""
+        """The weights that lie in the arena. With adapters these are the frozen ones: what is trained has buffers of its own."""
         return tensors if self._lora.description is None else {slot: tensors[slot] for slot in self._layout}

@@ -36,7 +36,6 @@ _NUM_BITS = 24
 
 def live_tensors(model: nn.Module, chunk: int = 0) -> dict[Slot, Tensor]:
     """Parameters and persistent buffers of a model by slot: the tensors themselves, not copies."""
-    # Transformer Engine adds `_extra_state` entries, which are not weights.
     state = model.state_dict(keep_vars=True)
     return {Slot(name, chunk): tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
 

@@ -31,7 +31,6 @@ TRAIN_FILE, VALIDATION_FILE, RECIPE_FILE = "train-split.jsonl", "val-split.jsonl
 MAX_ERRORS = 20
 PLACEHOLDER = "_hf_placeholder"
 Problem = tuple[str, str]
-"""The question and the answer that a placeholder stands for."""
 
 DAPO_BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
@@ -46,9 +45,7 @@ class Origin:
 
     hub_id: str
     mark: str
-    """Part of the path of its files, in lower case."""
     stem: str
-    """Prefix of its files' names; empty: any name."""
 
 
 ORIGINS: Mapping[str, Origin] = {

@@ -44,7 +44,6 @@ class GpuBytes:
     """Place of a memory's bytes on a GPU."""
 
     uuid: str
-    """Id of the GPU: processes number their devices differently."""
     ipc: _IpcHandle
 
 

@@ -32,11 +32,8 @@ class VerifyReport:
     """Amount that a verification has read. Bytes are those of the live tensors."""
 
     num_bytes: int
-    """Bytes whose checksum was compared."""
     padding_bytes: int
-    """Bytes that were compared with zero."""
     total_bytes: int
-    """All bytes of the worker's live parameters and persistent buffers."""
     mismatches: tuple[str, ...]
     """One line for each box that differs: slot, box, source rank, GPU."""
 

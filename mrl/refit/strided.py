@@ -20,7 +20,6 @@ class Strided(NamedTuple):
     """A box of one shape in each of some memories: `sizes` runs of `run` words. Lengths and strides are in words, C order."""
 
     addresses: tuple[int, ...]
-    """Address in bytes, one for each memory."""
     word_bytes: int
     run: int
     """Words that stand next to each other in every memory."""

@@ -210,7 +210,6 @@ class CheckpointStore:
         for checkpoint in whole:
             if checkpoint not in kept:
                 kill_point("prune")
-                # Under another name first: an interrupted removal leaves nothing that looks like a checkpoint.
                 removed = put_aside(checkpoint.folder, REMOVED)
                 kill_point("prune")
                 remove_any(removed)

@@ -99,7 +99,6 @@ def bar_progress(what: str, terminal: TextIO) -> Progress:
     def report(done: int, total: int, kept: int) -> None:
         nonlocal bar
         bar = bar or tqdm(total=total, desc=what, unit="B", unit_scale=True, file=terminal)
-        # Bytes kept from an earlier start do not count into the rate.
         bar.initial = kept
         bar.update(done - bar.n)
         if done == total:

@@ -87,7 +87,7 @@ def data_of(config: RunConfig, rows: Rows[Example], read: Sequence[LeftOut]) -> 
 
 
 def models_of(config: RunConfig, hashes: Callable[[Sequence[Path]], Mapping[Path, str]]) -> Identity:
-    """The parts of an identity beside the data; `hashes` gives the checksums of weights."""
+    """The parts of an identity besides the data; `hashes` gives the checksums of weights."""
     tokenizer = config.policy.tokenizer
     files = sorted({path for pattern in TOKENIZER_FILES for path in Path(tokenizer.name).glob(pattern) if path.is_file()})
     texts = {path.name: sha256_file(path) for path in files}

@@ -53,7 +53,7 @@ class Ledger:
         self.state, self.damage = LedgerState(), ""
         """`damage` says why `state` is empty though there is a file; `roll_back` mends that."""
         self._unwritten = b""
-        # Whoever publishes a checkpoint flushes beside the loop.
+        # The thread that publishes a checkpoint flushes at the same time as the loop.
         self._lock = threading.RLock()
         try:
             self.state = replay(path, mends=mends)

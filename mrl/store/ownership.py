@@ -85,7 +85,7 @@ class Ownership:
                 raise ValueError(
                     f"checkpointing.checkpoint_dir={file.parent} is in use by {other}; wait for it, stop it, or choose another folder"
                 )
-            # Whoever has the right to replace this owner may be killed before it does: then another claims that right.
+            # A process with the right to replace this owner may be killed first: then another claims that right.
             right = file.with_name(f"{file.name}.{hashlib.sha256(repr(other).encode()).hexdigest()[:8]}")
             self._claim(right)
             try:

@@ -91,7 +91,7 @@ class RunFolder:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="texts")
         self._texts: Future[None] | None = None
         self.next_metrics: dict[str, float] = {}
-        """Go into the next line of metrics, beside its own."""
+        """Metrics to add to the next line."""
 
     def open(self) -> None:
         """Takes the folder over, and removes unfinished saves of an interrupted attempt.
@@ -104,7 +104,6 @@ class RunFolder:
         """
         check_loggers(self.config.logger)
         try:
-            # Rollouts are nobody else's to read. A folder that is there keeps its mode.
             make_folder(self.path)
             self._ownership.take()
             kill_point("start")
@@ -333,7 +332,7 @@ class RunFolder:
             within(WRITE_TIMEOUT_S, f"write of {quarantine}", write_quarantine, left_out, quarantine)
 
     def copy_tokenizer(self, checkpoint: Checkpoint, model: ModelName = "policy") -> None:
-        """Puts the files of `COPIED` beside the weights of a model, so that it can be exported on its own."""
+        """Puts the files of `COPIED` next to the weights of a model, so that it can be exported on its own."""
         source, target = Path(self.config.policy.tokenizer.name), checkpoint.weights_of(model).parent / "tokenizer"
         within(IO_TIMEOUT_S, f"copy of the tokenizer to {target}", self._copy_tokenizer, source, target, model)
 
@@ -345,7 +344,6 @@ class RunFolder:
         # Wherever the tokenizer is from, what is said of sampling, and code, goes with the weights.
         copy_companions(Path(self.config.of_model(model).policy.model_name), target, OF_THE_MODEL)
         if self.config.policy.tokenizer.chat_template != OWN_TEMPLATE:
-            # transformers looks here first: prompts must have the template that the model was trained with.
             (target / "chat_template.jinja").write_text(template_text(self.config.policy.tokenizer.chat_template), encoding="utf-8")
 
     def _render_report(self, state: State) -> None:

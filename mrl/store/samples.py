@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 Split = Literal["train", "validation"]
 
 NUM_SAMPLES = 4
-"""Prompts of a step whose rollouts are its sample."""
 MAX_REPORT_CHARACTERS = 600
 DUMP_NAMES: dict[Split, str] = {"train": "train", "validation": "val"}
 RULE = "-" * 62

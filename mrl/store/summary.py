@@ -30,7 +30,7 @@ PEAK_TFLOPS = {"A100": 312.0, "H100 80GB HBM3": 989.5, "H200": 989.5, "GB200": 2
 class Clock:
     """Adds up seconds by phase; `metrics()` gives `time/<phase>` and `time/total` since the clock was made.
 
-    Of work that began beside earlier phases, `time/<phase>` is the part that the run waited for, and `time/<phase>_hidden` the rest.
+    Of work that began during earlier phases, `time/<phase>` is the part that the run waited for, and `time/<phase>_hidden` the rest.
     """
 
     def __init__(self, step: int | None = None) -> None:

@@ -17,13 +17,11 @@ STEP = re.compile(rb'^\{"ts":(\d+),"dur":(\d+),"ph":"X","name":"step",.*"args":\
 NAME = re.compile(rf"([a-z-]+?)(?:-(\d+))?{re.escape(SUFFIX)}")
 KINDS = ("driver", "policy-rank", "engine", "rewards")
 START = 0
-"""Number of the pseudo-step before the first one."""
 MAX_LANES = 32
 MAX_SPANS = 400
 MAX_FILE_BYTES = 2**34
 MEMORY = ("host_bytes", "engine_host_bytes", "gpu_used_bytes", "gpu_peak_bytes")
 """Facts of spans; see `mrl.spans.memory_facts` and `Engine.memory_facts`."""
-# Spans are written when they end: the page also reads this many bytes after the step, for spans that end later.
 AHEAD_BYTES = 2**15
 NUM_SLOWEST, NUM_NEWEST = 2, 3
 

@@ -81,9 +81,7 @@ class Translation:
     written: Settings
     value_of: Callable[[str], object]
     settings: Settings = field(default_factory=dict)
-    """The new settings; they replace any for the same keys."""
     dropped: set[Key] = field(default_factory=set)
-    """Keys of the inactive backend."""
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 

@@ -28,7 +28,6 @@ DIALECT_KEYS = frozenset([*FOREIGN, *TRANSLATED, *REWRITTEN, *RENAMED])
 HF_HOME = "${oc.env:HF_HOME}"
 
 SECTIONS = {"generation": "policy.generation", "tokenizer": "policy.tokenizer"}
-"""Section of an evaluation file of NeMo RL -> where it stands in the schema."""
 NAMES = {
     "generation.model_name": "policy.model_name",
     "generation.temperature": "policy.generation.val_temperature",

@@ -110,7 +110,6 @@ def _check_section(config: RunConfig, model: ModelName, said: list[str], problem
     values, rules = {text.partition(": ")[0] for text in said}, "\n".join(said)
     for text in inner.texts:
         value, _, rule = text.partition(": ")
-        # Values from the policy, and settings of the whole run, are reported once.
         is_said = value.partition("=")[0] not in own and (value in values or rule in rules)
         if is_said or value.startswith(_OF_ENGINES):
             continue

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a logger service. Each service has a file beside this one; `SINKS` names them."""
+"""The interface of a logger service. Each service has a file in this folder; `SINKS` names them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ class LoggedRun:
     run_folder: str
     """Folder of the run, the same in all attempts."""
     known_id: str | None
-    """The id under which a former attempt is known to the service."""
     config: dict[str, object]
     """The resolved config, without secrets."""
     secrets: frozenset[str] = frozenset()

@@ -20,7 +20,6 @@ from mrl.store.loggers.sink import SINKS, LoggedRun, Sink
 
 logger = logging.getLogger(__name__)
 
-# A few MB of metrics. A service that lags behind by more does not keep up.
 MAX_RECORDS = 500
 REOPEN_INTERVAL_S = 60.0
 MAX_ERROR_LENGTH = 500
