@@ -223,8 +223,8 @@ def _look_at_rows(
         look.add(judged)
     if not is_whole:
         of = f" of {len(chosen)} of its {len(reader.files)} files" if len(chosen) < len(reader.files) else ""
-        read = f"only {left_out.num_rows:,} were read, the first, the last and random ones{of}"
-        look.unseen.append(f"{key}: the other rows of {dataset.source}: {read}")
+        seen = f"only {left_out.num_rows:,} were read, the first, the last and random ones{of}"
+        look.unseen.append(f"{key}: the other rows of {dataset.source}: {seen}")
     look.unseen += [f"{key}: the end of {path}, of which only the beginning was read" for path, found in excerpts.items() if found.is_cut]
     return look
 
