@@ -126,7 +126,6 @@ def check_nodes(config: RunConfig, options: argparse.Namespace) -> list[str]:
 
 def wait(options: argparse.Namespace) -> None:
     """Waits for the nodes of a launched Ray cluster."""
-    # Printing a job needs no Ray.
     from mrl.cluster.nodes import connect, joined_nodes
 
     names = options.nodes.split(",") if options.nodes else []

@@ -78,7 +78,6 @@ def update_policy(run: Run[Supplier], step: Step, batches: Sequence[Batch]) -> d
         if config.trains_policy(step.number):
             run.session.enter("train")
             updates = [policies.call(PolicyVerbs.train_step, index)[0] for _ in range(config.num_passes) for index in range(len(batches))]
-            # Of the last pass, as in NeMo RL.
             metrics |= metrics_of_updates(updates[-len(batches) :])
     warn_of_bounded_ratios(metrics)
     metrics["train/num_logprob_passes"] = float(config.needs_old_logprobs + config.keeps_reference)
@@ -105,7 +104,6 @@ def end_step(run: Run[Supplier], state: RunState, step: Step) -> None:
     run.decide_end(step.number, step.metrics)
     if run.is_save_due(step.number):
         with step.clock.phase("checkpoint"):
-            # The rollouts of the next step do not wait until the checkpoint is written.
             run.saver.begin(state, waits=run.is_over)
     step.metrics |= step.clock.metrics() | run.saver.take_metrics()
     if step.batches:

@@ -122,7 +122,7 @@ def unread_keys(readers: Mapping[str, object]) -> set[str]:
 
 
 def markers(section: type = RunConfig, prefix: str = "") -> dict[str, Range | Only]:
-    """By dotted key, the numbers or the only value that the field's type allows."""
+    """Limits by dotted key: the numbers or the only value that the field's type allows."""
     found: dict[str, Range | Only] = {}
     for name, hint in fields_of(section).items():
         if prefix + name in SAME_KEYS:

@@ -100,16 +100,16 @@ def _plan(name: str, overrides: Sequence[str], options: argparse.Namespace, secr
         for line in lines:
             logger.info("%s", line)
     if options.html:
-        write_page(options.html, plan, found)
+        write_page(options.html, plan, found, name)
     return 2 if plan.misfit or plan.host_misfit else 0
 
 
 SCRIPTS = (HERE / "uplot.js", HERE / "page.js", Path(__file__).with_name("plan.js"), HERE / "start.js")
 
 
-def write_page(path: Path, plan: Plan, found: Layouts | None) -> None:
+def write_page(path: Path, plan: Plan, found: Layouts | None, name: str) -> None:
     """Writes the page, and replaces an older one at once."""
-    title = f"Plan of {plan.config.num_slots} {plan.gpu.name}"
+    title = f"Plan of {name}: {Path(plan.config.policy.model_name).name} on {plan.config.num_slots} {plan.gpu.name}"
     write_atomic(path, page([{"name": title, "lines": describe(plan), **as_data(plan, found)}], scripts=SCRIPTS))
 
 

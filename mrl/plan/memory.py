@@ -27,11 +27,9 @@ SLACK = 0.05
 _WORKSPACE = 32 * 2**20
 # Bytes of a logit without gradient: docs/measured/performance.md, "Memory of log-probabilities".
 _FORWARD_LOGIT = 5
-# The transient parts, by the beginning of their names.
 _PASSING = ("gradients", "optimizer", "activations", "logits or one layer")
 
 Parts = dict[str, float]
-"""Bytes by the part that takes them."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,6 @@ def work_of(config: RunConfig, model: PlanModel, pp_rank: int, role: Role = "pol
     widest = max(sum(part_bytes(shape, letter, forward_row).values()) for layer in set(shape.layers) for letter in layer)
     columns = min(chunk_tokens or forward_row.tokens, forward_row.tokens) * shape.vocabulary / row.tp
     forward = max(widest, _FORWARD_LOGIT * columns if has_logits else 0.0)
-    # The kernels' tensors are counted in bfloat16.
     wider = 1 if config.policy.precision == "bfloat16" else 2
     if steps:
         # For each MTP step the joined input, and the output layer's gathered input; during an update a copy of the embedding.
@@ -226,7 +223,6 @@ def stage_states(config: RunConfig, model: PlanModel, pp_rank: int, role: Role =
 
 
 def _has_head(config: RunConfig, role: Role) -> bool:
-    """Tells whether the model gives one number at each token, and no logits."""
     return config.algorithm == "rm" or role == "critic"
 
 

@@ -48,7 +48,6 @@ class Plan:
     model: PlanModel
     worst: RankMemory
     misfit: str | None
-    """Description of what does not fit; None if all does."""
     engine: EngineMemory | None
     host: Parts
     """Host memory of each node, by what holds it."""

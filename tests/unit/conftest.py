@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of several folders share. Property tests try the same examples in every run, and take as long as the machine takes."""
+"""Shared by tests of several folders. Property tests try the same examples in every run, and take as long as the machine takes."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def rows() -> list[list[str]]:
 
 
 def messages() -> list[str]:
-    """What the second column quotes, of rows that print something."""
+    """Messages that the second column quotes, of rows that print something."""
     quoted = (re.findall(r"`([^`]+)`", row[1]) for row in rows() if not row[1].startswith("nothing: "))
     return list(dict.fromkeys(message for found in quoted for message in found if " " in message))
 
@@ -93,7 +93,7 @@ def test_every_metric_that_is_named_exists():
 
 
 def run_script(name: str, **variables: str) -> str:
-    """What a script says with these variables, and no others of ours."""
+    """Output of a script with these variables, and no others of ours."""
     environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": os.environ.get("HOME", "/"), **variables}
     command = ["bash", str(ROOT / "scripts" / name)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
@@ -102,7 +102,7 @@ def run_script(name: str, **variables: str) -> str:
 
 
 def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What `mrl.doctor` says of a config."""
+    """Findings of `mrl.doctor` about a config."""
     doctor.main(list(arguments))
     return capsys.readouterr().out
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts/ray_node.sh refuses before it starts anything."""
+"""Refusals of scripts/ray_node.sh before it starts anything."""
 
 from __future__ import annotations
 

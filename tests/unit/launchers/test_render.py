@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What launchers are given says what the config says, and survives the shell and YAML."""
+"""Output of launchers says what the config says, and survives the shell and YAML."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_network_is_the_eks_tutorials(capsys: pytest.CaptureFixture[str]):
 
 
 def schema_errors(manifest: dict) -> list[str]:
-    """What a strict API server of Kubernetes 1.34 would refuse."""
+    """Faults that a strict API server of Kubernetes 1.34 would refuse."""
     schema = json.loads((ROOT / "tests/data/kubernetes/v1.34.json").read_text())
     name = {"Job": "io.k8s.api.batch.v1.Job", "Service": "io.k8s.api.core.v1.Service"}[manifest["kind"]]
     validator = jsonschema.Draft202012Validator(schema | {"$ref": f"#/$defs/{name}"})
