@@ -137,10 +137,10 @@ def _misses_dedicated(config: RunConfig, problems: Problems) -> bool:
     given = {"gpus_per_node": colocated.resources.gpus_per_node, "num_nodes": colocated.resources.num_nodes}
     if not config.has_engines:
         return False
-    if colocated.enabled or cluster.gpus_per_node == 0:
-        rule = "policy.generation.colocated.enabled=true, so that engines have no GPUs of their own"
-        if not colocated.enabled:
-            rule = "cluster.gpus_per_node=0, where dedicated engines add policy.generation.num_cpu_engines x tensor_parallel_size processes"
+    if colocated.enabled:
+        return False
+    if cluster.gpus_per_node == 0:
+        rule = "cluster.gpus_per_node=0, where dedicated engines add policy.generation.num_cpu_engines x tensor_parallel_size processes"
         wrong = [name for name, value in given.items() if value is not None]
         for name in wrong:
             problems.add(f"{_RESOURCES}.{name}", rule, "set it to null")
