@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.errors import ConfigError, value_at
+from mrl.config.errors import ConfigError, Problems, value_at
 from mrl.config.fields import Only, Range
 from mrl.config.load import load_config
 from mrl.config.rules.checks import find_problems, num_kept_at_most
+from mrl.config.rules.layout import check_cluster
 from mrl.config.schema.run import KEYS, RunConfig
 from scripts.config_page import markers
 from tests.unit.config.problems import problems_of as found
@@ -49,6 +50,24 @@ def dedicated(**resources: int) -> str:
 
 
 # overrides; policy ranks, units, engines
+WHOLE_NODES = [
+    # nodes, nodes of dedicated engines, TP of an engine; engines
+    (4, 0, 8, 2),
+    (4, 0, 16, 1),
+    (4, 2, 8, 1),
+]
+
+
+@pytest.mark.parametrize(("nodes", "engine_nodes", "tp", "num_engines"), WHOLE_NODES)
+def test_engines_of_whole_nodes_that_fit(workplace: Path, nodes: int, engine_nodes: int, tp: int, num_engines: int):
+    overrides = ["cluster.gpus_per_node=4", f"cluster.num_nodes={nodes}", f"{ENGINE}.tensor_parallel_size={tp}"]
+    config = load_config("grpo_tiny.yaml", [*overrides, *([dedicated(num_nodes=engine_nodes)] if engine_nodes else [])])
+    problems = Problems(config)
+    check_cluster(config, problems)
+    assert problems.texts == []
+    assert (config.num_engines, config.nodes_of_engine) == (num_engines, tp // 4)
+
+
 DEDICATED_LAYOUTS = [
     ([dedicated()], 4, 5, 1),
     ([dedicated(), f"{ENGINE}.tensor_parallel_size=2", "policy.generation.num_cpu_engines=3"], 4, 10, 3),
@@ -180,6 +199,9 @@ BAD = [
     (["cluster.gpus_per_node=8", f"{DEDICATED}={{enabled: false, resources: {{gpus_per_node: 1}}}}"],
      "cluster.gpus_per_node=8: the 7 slots", "change one of these sizes"),
     (["cluster.gpus_per_node=8", f"{ENGINE}.tensor_parallel_size=3"], f"{ENGINE}.tensor_parallel_size=3", "use 1, 2, 4 or 8"),
+    (["cluster.gpus_per_node=4", "cluster.num_nodes=4", f"{ENGINE}.tensor_parallel_size=12"],
+     f"{ENGINE}.tensor_parallel_size=12", "use 1, 2, 4, 8 or 16"),
+    (["cluster.gpus_per_node=4", "cluster.num_nodes=2", f"{ENGINE}.tensor_parallel_size=6"], f"{ENGINE}.tensor_parallel_size=6", "4 or 8"),
 ]  # fmt: skip
 
 
