@@ -74,9 +74,11 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.long("cluster")
-def test_an_engine_over_two_nodes_samples_is_refitted_and_comes_back(two_nodes: None, tmp_path: Path):
-    sizes = ["cluster.num_nodes=2", "cluster.cpu_units_per_node=1", "policy.generation.vllm_cfg.tensor_parallel_size=2"]
-    config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])
+@pytest.mark.parametrize("experts", [1, 2])
+def test_an_engine_over_two_nodes_samples_is_refitted_and_comes_back(two_nodes: None, tmp_path: Path, experts: int):
+    sizes = ["cluster.num_nodes=2", "cluster.cpu_units_per_node=1"]
+    engine = ["policy.generation.vllm_cfg.tensor_parallel_size=2", f"policy.generation.vllm_cfg.expert_parallel_size={experts}"]
+    config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes, *engine])
     with placed_slots(config) as placement, tasks_ended():
         (slots,) = placement.engines
         assert slots.parts(placement.node_of) == [(0,), (1,)]
@@ -110,7 +112,7 @@ def test_an_engine_over_two_nodes_samples_is_refitted_and_comes_back(two_nodes: 
             assert num_changed(old, new) > len(old) // 2
 
         # One process, without tensor parallelism, draws the same tokens.
-        alone = load_config("grpo_tiny.yaml", [f"policy.model_name={config.policy.model_name}", *SMALL, *sizes[:2]])
+        alone = load_config("grpo_tiny.yaml", [f"policy.model_name={config.policy.model_name}", *SMALL, *sizes])
         actor = start_actor(EngineActor, placement.options(0, engine_variables(alone, {})), tmp_path / "logs/alone.log", {})
         ray.get(ask(actor, EngineActor.build, alone, (), (), ""), timeout=DEADLINE_S)
         expected = cast(dict[str, Rollout], ray.get(ask(actor, EngineActor.apply, serve_alone), timeout=DEADLINE_S))
