@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from mrl.cluster.calls import ask, start_actor
 from mrl.cluster.environment import importing, own_temporary_folder, start_actor_process
 from mrl.cluster.policies import hold_port
 from mrl.config.schema.run import RunConfig
+from mrl.plan.deadlines import start_deadline
 from mrl.rollout.environment import EngineNodes
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ class EnginePartActor:
     def run(self, config: RunConfig, device_ids: Sequence[int], nodes: EngineNodes) -> None:
         """Starts the workers of this node, and ends with any of them."""
         self._temporary = own_temporary_folder()
-        listen_on_this_node()
+        meet_at_the_first_node()
         with importing():
             from mrl.rollout.engine import run_part
 
@@ -54,12 +56,16 @@ class EngineParts:
     """The actors of an engine's further nodes. Ray ends them with this process, which owns them."""
 
     def __init__(self, config: RunConfig, parts: Sequence[EnginePart], secrets: Mapping[str, str]) -> None:
-        """Starts the actors, which wait for the first node's workers; this process ends if one of them does."""
-        listen_on_this_node()
+        """Starts the actors; all workers meet at a store of this process, which ends if one of the actors does."""
+        from torch.distributed import TCPStore
+
+        meet_at_the_first_node()
         held = hold_port(config.cluster.master_ports)
-        self.nodes = EngineNodes(len(parts) + 1, 0, ray.util.get_node_ip_address(), held.getsockname()[1])
-        # vLLM's first worker listens there, and the others try until it does.
-        held.close()
+        address, port = ray.util.get_node_ip_address(), held.getsockname()[1]
+        self.nodes = EngineNodes(len(parts) + 1, 0, address, port)
+        limit = timedelta(seconds=start_deadline(config).seconds)
+        # vLLM's first worker would listen at the port itself, long after it was found free.
+        self._store = TCPStore(address, port, None, True, timeout=limit, wait_for_workers=False, master_listen_fd=held.detach())
         self._actors: list[ActorHandle[EnginePartActor]] = []
         for rank, part in enumerate(parts, start=1):
             nodes = EngineNodes(self.nodes.count, rank, self.nodes.address, self.nodes.port)
@@ -80,8 +86,11 @@ def end_with_part(running: ray.ObjectRef[None], log_file: Path) -> None:
         end_engine(f"The engine's part on another node ended, see {log_file}: {' '.join(str(error).split())}")
 
 
-def listen_on_this_node() -> None:
-    """Has vLLM listen at the address by which other nodes know this one, where it would guess by a route to the Internet."""
+def meet_at_the_first_node() -> None:
+    """Has the workers of this node use the store of the engine's process, and listen at the address by which other nodes know this one."""
+    # torch's name for a store that somebody else holds; without it worker 0 makes one.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    # vLLM would guess the address by a route to the Internet.
     os.environ.setdefault("VLLM_HOST_IP", ray.util.get_node_ip_address())
 
 
