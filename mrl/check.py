@@ -277,7 +277,8 @@ def _engines(config: RunConfig) -> str:
         return "none"
     generation = config.policy.generation
     where = "on the trainer's slots" if generation.colocated.enabled else f"on {config.num_dedicated_slots} slots of their own"
-    return f"{config.num_engines} of tensor {generation.vllm_cfg.tensor_parallel_size}, {where}"
+    nodes = f" over {config.nodes_of_engine} nodes" if config.nodes_of_engine > 1 else ""
+    return f"{config.num_engines} of tensor {generation.vllm_cfg.tensor_parallel_size}{nodes}, {where}"
 
 
 def _data(config: RunConfig) -> str:
