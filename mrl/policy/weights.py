@@ -38,7 +38,13 @@ def live_tensors(model: nn.Module, chunk: int = 0) -> dict[Slot, Tensor]:
     """Parameters and persistent buffers of a model by slot: the tensors themselves, not copies."""
     # Transformer Engine adds `_extra_state` entries, which are not weights.
     state = model.state_dict(keep_vars=True)
-    return {Slot(name, chunk): tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
+    return {Slot(table_name(name), chunk): tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
+
+
+def table_name(name: str) -> str:
+    """The name in conversion tables and checkpoints of a weight of the live model, with any version of megatron-core."""
+    # From 0.17 on, the mixer itself holds the tensors of its convolution.
+    return name.replace(".mixer.conv1d_", ".mixer.conv1d.")
 
 
 def rank_tensors(models: Sequence[nn.Module], layout: Layout) -> dict[Slot, Tensor]:
