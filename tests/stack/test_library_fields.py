@@ -13,7 +13,7 @@ def test_the_recorded_arguments_are_those_of_the_installed_libraries():
     found, recorded = library_fields(), json.loads(DATA.read_text())
     if found["TransformerConfig"]["version"] != recorded["TransformerConfig"]["version"]:
         # On the Megatron of newer Pythons, whatever may be set must still be there.
-        newer, older = (fields.pop("TransformerConfig")["fields"] for fields in (found, recorded))
+        newer, older = found.pop("TransformerConfig")["fields"], recorded.pop("TransformerConfig")["fields"]
         assert isinstance(newer, dict)
         assert [name for name in OVERRIDABLE if not set(older[name]) <= set(newer.get(name, ()))] == []
     assert found == recorded, "run `python scripts/library_fields.py`"
