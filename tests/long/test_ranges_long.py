@@ -27,8 +27,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PYTHONS = ("3.11", "3.12", "3.13")
 PLATFORM = "x86_64-manylinux_2_31"
 HELD = ("torch", "ray", "megatron-core")
-# Each is made for exactly one version of another.
-WITH = ("pydantic-core", "antlr4-python3-runtime")
+# Two are made for exactly one version of another; openai 2 needs the third, and openai 3 does not.
+WITH = ("pydantic-core", "antlr4-python3-runtime", "distro")
 SUITES = ("config", "data", "envs", "rollout", "store", "view", "doctor")
 TIMEOUT_S = 3000
 
