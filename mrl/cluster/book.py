@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is under way: groups of rollouts, and requests to the actors of a kind, to engines and to reward actors. Needs no Ray."""
+"""Requests under way: groups of rollouts, and requests to the actors of a kind, to engines and to reward actors. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AskedGroup:
     prompt: Prompt
     num_generations: int
     weight_version: int
-    """Of the engines when the group was asked for."""
+    """Version of the engines when the group was requested."""
     infos: dict[int, RolloutInfo] = field(default_factory=dict)
     """Rollouts that are sampled, by index."""
     verdicts: dict[int, Verdict] = field(default_factory=dict)
@@ -63,7 +63,7 @@ A = TypeVar("A")
 
 @dataclass
 class _Actor(Generic[Q, A]):
-    """What is under way with one actor."""
+    """Requests under way with one actor."""
 
     owed: dict[str, tuple[Q, asyncio.Future[A]]] = field(default_factory=dict)
     """Its requests without an answer, by id."""
@@ -155,7 +155,7 @@ class RequestBook(Generic[Q, A]):
         self._actors[index].num_fruitless = 0
 
     def hold(self, is_held: bool) -> None:
-        """While it `is_held`, no call begins."""
+        """Holds back further calls while `is_held`."""
         self._is_held = is_held
         self._wake()
 

@@ -45,13 +45,13 @@ T = TypeVar("T")
 # A poll ends after this long, for new requests, or as soon as a rollout has finished, if it is not too short: calls cost the driver time.
 POLL_BUDGET_S, MIN_POLL_S = 0.25, 0.1
 GENERATION = "generation"
-"""What the driver waits for while engines sample."""
+"""Name of the driver's wait for sampling engines."""
 # An engine that dies this often without finishing a single rollout in between will not get better.
 MAX_FRUITLESS_RESTARTS = 3
 
 
 Polled = tuple[list[RolloutInfo], float]
-"""What an engine did in one poll: the rollouts that it finished, and the seconds in which it had a rollout to work on."""
+"""Result of one poll of an engine: the rollouts that it finished, and the seconds in which it had a rollout to work on."""
 
 
 class EngineActor:
@@ -182,9 +182,9 @@ class EngineGroup(Actors[EngineVerbs]):
             ENGINE, len(placement.engines), self._poll, self._lose, news=self.news, max_fruitless_restarts=max_restarts
         )
         self.api_key = secrets.token_urlsafe(32)
-        """Of the engines' HTTP servers."""
+        """Key of the engines' HTTP servers."""
         self.base_urls = [""] * len(placement.engines)
-        """Where these are; empty without."""
+        """Addresses of these servers; empty without."""
         self.gateway: tuple[str, str] = ("", "")
         """URL and key of the run's gateway, if it has one."""
         self.on_addresses: Callable[[], None] = lambda: None

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 REWARDS = "reward actor"
 VERDICTS = "rewards"
-"""What the driver waits for while rollouts are judged."""
+"""Name of the driver's wait for verdicts."""
 # An actor that has no verdict answers so often, as a sign of life.
 ANSWER_S = 1.0
 # Verdicts that come within so long of the first are answered together: a step needs all of them, a rollout of several turns its own.
@@ -75,7 +75,7 @@ class Unjudged:
 
 @dataclass(frozen=True)
 class Judged:
-    """What a reward actor has done since its last answer."""
+    """Verdicts of a reward actor since its last answer."""
 
     ended: Mapping[str, tuple[Verdict, Ending]]
     """Verdicts on rollouts that have ended, and why they have, by request id."""
@@ -194,7 +194,7 @@ class Rewards(Actors[RewardActor]):
         # A verdict takes as long as its environment allows; beyond that, a silent actor is not waited for.
         self.silence_s = config.deadlines.reward_s + longest_verdict_s(config)
         self.decides = config.max_rollout_turns > 1
-        """Whether rollouts may have several turns: then an actor decides after each one."""
+        """True when rollouts may have several turns: then an actor decides after each one."""
         num_actors = len(placement.first_slots)
         self.news = news or News()
         # A second call hands rollouts in while the first waits for verdicts.
@@ -260,7 +260,7 @@ class Rewards(Actors[RewardActor]):
         return in_loop(take)
 
     def take_metrics(self) -> dict[str, float]:
-        """How the workers have kept up since the last call."""
+        """Metrics of the workers' load since the last call."""
 
         def take() -> Load:
             load, self._load = self._load, Load()

@@ -99,7 +99,7 @@ class Worker:
             )
 
     def is_silent(self) -> bool:
-        """Whether the child lives and has sent nothing since its last answer."""
+        """True when the child lives and has sent nothing since its last answer."""
         try:
             self._socket.recv(1, socket.MSG_PEEK)
         except OSError as error:
@@ -180,7 +180,7 @@ class Job:
     verdict: asyncio.Future[Verdict]
     num_rollouts: int = 0
     begun_at: float = 0.0
-    """When a child began it first, a time of `time.monotonic`; 0 if none has."""
+    """Time when a child first began it (`time.monotonic`); 0 if none has."""
 
 
 class RewardPool:

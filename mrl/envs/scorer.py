@@ -64,12 +64,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Load:
-    """How children kept up with the rollouts, over some time."""
+    """Load of the children over some time."""
 
     longest_queue: int = 0
     """Most rollouts that waited for a child."""
     num_begun: int = 0
-    """How often children have begun a rollout."""
+    """Number of rollouts that children have begun."""
     seconds: float = 0.0
     """In which a rollout waited for its verdict."""
     num_judged: int = 0
