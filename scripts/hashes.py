@@ -30,7 +30,7 @@ HEADER = """\
 
 
 def hashes_of(pins: list[str], index: str, python: str, platform: str) -> dict[str, set[str]]:
-    """Hashes of the files that a host may install, by pin (`name==version`); none for packages that have no files for it."""
+    """Hashes of the files that a host may install, by pin (`name==version`, perhaps with a marker); none of those that it installs not."""
     with tempfile.TemporaryDirectory() as folder:
         lock = Path(folder) / "pylock.toml"
         command = [
@@ -59,13 +59,13 @@ def hashes_of(pins: list[str], index: str, python: str, platform: str) -> dict[s
 def with_hashes(source: Path) -> str:
     """The text of the file with hashes, a line for each pin of `source`."""
     listed = re.findall(r"^([\w.-]+)==(\S+)( ; .+)?$", source.read_text(), re.MULTILINE)
-    pins = [(name, version) for name, version, _ in listed]
     is_cpu = "cpu" in source.name
     found: dict[str, set[str]] = {}
     index = os.environ.get("UV_DEFAULT_INDEX", PYPI)
-    asked = [(index, [f"{name}=={version}" for name, version in pins if not (is_cpu and name == "torch")])]
+    asked = [(index, [f"{name}=={version}{marker}" for name, version, marker in listed if not (is_cpu and name == "torch")])]
     if is_cpu:
-        asked.append((os.environ.get("TORCH_CPU_INDEX", TORCH_CPU), [f"torch=={dict(pins)['torch']}+cpu"]))
+        (torch,) = (version for name, version, _ in listed if name == "torch")
+        asked.append((os.environ.get("TORCH_CPU_INDEX", TORCH_CPU), [f"torch=={torch}+cpu"]))
     for (where, wanted), python, platform in product(asked, PYTHONS, PLATFORMS):
         for pin, hashes in hashes_of(wanted, where, python, platform).items():
             found.setdefault(_normal(pin), set()).update(hashes)

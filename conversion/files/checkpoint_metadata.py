@@ -26,6 +26,8 @@ _CLASSES = {
         *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     ),
     "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
+    # Megatron's own saves keep all ranks' plans, which no load here looks at.
+    "torch.distributed.checkpoint.planner": ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
     "torch.serialization": ("_get_layout",),
     "pathlib": ("Path", "PosixPath", "PurePosixPath"),

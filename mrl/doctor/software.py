@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ def read_wanted() -> Wanted:
     if not project_file.is_file():
         metadata = importlib.metadata.metadata("mrl")
         ranges: dict[str, dict[str, str]] = {"": {}}
-        for text in metadata.get_all("Requires-Dist") or ():
+        for text in filter(applies, metadata.get_all("Requires-Dist") or ()):
             requirement, _, marker = text.partition(";")
             extra = re.search(r"extra\s*==\s*['\"]([\w-]+)", marker)
             name, wanted = split_requirement(requirement)
@@ -60,12 +61,21 @@ def read_wanted() -> Wanted:
         return Wanted(python, {"": {}}, pins)
     project = tomllib.loads(text)["project"]
     lines = {"": project["dependencies"], **project["optional-dependencies"]}
-    return Wanted(project["requires-python"], {extra: dict(map(split_requirement, texts)) for extra, texts in lines.items()}, pins)
+    return Wanted(
+        project["requires-python"], {extra: dict(map(split_requirement, filter(applies, texts))) for extra, texts in lines.items()}, pins
+    )
 
 
-def read_pins(path: Path) -> dict[str, str]:
-    """Versions of a constraints file by normalised name."""
-    lines = (line.partition(";")[0].strip() for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
+def applies(requirement: str, python: str | None = None) -> bool:
+    """Tells whether a requirement is for a version of Python, by default this one; it may have `python_version` in its marker."""
+    asked = re.findall(r"python_version\s*([<>=!]+)\s*['\"]([\d.]+)", requirement.partition(";")[2])
+    return all(is_in_range(python or platform.python_version(), operator + bound) for operator, bound in asked)
+
+
+def read_pins(path: Path, python: str | None = None) -> dict[str, str]:
+    """Versions of a constraints file by normalised name, for a version of Python, by default this one."""
+    listed = (line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#") and applies(line, python))
+    lines = (line.partition(";")[0].strip() for line in listed)
     return {normalise(name): version for name, _, version in (line.partition("==") for line in lines) if version}
 
 

@@ -25,6 +25,7 @@ from mrl.config.schema.ppo import GaeConfig
 from mrl.data.packing import PackedRow, as_row, by_sequence, regroup
 from mrl.metrics import extreme_of
 from mrl.policy.packed import join, local_positions
+from mrl.policy.versions import packed_arguments
 
 
 @dataclass
@@ -89,6 +90,7 @@ def packed_params(row: PackedRow, device: torch.device) -> PackedSeqParams:
         cu_seqlens_kv_padded=cu_seqlens,
         max_seqlen_q=row.max_seqlen,
         max_seqlen_kv=row.max_seqlen,
+        **packed_arguments(len(row.token_ids_T)),
     )
 
 

@@ -9,19 +9,18 @@ import os
 import pickle
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, apply_factory_merges
-from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
@@ -44,7 +43,7 @@ from mrl import spans
 from mrl.policy import checkpoint_entries
 from mrl.policy.checkpoint_entries import WeightEntries
 from mrl.policy.lora import ADAPTERS
-from mrl.policy.optimizer import TrainState, hybrids, own_settings, parts
+from mrl.policy.optimizer import TrainState, hybrids, own_settings, parts, recognise_groups
 from mrl.policy.output import REWARD_HEAD
 
 logger = logging.getLogger(__name__)
@@ -125,21 +124,22 @@ def begin_save(
     sharded |= {"checkpoint_version": 3.0, "iteration": 0, "parallel": _parallel_sizes(), **peft}
     # Also without optimizer state, so that the schedule continues.
     sharded["opt_param_scheduler"] = state.scheduler.state_dict()
-    strategy = _InProcessStrategy(takes_snapshot=in_background)
-    request = dist_checkpointing.save(sharded, str(folder), sharded_strategy=strategy, async_sharded_save=True, content_metadata=_FORMAT)
+    sharded, common = save_preprocess({**sharded, "content_metadata": _FORMAT})
     if dist.get_rank() == 0:
+        # From 0.17 on, Megatron pickles these values among the tensors; it still reads the file.
+        torch.save(common, folder / COMMON_FILE)
         (folder / "hf_config.json").write_text(json.dumps(hf_config, indent=2))
         (folder / "run_config.yaml").write_text(json.dumps({"model": _parallel_sizes(), **peft}, indent=2))
         (weights_dir / LATEST_FILE).write_text("0")
-    return CheckpointWrite(folder, request, in_background=in_background)
+    return CheckpointWrite(folder, *_plan(sharded, folder, takes_snapshot=in_background), in_background=in_background)
 
 
 class CheckpointWrite:
     """Writes this rank's file of a checkpoint, in a thread or at once."""
 
-    def __init__(self, folder: Path, request: AsyncRequest, *, in_background: bool) -> None:
+    def __init__(self, folder: Path, write: Callable[[], None], write_metadata: Callable[[], None], *, in_background: bool) -> None:
         """Starts writing; without `in_background`, returns when the file is on disk, or cannot be written."""
-        self._folder, self._request, self._in_background = folder, request, in_background
+        self._folder, self._write_tensors, self._write_metadata, self._in_background = folder, write, write_metadata, in_background
         self._begun_at = time.monotonic()
         self._written: Future[tuple[dict[str, FileRecord], float]]
         if in_background:
@@ -168,17 +168,15 @@ class CheckpointWrite:
             return WriteReport({}, 0.0, problem)
         files, written_at = self._written.result(timeout=0)
         try:
-            for finish in self._request.finalize_fns:
-                finish()
+            self._write_metadata()
         except CheckpointException as error:
             return WriteReport({}, 0.0, f"{self._folder}: {error}")
         return WriteReport(files, hidden_s=min(asked_at, written_at) - self._begun_at if self._in_background else 0.0)
 
     def _write(self) -> tuple[dict[str, FileRecord], float]:
-        assert self._request.async_fn is not None
         try:
             with spans.span("write", "checkpoint writer"):
-                self._request.async_fn(*self._request.async_fn_args)
+                self._write_tensors()
                 paths = list(self._folder.glob(f"__{dist.get_rank()}_*.distcp"))
                 for path in paths:
                     sync_file(path)
@@ -192,59 +190,53 @@ class CheckpointWrite:
         return files, time.monotonic()
 
 
-class _InProcessStrategy(AsyncSaveShardedStrategy):
-    """Parts of torch's `dcp.save` behind Megatron's interface: planning, this rank's bytes, the metadata of all ranks.
+def _plan(sharded: ShardedStateDict, folder: Path, *, takes_snapshot: bool) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Plans a write: returns one function for this rank's file, which needs no other rank, and one for the metadata of all files.
+
+    The metadata function is collective over all ranks, and so is this one. With `takes_snapshot`, the state may change before the write.
 
     Torch's own writer writes in the rank's process: Megatron's starts processes, which costs seconds and may fail in actors.
     """
+    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    if takes_snapshot:
+        # One tensor at a time, so that tensors which only the save holds are freed on the way.
+        for entry in (entry for entries in by_key.values() for entry in entries):
+            if isinstance(entry, ShardedTensor) and entry.data is not None:
+                entry.data = entry.data.detach().to("cpu", copy=True)
+    state = mcore_to_pyt_state_dict(by_key, is_loading=False)
+    # torch copies ahead in a thread that uses the first GPU instead of this rank's.
+    writer = FileSystemWriter(folder, sync_files=False, thread_count=1, per_thread_copy_ahead=0)
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    ranks = _DistWrapper(None, True, 0)
+    metadata: list[Metadata] = []
+    results: list[WriteResult] = []
 
-    can_handle_sharded_objects = True
+    def local_plan() -> SavePlan:
+        planner.set_up_planner(state, writer.storage_meta(), ranks.is_coordinator)
+        writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
+        plan = planner.create_local_plan()
+        for item in plan.items:
+            if item.tensor_data is not None:
+                # Some loaders create tensors from the properties in the metadata, and cannot pin them.
+                item.tensor_data.properties.pin_memory = False
+        return writer.prepare_local_plan(plan)
 
-    def __init__(self, *, takes_snapshot: bool) -> None:
-        """Prepares a write of a snapshot with `takes_snapshot`; otherwise the state may not change until the write is done."""
-        super().__init__("torch_dist", 1)
-        self._takes_snapshot = takes_snapshot
+    def global_plan(plans: list[SavePlan]) -> list[SavePlan]:
+        plans, found = planner.create_global_plan(plans)
+        metadata.append(found)
+        return writer.prepare_global_plan(plans)
 
-    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> AsyncRequest:
-        """Plans the write; leaves this rank's file, which needs no other rank, and a collective end. Collective over all ranks."""
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        if self._takes_snapshot:
-            # One tensor at a time, so that tensors which only the save holds are freed on the way.
-            for entry in (entry for entries in by_key.values() for entry in entries):
-                if isinstance(entry, ShardedTensor) and entry.data is not None:
-                    entry.data = entry.data.detach().to("cpu", copy=True)
-        state = mcore_to_pyt_state_dict(by_key, is_loading=False)
-        # torch copies ahead in a thread that uses the first GPU instead of this rank's.
-        writer = FileSystemWriter(checkpoint_dir, sync_files=False, thread_count=1, per_thread_copy_ahead=0)
-        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        ranks = _DistWrapper(None, True, 0)
-        metadata: list[Metadata] = []
-        results: list[WriteResult] = []
+    plan = planner.finish_plan(ranks.reduce_scatter("plan", local_plan, global_plan))
 
-        def local_plan() -> SavePlan:
-            planner.set_up_planner(state, writer.storage_meta(), ranks.is_coordinator)
-            writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
-            plan = planner.create_local_plan()
-            for item in plan.items:
-                if item.tensor_data is not None:
-                    # Some loaders create tensors from the properties in the metadata, and cannot pin them.
-                    item.tensor_data.properties.pin_memory = False
-            return writer.prepare_local_plan(plan)
+    def write() -> None:
+        results.extend(writer.write_data(plan, planner).value())
 
-        def global_plan(plans: list[SavePlan]) -> list[SavePlan]:
-            plans, found = planner.create_global_plan(plans)
-            metadata.append(found)
-            return writer.prepare_global_plan(plans)
+    def finish(all_results: list[list[WriteResult]]) -> None:
+        writer.finish(metadata[0], all_results)
+        # Megatron takes a folder with this file for a complete checkpoint.
+        save_config(CheckpointingConfig("torch_dist"), str(folder))
 
-        plan = planner.finish_plan(ranks.reduce_scatter("plan", local_plan, global_plan))
-
-        def write() -> None:
-            results.extend(writer.write_data(plan, planner).value())
-
-        def write_metadata() -> None:
-            ranks.all_reduce("write", lambda: results, lambda all_results: writer.finish(metadata[0], all_results))
-
-        return AsyncRequest(async_fn=write, async_fn_args=(), finalize_fns=[write_metadata])
+    return write, lambda: ranks.all_reduce("write", lambda: results, finish)
 
 
 def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object] | None = None, is_start: bool = False) -> bool:
@@ -295,12 +287,11 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
 
 def _load_optimizer(source: TorchDistFolder, state: TrainState, weights: WeightEntries, common: dict[str, Any]) -> None:
     """Fills the optimizer's state, and leaves the checkpoint's settings in its parameter groups."""
+    recognise_groups(common, state.optimizer)
+    distributed = _distributed(state)
     try:
-        if distributed := _distributed(state):
+        if distributed:
             state.optimizer.load_state_dict(common)
-            checkpoint_entries.read_optimizer_state(source, distributed, weights)
-            for hybrid in hybrids(state.optimizer):
-                hybrid._sync_hdo_state_to_sub_optimizers()
         else:
             wanted = {"optimizer": state.optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())}
             wanted, local, factories = load_preprocess(wanted)
@@ -308,12 +299,17 @@ def _load_optimizer(source: TorchDistFolder, state: TrainState, weights: WeightE
             checkpoint_entries.read_tensors(source, nested_values(tensors))
             found = merge(merge({"optimizer": common}, local), dict_list_map_outplace(lambda part: part.data, tensors))
             state.optimizer.load_state_dict(apply_factory_merges(found, factories)["optimizer"])
-    except KeyError as error:
+    # 0.16.1 raises a KeyError, and 0.19 a ValueError.
+    except (KeyError, ValueError) as error:
         setting = f"policy.megatron_cfg.optimizer.use_distributed_optimizer={state.optimizer.config.use_distributed_optimizer}"
         raise ValueError(
             f"{source.folder} has no optimizer state in the form of {setting} ({error!r}): set that as it was at the save, or start a run "
             "from what `python -m mrl.convert mcore-to-hf` makes of it"
         ) from error
+    if distributed:
+        checkpoint_entries.read_optimizer_state(source, distributed, weights)
+        for hybrid in hybrids(state.optimizer):
+            hybrid._sync_hdo_state_to_sub_optimizers()
 
 
 def _read_common(path: Path) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replacements with which real megatron-core trains on a host without CUDA, or without the libraries that GPU hosts have for it.
 
-`PATCHES` at the end lists every replaced name of stock 0.16.1 with its replacement, the reason, and the end of the need. `install` applies
-the patches that this host needs. Layers are not replaced here: specs.py chooses them through Megatron's own specs.
+`PATCHES` at the end lists every replaced name with its replacement, the reason, and the end of the need; all hold for 0.16.1 and for 0.19,
+but for the names of which a line says otherwise. `install` applies the patches that this host needs. Layers are not replaced here: specs.py
+chooses them through Megatron's own specs.
 """
 
 from __future__ import annotations
@@ -149,6 +150,8 @@ def _cpu_for_cuda() -> dict[str, object]:
 def _random_states() -> dict[str, object]:
     from megatron.core.tensor_parallel import random as megatron_random
 
+    from mrl.policy.versions import IS_OLD
+
     class CpuRNGStatesTracker(megatron_random.CudaRNGStatesTracker):
         """Named states of the CPU generator."""
 
@@ -162,8 +165,14 @@ def _random_states() -> dict[str, object]:
                 self.states_[name] = torch.get_rng_state()
                 torch.set_rng_state(outer)
 
+    def share_storage(held: Tensor, recomputed: Tensor) -> None:
+        held.untyped_storage().resize_(recomputed.untyped_storage().size())
+        held.untyped_storage().copy_(recomputed.untyped_storage())
+
     path = "megatron.core.tensor_parallel.random"
     return {
+        # 0.19 compiles a helper in C++ that saves this copy of recomputed memory.
+        **({} if IS_OLD else {f"{path}._get_share_storage": lambda: share_storage}),
         f"{path}._CUDA_RNG_STATE_TRACKER": CpuRNGStatesTracker(),
         f"{path}._CUDA_RNG_STATE_TRACKER_INITIALIZED": True,
         f"{path}._get_cuda_rng_state": lambda *_, **__: torch.get_rng_state(),
@@ -203,6 +212,7 @@ def _exchange() -> dict[str, object]:
 
 
 def _transformer_engine() -> dict[str, object]:
+    from mrl.policy import versions
     from mrl.policy.packed import local_positions
     from mrl.policy.specs import DuplicatedLinear, TorchNorm
 
@@ -218,10 +228,10 @@ def _transformer_engine() -> dict[str, object]:
         # Latent experts ask for its linear layer, in a mode that any linear layer has.
         f"{moe}.moe_layer.HAVE_TE": True,
         f"{moe}.moe_layer.TELinear": DuplicatedLinear,
-        # Megatron tests this name without defining it.
+        # 0.16.1 tests this name without defining it.
         f"{moe}.moe_utils.te_general_gemm": None,
         # The hybrid stack's final norm is hard-wired.
-        f"{mamba}.mamba_block.TENorm": TorchNorm,
+        f"{versions.HybridStack.__module__}.TENorm": TorchNorm,
         # Context-parallel Mamba takes its token order from the library, in versions with that function.
         f"{mamba}.mamba_context_parallel.tex": types.SimpleNamespace(thd_get_partitioned_indices=partitioned_indices),
         f"{mamba}.mamba_context_parallel.is_te_min_version": lambda *_, **__: True,
@@ -239,8 +249,9 @@ class CpuFusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
+        capturable: bool = False,
     ) -> None:
-        assert adam_w_mode, "Megatron's default, decoupled weight decay"
+        assert adam_w_mode and not capturable, "Megatron's defaults: decoupled weight decay, no CUDA graph"
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     @torch.no_grad()
@@ -327,7 +338,7 @@ PATCHES = (
     ),
     Patch(
         "plain torch in place of Transformer Engine",
-        "0.16.1 asks for parts of it in recomputation, latent experts and Mamba, whichever layers the specs name",
+        "Megatron asks for parts of it in recomputation, latent experts and Mamba, whichever layers the specs name",
         until="megatron-core asks for each part only where it is installed",
         is_needed=_lacks_transformer_engine,
         values=_transformer_engine,

@@ -32,6 +32,8 @@ from mrl.policy.mtp import attach_mtp, prepare_mtp
 from mrl.policy.output import ChunkedOutputLayer
 from mrl.policy.parallel import virtual_stages
 from mrl.policy.specs import gpt_block_spec, hybrid_stack_spec
+from mrl.policy.versions import build_hybrid
+from mrl.policy.weights import table_name
 
 if TYPE_CHECKING:
     from mrl.config.schema.megatron import MegatronConfig
@@ -101,7 +103,8 @@ def _build_chunk(
     else:
         assert vp_stage is None, "config rules and conversion tables refuse it"
         spec = with_packed_routers(hybrid_stack_spec(is_recomputed=config.recompute_granularity == "full"))
-        chunk = specs.MambaModel(config, spec, **stage, **arguments)
+        stages = [megatron.parallel.layers_of(pp, config.num_layers, 0) for pp in range(megatron.parallel.pp)]
+        chunk = build_hybrid(config, spec, stages, **stage, **arguments)
         if mtp is not None:
             attach_mtp(chunk, spec, mtp)
     # If stages do not divide the layers, Megatron's stack silently drops the rest.
@@ -191,7 +194,7 @@ def _freeze(chunks: list[MegatronModule], config: PolicyConfig, hf_config: HfCon
     layout = live_layout(config, hf_config, replace(parallel.coordinates(), tp=0, etp=0))
     for index, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
-            names = {piece.name for piece in layout[Slot(name, index)].pieces}
+            names = {piece.name for piece in layout[Slot(table_name(name), index)].pieces}
             matched = {tensor for tensor in names if any(fnmatchcase(tensor, pattern) for pattern in patterns)}
             is_router = name.startswith("decoder.") and name.endswith("mlp.router.weight") and config.megatron_cfg.freeze_moe_router
             if matched and matched != names and not is_router:

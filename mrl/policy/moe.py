@@ -37,6 +37,7 @@ from mrl.algo.losses import BatchSize
 from mrl.data.packing import PackedRow
 from mrl.policy import specs
 from mrl.policy.batch import router_positions
+from mrl.policy.versions import submodules_of
 
 if TYPE_CHECKING:
     from mrl.config.schema.megatron import MegatronConfig
@@ -66,8 +67,9 @@ def with_packed_routers(spec: Spec) -> Spec:
     """The spec of a hybrid stack, or of a block of transformer layers, with `PackedRouter` in its layers of experts."""
     layers = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec.submodules.moe_layer]
     for layer in layers:
-        if isinstance(layer.submodules.mlp.submodules, MoESubmodules):
-            layer.submodules.mlp.submodules.router = PackedRouter
+        parts = submodules_of(layer.submodules.mlp)
+        if isinstance(parts, MoESubmodules):
+            parts.router = PackedRouter
     return spec
 
 
@@ -126,8 +128,8 @@ class PackedRouter(TopKRouter):
         global_aux_loss  f of all rows so far of all data-parallel ranks (arXiv:2501.11873), P of the global batch
     """
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
-        super().__init__(config, pg_collection)
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **place: bool) -> None:
+        super().__init__(config, pg_collection, **place)
         self.row: RowTokens | None = None
         self.passes_per_row = 1
         """Passes of each row through the router in a step; the auxiliary losses are the means over these passes."""

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from mrl.policy import specs
 from mrl.policy.moe import expect_passes
 from mrl.policy.optimizer import main_gradient
+from mrl.policy.versions import stack_arguments
 
 if TYPE_CHECKING:
     from mrl.config.schema.megatron import MegatronConfig
@@ -87,9 +88,7 @@ class MtpStep(MegatronModule):
             skip_bias_add=False,
             is_expert=False,
         )
-        self.mtp_model_layer = build_module(
-            stack, config, hybrid_override_pattern=pattern, post_layer_norm=False, pg_collection=pg_collection
-        )
+        self.mtp_model_layer = build_module(stack, config, **stack_arguments(pattern), post_layer_norm=False, pg_collection=pg_collection)
         for index, layer in enumerate(self.mtp_model_layer.layers):
             if isinstance(layer.mlp, MoELayer):
                 layer.mlp.set_layer_number(first_layer + index + 1)

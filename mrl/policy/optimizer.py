@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from torch import Tensor, nn
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 
 _NO_SETTINGS = ("params", "step")
+# What no setting of a run changes in a group of parameters.
+_OF_GROUP = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 CLIP_EPSILON = 1e-6
 """Constant that Megatron adds to a norm by which it divides."""
 
@@ -98,6 +101,20 @@ def own_settings(optimizer: MegatronOptimizer) -> Iterator[None]:
     yield
     for group, settings in zip((group for part in own for group in part.param_groups), kept, strict=True):
         group.update(settings)
+
+
+def recognise_groups(saved: Mapping[Any, Any], optimizer: MegatronOptimizer) -> None:
+    """Gives the groups of parameters in a saved state this run's settings, where Megatron tells groups apart by them.
+
+    0.19 does so by the highest and lowest rate, and would not find the groups of a run with others, or of 0.16.1.
+    """
+    own = {tuple(group[key] for key in _OF_GROUP): group for part in parts(optimizer) for group in part.param_groups}
+    for group in saved.get("param_groups", ()):
+        if (mine := own.get(tuple(group.get(key) for key in _OF_GROUP))) is not None:
+            group.update({key: mine[key] for key in param_group_identifier_keys if key in mine})
+    for inner in saved.values():
+        if isinstance(inner, Mapping):
+            recognise_groups(inner, optimizer)
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

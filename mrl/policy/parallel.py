@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.transformer.moe import fused_a2a, moe_utils
+from megatron.core.transformer.moe import fused_a2a
 
 from conversion.families.common import MegatronCoords
 from mrl.policy import cpu
+from mrl.policy.versions import EXPERT_STATISTICS
 from mrl.refit.group import file_store, is_file
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 _VARIABLES = {
     parallel_state: [name for name in vars(parallel_state) if name.isupper() or name == "_global_process_group_list"],
-    moe_utils: ["_MOE_LAYER_WISE_LOGGING_TRACKER"],
+    EXPERT_STATISTICS[0]: [EXPERT_STATISTICS[1]],
     fused_a2a: ["_buffer", "_hybrid_ep_buffer"],
 }
 _UNUSED = {(module, name): getattr(module, name) for module, names in _VARIABLES.items() for name in names}

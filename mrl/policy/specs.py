@@ -4,9 +4,7 @@
 This file has the three modules that Megatron lacks without Transformer Engine: a norm for sequence parallelism, the linear layer of
 latent experts, and core attention over packed rows. Checkpoints use Transformer Engine's names in both cases.
 
-All version-dependent names of megatron-core are here, for 0.16.1. From 0.17 on,
-megatron.core.models.hybrid holds HybridModel and HybridStack in place of what is imported from mamba here (the pattern argument is
-`hybrid_layer_pattern`, and stages are written into it with "|").
+What differs between versions of megatron-core stands in versions.py.
 """
 
 from __future__ import annotations
@@ -22,11 +20,8 @@ from megatron.core.extensions.transformer_engine import HAVE_TE, TEColumnParalle
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
-from megatron.core.models.mamba import MambaModel
-from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.ssm.mamba_block import MambaStack
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -38,21 +33,23 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
+from mrl.policy import versions
 from mrl.policy.packed import packed_attention, zigzag_attention
 
-__all__ = ["HAVE_TE", "MambaModel"]
+__all__ = ["HAVE_TE"]
 
 
 def hybrid_stack_spec(*, is_recomputed: bool = False) -> ModuleSpec:
     """The spec of a stack of Mamba, attention, MLP and MoE layers, which `is_recomputed` computes again in the backward pass."""
+    spec = versions.hybrid_stack_spec
     if not HAVE_TE:
         # Local modules in place of Transformer Engine's, which fuse a norm into the linear layer behind it.
-        layers = mamba_stack_spec.submodules
+        layers = spec.submodules
         mamba, attention, mlp, moe = (
             layer.submodules for layer in (layers.mamba_layer, layers.attention_layer, layers.mlp_layer, layers.moe_layer)
         )
         mamba.norm = attention.input_layernorm = mlp.pre_mlp_layernorm = moe.pre_mlp_layernorm = TorchNorm
-        mixer, heads, dense = mamba.mixer.submodules, attention.self_attention.submodules, mlp.mlp.submodules
+        mixer, heads, dense = mamba.mixer.submodules, attention.self_attention.submodules, versions.submodules_of(mlp.mlp)
         mixer.in_proj = heads.linear_qkv = dense.linear_fc1 = ColumnParallelLinear
         mixer.out_proj = heads.linear_proj = dense.linear_fc2 = RowParallelLinear
         heads.core_attention = PackedCoreAttention
@@ -61,7 +58,7 @@ def hybrid_stack_spec(*, is_recomputed: bool = False) -> ModuleSpec:
         mamba.sharded_state_dict_keys_map = {"norm.": "mixer.in_proj.layer_norm_"}
         attention.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
         mlp.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-    return replace(mamba_stack_spec, module=RecomputedStack) if is_recomputed else mamba_stack_spec
+    return replace(spec, module=RecomputedStack) if is_recomputed and versions.IS_OLD else spec
 
 
 def gpt_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -76,7 +73,7 @@ def gpt_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transform
         attention.core_attention = PackedCoreAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = TorchNorm
-        if isinstance(parts.mlp.submodules, MoESubmodules):
+        if isinstance(versions.submodules_of(parts.mlp), MoESubmodules):
             # Megatron maps the norm before experts to a key that Transformer Engine's spec lacks: only dense layers fuse that norm.
             parts.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     block.layer_norm = TorchNorm
@@ -109,6 +106,7 @@ class DuplicatedLinear(MegatronModule):
         config: TransformerConfig,
         init_method: Callable[[Tensor], object],
         parallel_mode: str,
+        name: str | None = None,
         **features: bool,
     ) -> None:
         super().__init__(config)
@@ -163,10 +161,10 @@ class PackedCoreAttention(MegatronModule):
         return zigzag_attention(query, keys, values, cu_seqlens, cp_size=size, cp_rank=rank, scale=self.softmax_scale)
 
 
-class RecomputedStack(MambaStack):
+class RecomputedStack(versions.HybridStack):
     """Megatron's hybrid stack, which keeps only the inputs of groups of `recompute_num_layers` layers. Trains only: no inference, no fp8.
 
-    TODO(when megatron-core 0.17 is the oldest supported): drop it; the MambaStack of 0.16.1 silently ignores recompute_granularity="full".
+    TODO(when megatron-core 0.17 is the oldest supported): drop it; only the stack of 0.16.1 silently ignores recompute_granularity="full".
     """
 
     def forward(

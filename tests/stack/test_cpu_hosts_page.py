@@ -21,5 +21,7 @@ def test_the_page_names_what_is_replaced(ranks: RankPool):
 
     (for_megatron,) = ranks.run(replaced_for_megatron, world_size=1)
     replaced = {".".join(name.split()[0].split(".")[-2:]) for name in [*for_megatron, *REPLACED]}
+    # Its table has the names of megatron-core 0.16.1, and a sentence those of newer ones.
+    replaced = {name.replace("hybrid_block.", "mamba_block.") for name in replaced} - {"random._get_share_storage"}
     rows = [line for line in (ROOT / "docs" / "cpu_hosts.md").read_text().splitlines() if line.startswith("| ")]
     assert {name for row in rows for name in re.findall(r"`([\w.]+)`", row.split("|")[3])} == replaced

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import mrl
+from mrl.doctor.software import applies
 from tests.sources import ROOT, python_files
 from tests.unit.test_imports import imported_names
 from tests.waiting import HANG_S
@@ -32,8 +33,8 @@ def names(requirements: list[str]) -> set[str]:
 
 
 def pins(file_name: str) -> dict[str, str]:
-    lines = [line.split(";")[0].strip() for line in (ROOT / file_name).read_text().splitlines() if not line.startswith("#")]
-    return {name.lower(): version for name, version in (line.split("==") for line in lines)}
+    listed = (line for line in (ROOT / file_name).read_text().splitlines() if not line.startswith("#") and applies(line))
+    return {name.lower(): version for name, version in (line.split(";")[0].strip().split("==") for line in listed)}
 
 
 def test_the_wheel_holds_packages_configs_licence_and_command(tmp_path: Path):
@@ -92,7 +93,8 @@ def test_constraints_pin_every_dependency():
 def test_every_pin_has_its_hashes(name: str):
     hashed, listed = ((ROOT / f"{name}{ending}").read_text() for ending in (".hashes.txt", ".txt"))
     lines = [line for line in hashed.splitlines() if not line.startswith("#")]
-    assert all(re.fullmatch(r'[\w.-]+==\S+( ; platform_machine == "x86_64")?( --hash=sha256:[0-9a-f]{64})+', line) for line in lines)
+    marker = r'( ; (platform_machine|python_version) [=<>]+ "[\w.]+")?'
+    assert all(re.fullmatch(rf"[\w.-]+==\S+{marker}( --hash=sha256:[0-9a-f]{{64}})+", line) for line in lines)
     assert [line.partition(" --hash")[0].replace("+cpu", "") for line in lines] == [
         line for line in listed.splitlines() if not line.startswith("#")
     ]

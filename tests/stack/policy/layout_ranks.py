@@ -100,13 +100,14 @@ def gradients(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[li
     The loss is the sum of advantage * logprob over all rows, divided by the number of rows.
     """
     from mrl.policy import parallel
+    from mrl.policy.weights import table_name
 
     chunks, layout, _ = _build(rank, config, folder)
     for chunk in chunks:
         chunk.zero_grad_buffer()
     loss = _forward_backward(chunks, config, folder, rows)
     grads = {
-        Slot(name.removeprefix("module."), index): parameter.main_grad
+        Slot(table_name(name.removeprefix("module.")), index): parameter.main_grad
         for index, chunk in enumerate(chunks)
         for name, parameter in chunk.named_parameters()
         if parameter.requires_grad

@@ -17,7 +17,7 @@ import pytest
 
 from mrl.doctor import probe
 from mrl.doctor.probe import Apex
-from mrl.doctor.software import is_in_range, read_wanted, split_requirement
+from mrl.doctor.software import applies, is_in_range, read_pins, read_wanted, split_requirement
 from tests.sources import ROOT
 from tests.waiting import HANG_S
 
@@ -138,6 +138,13 @@ def test_a_python_without_tomllib_is_told_that_it_is_too_old(monkeypatch: pytest
 )
 def test_ranges(version: str, wanted: str, expected: bool):
     assert is_in_range(version, wanted) == expected
+
+
+@pytest.mark.parametrize(("python", "version"), [("3.11.4", "0.16.1"), ("3.12.0", "0.19.2"), ("3.13", "0.19.2")])
+def test_each_python_has_the_pins_of_its_markers(python: str, version: str):
+    found = [read_pins(ROOT / f"constraints-{kind}.txt", python) for kind in ("cpu", "gpu")]
+    assert [pins["megatron-core"] for pins in found] == [version, version]
+    assert applies("a==1; extra == 'x'", python) and applies(f"a==1; python_version >= '{python[:4]}'", python)
 
 
 def test_requirements_are_split():

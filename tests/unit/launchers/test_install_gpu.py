@@ -75,10 +75,11 @@ def test_the_image_takes_the_steps_of_a_bare_host(host: dict[str, str]):
     assert all(install(host, *step.split()).returncode == 0 for step in steps)
     assert pip_calls(host) == bare
     quiet, rest, kernels = "--quiet --disable-pip-version-check", " forced=,, 3", ("transformer-engine-torch", "causal-conv1d", "mamba-ssm")
-    pins = {name: f"{name}=={version}" for name, version in re.findall(r"^([\w.-]+)==(\S+)", PINS.read_text(), re.MULTILINE)}
+    listed = re.findall(r"^(([\w.-]+)==.+)$", PINS.read_text(), re.MULTILINE)
+    pins = {name: line for line, name in listed}
     checked, built = f"{quiet} --no-deps --require-hashes", "torch setuptools wheel ninja packaging hatchling editables"
     build = f"wheel {quiet} --no-cache-dir --require-hashes --no-build-isolation --no-deps --wheel-dir FOLDER --requirement"
-    unbuilt = " ".join(pin for name, pin in pins.items() if name not in kernels)
+    unbuilt = " ".join(line for line, name in listed if name not in kernels)
     assert [" ".join(call.split()) for call in bare] == [
         f"install {checked} --requirement {' '.join(pins[name] for name in built.split())}{rest}",
         f"install {checked} --no-build-isolation --requirement {unbuilt}{rest}",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint import save as save_checkpoint
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.serialization import _get_layout
@@ -60,6 +61,18 @@ def test_objects_of_torch_become_records_without_methods():
     assert isinstance(found, PickledRecord) and type(found).__name__ == "Metadata"
     assert vars(found)["planner_data"] == {"a": torch.Size([2])}
     assert vars(vars(found)["storage_meta"])["load_id"] == "me"
+
+
+def test_the_plans_that_megatrons_own_saves_keep_are_passed_over(tmp_path: Path):
+    state = {"a": torch.ones(3, 2), "b": 5}
+    save_checkpoint(state, checkpoint_id=tmp_path, no_dist=True)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    # As megatron.core.dist_checkpointing.strategies.state_dict_saver has it.
+    metadata.all_local_plans = [planner.create_local_plan()]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert CheckpointMetadata(tmp_path).shapes == {"a": (3, 2)}
 
 
 def test_what_torch_writes_is_described(tmp_path: Path):

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The megatron-core of newer Pythons, whose sources run on this one as they are if they come before the installed ones."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import urllib.error
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from mrl.doctor.software import read_pins
+from tests.index import download
+from tests.sources import ROOT
+
+PYTHON = "3.12"
+VERSION = read_pins(ROOT / "constraints-gpu.txt", PYTHON)["megatron-core"]
+# Of its compiled part, an index of data sets, mrl uses nothing.
+WHEEL = "-cp312-cp312-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl"
+
+
+def unpack_newest(folder: Path) -> Path:
+    """Fills `folder` with the sources from the package index, whose hash is listed, and returns it; skips the test without an index."""
+    try:
+        _, wheel = download("megatron-core", VERSION, WHEEL)
+    except urllib.error.URLError as error:
+        pytest.skip(f"no package index answers: {error}")
+    assert hashlib.sha256(wheel).hexdigest() in (ROOT / "constraints-gpu.hashes.txt").read_text()
+    zipfile.ZipFile(io.BytesIO(wheel)).extractall(folder)
+    return folder
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Environment of a process, and of its children, that imports Megatron from `folder`."""
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
