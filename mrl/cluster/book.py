@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is under way: groups of rollouts, and requests to the actors of a kind, to engines and to reward actors. Needs no Ray."""
+"""What is under way: groups of rollouts, requests to the actors of a kind, and an actor's work on them. Needs no Ray."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from mrl.cluster.errors import ActorLost
 from mrl.cluster.event_loop import News
@@ -52,12 +53,7 @@ class AskedGroup:
         return RolloutGroup(self.prompt, tuple(map(self.infos.__getitem__, indices)), tuple(map(self.verdicts.__getitem__, indices)))
 
 
-class HasRequestId(Protocol):
-    @property
-    def request_id(self) -> str: ...
-
-
-Q = TypeVar("Q", bound=HasRequestId)
+Q = TypeVar("Q")
 A = TypeVar("A")
 
 
@@ -102,7 +98,7 @@ class RequestBook(Generic[Q, A]):
         self._actors = [_Actor[Q, A]() for _ in range(num_actors)]
         self._call, self._on_death, self._news = call, on_death, news
         self._max_fruitless, self._max_calls = max_fruitless_restarts, num_calls
-        self._new: list[tuple[Q, asyncio.Future[A]]] = []
+        self._new: dict[str, tuple[Q, asyncio.Future[A]]] = {}
         self._is_held = False
 
     @property
@@ -123,12 +119,12 @@ class RequestBook(Generic[Q, A]):
         first = next((f"{next(iter(actor.owed))} of {self.kind} {index}" for index, actor in enumerate(self._actors) if actor.owed), "none")
         return f"{self.num_unfinished} rollouts ({first} and others)"
 
-    async def ask(self, request: Q) -> A:
+    async def ask(self, request_id: str, request: Q) -> A:
         """The answer to a request."""
         loop = asyncio.get_running_loop()
         if not self._new:  # all that is asked now is dealt out together
             loop.call_soon(self._deal)
-        self._new.append((request, answer := loop.create_future()))
+        self._new[request_id] = request, (answer := loop.create_future())
         return await answer
 
     def begin(self, index: int) -> None:
@@ -162,11 +158,11 @@ class RequestBook(Generic[Q, A]):
     def _deal(self) -> None:
         loads = [(len(actor.owed), index) for index, actor in enumerate(self._actors)]
         heapify(loads)
-        new, self._new = self._new, []
-        for request, answer in new:
+        new, self._new = self._new, {}
+        for request_id, (request, answer) in new.items():
             load, index = loads[0]
             heapreplace(loads, (load + 1, index))
-            self._actors[index].owed[request.request_id] = request, answer
+            self._actors[index].owed[request_id] = request, answer
             self._actors[index].unsent.append(request)
         self._wake()
 
@@ -206,3 +202,65 @@ class RequestBook(Generic[Q, A]):
             for call in calls:
                 call.cancel()
             calls.clear()
+
+
+class Work(Generic[A]):
+    """What an actor works on, a coroutine for each request, and its answers since they were taken last. Lives in an event loop."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+        self._answers: dict[str, A] = {}
+        self._error: Exception | None = None
+        self._news: asyncio.Future[None] | None = None
+        self._num_takes = 0
+
+    def begin(self, work: Coroutine[None, None, None]) -> None:
+        """Works on something from now on. What it raises, whoever takes answers raises."""
+        task = asyncio.ensure_future(self._run(work))
+        self._running.add(task)
+        task.add_done_callback(self._end)
+
+    def answer(self, request_id: str, answer: A) -> None:
+        """Notes the answer to a request."""
+        self._answers[request_id] = answer
+        if len(self._answers) == 1:
+            self._tell()
+
+    async def take(self, limit_s: float, *, gather_s: float) -> dict[str, A]:
+        """Waits up to `limit_s` for the first answer, then `gather_s` for others that are worked on; all answers by request id.
+
+        A later call ends the waits of an earlier one.
+        """
+        self._num_takes += 1
+        take = self._num_takes
+        self._tell()
+        await self._wait(take, lambda: bool(self._answers), limit_s)
+        if self._answers:
+            await self._wait(take, lambda: not self._running, gather_s)
+        if self._error is not None:
+            raise self._error
+        answers, self._answers = self._answers, {}
+        return answers
+
+    async def _wait(self, take: int, is_enough: Callable[[], bool], limit_s: float) -> None:
+        end = time.monotonic() + limit_s
+        while not (is_enough() or self._error or take < self._num_takes) and (left_s := end - time.monotonic()) > 0:
+            if self._news is None:
+                self._news = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._news], timeout=left_s)
+
+    async def _run(self, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # whoever takes answers raises it
+            self._error = self._error or error
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not self._running or self._error is not None:
+            self._tell()
+
+    def _tell(self) -> None:
+        news, self._news = self._news, None
+        if news is not None:
+            news.set_result(None)

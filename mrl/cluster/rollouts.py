@@ -14,7 +14,7 @@ from mrl.cluster.errors import DeadlineExceeded
 from mrl.cluster.event_loop import Silence, in_loop
 from mrl.cluster.gateway import AgentGateway
 from mrl.cluster.payload import PayloadRef
-from mrl.cluster.rewards import Rewards, Unjudged
+from mrl.cluster.rewards import Rewards
 from mrl.config.schema.run import RunConfig
 from mrl.data.order import LengthHints
 from mrl.rollout.agents import AgentTask
@@ -122,13 +122,13 @@ class RolloutCollector:
         seed = request_seed(self.seed, epoch, prompt.prompt_id, index)
         request = RolloutRequest(prompt.prompt_id, index, epoch, seed, prompt.token_ids, sampling)
         while True:
-            info = await self.engines.book.ask(request)
+            info = await self.engines.book.ask(request.request_id, request)
             if info.weight_version < group.weight_version:
                 raise RuntimeError(f"{info.request_id} was drawn from weight version {info.weight_version}, not {group.weight_version}")
             if not self.rewards.decides:
                 self._note_sampled(group, index, info)
             self.news.tell(GENERATION)
-            judged = await self.rewards.book.ask(Unjudged(info, prompt))
+            judged = await self.rewards.book.ask(info.request_id, (info, prompt))
             if not isinstance(judged, PayloadRef):
                 break
             request = dataclasses.replace(request, earlier=judged)
@@ -142,7 +142,8 @@ class RolloutCollector:
     async def _agent_rollout(self, gateway: AgentGateway, group: AskedGroup, index: int, sampling: SamplingParams) -> None:
         """Has an agent do the row in a session of the gateway, where what it sampled stays until a rank trains on it."""
         seed = request_seed(self.seed, group.epoch, group.prompt.prompt_id, index)
-        ended = await gateway.book.ask(AgentTask(group.prompt, index, group.epoch, seed, sampling, group.weight_version))
+        task = AgentTask(group.prompt, index, group.epoch, seed, sampling, group.weight_version)
+        ended = await gateway.book.ask(task.request_id, task)
         for engine in ended.engines:
             self.engines.book.note_answer(engine)
         self._note_sampled(group, index, ended.info)

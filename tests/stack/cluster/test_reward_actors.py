@@ -20,7 +20,7 @@ from ray.cluster_utils import Cluster
 
 from mrl.cluster.event_loop import in_loop, tasks_ended
 from mrl.cluster.payload import PayloadRef, describe, pack
-from mrl.cluster.rewards import VERDICTS, Rewards, Unjudged
+from mrl.cluster.rewards import VERDICTS, Rewards
 from mrl.cluster.runtime import placed_slots
 from mrl.config.load import load_config
 from mrl.types import Prompt, Rollout, RolloutInfo, Verdict
@@ -80,7 +80,7 @@ def judge(rewards: Rewards, infos: list[RolloutInfo], prompts: list[Prompt]) -> 
     verdicts: dict[str, Verdict] = {}
 
     async def one(info: RolloutInfo, prompt: Prompt) -> None:
-        judged = await rewards.book.ask(Unjudged(info, prompt))
+        judged = await rewards.book.ask(info.request_id, (info, prompt))
         assert not isinstance(judged, PayloadRef) and judged[1] == "over"
         verdicts[info.request_id] = judged[0]
         rewards.news.tell(VERDICTS)
