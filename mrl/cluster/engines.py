@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import ray
 
 from mrl import spans
-from mrl.cluster.book import RequestBook
 from mrl.cluster.calls import Actors, answered, ask, start_actor, wait_all
 from mrl.cluster.environment import engine_variables, importing, own_temporary_folder, start_actor_process
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.event_loop import News, in_loop
 from mrl.cluster.payload import Packed, PayloadRef, describe, pack, with_transcripts
+from mrl.cluster.rollouts import GENERATION, RequestBook
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import ENGINE, EngineSlots
 from mrl.cluster.verbs import EngineVerbs
@@ -44,8 +44,6 @@ T = TypeVar("T")
 
 # A poll ends after this long, for new requests, or as soon as a rollout has finished, if it is not too short: calls cost the driver time.
 POLL_BUDGET_S, MIN_POLL_S = 0.25, 0.1
-GENERATION = "generation"
-"""What the driver waits for while engines sample."""
 # An engine that dies this often without finishing a single rollout in between will not get better.
 MAX_FRUITLESS_RESTARTS = 3
 

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import ray
 
-from mrl.cluster.book import RequestBook, Work
 from mrl.cluster.calls import Actors, answered, ask, start_actor
-from mrl.cluster.engines import GENERATION, EngineGroup
+from mrl.cluster.engines import EngineGroup
 from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import ActorLost
 from mrl.cluster.event_loop import in_loop
 from mrl.cluster.payload import Packed, PayloadRef, describe, pack
+from mrl.cluster.rollouts import GENERATION, RequestBook, Work
 from mrl.cluster.runtime import Placement
 from mrl.config.schema.run import RunConfig
 from mrl.plan.deadlines import start_deadline
 from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent, Ran, RemoteAgent
 from mrl.rollout.gateway import EngineServers, Gateway
 from mrl.rollout.http_gate import listen, make_server
-from mrl.types import Rollout, RolloutInfo, Verdict
+from mrl.types import Prompt, Rollout, RolloutInfo, SamplingParams, Verdict
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -176,6 +176,13 @@ class AgentGateway(Actors[GatewayActor]):
     def tell_addresses(self) -> None:
         """The engines' addresses may have changed."""
         self.handles[0].set_addresses.remote(list(self.engines.base_urls))
+
+    async def run_agent(
+        self, prompt: Prompt, rollout_index: int, epoch: int, seed: int, sampling: SamplingParams, weight_version: int
+    ) -> EndedRollout:
+        """Has an agent do the row."""
+        task = AgentTask(prompt, rollout_index, epoch, seed, sampling, weight_version)
+        return await self.book.ask(task.request_id, task)
 
     def asked(self) -> list[str]:
         """Its name, if it has not answered."""

@@ -23,12 +23,12 @@ import ray
 
 from mrl import spans
 from mrl.cluster import hangs
-from mrl.cluster.book import RequestBook, Work
 from mrl.cluster.calls import Actors, answered, ask, start_actor
 from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import ActorLost, DeadlineExceeded
 from mrl.cluster.event_loop import News, Silence, in_loop
 from mrl.cluster.payload import Packed, PayloadRef, pack, pull
+from mrl.cluster.rollouts import RequestBook, Work
 from mrl.cluster.runtime import Placement
 from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.run import RunConfig

@@ -23,8 +23,7 @@ from mrl.store.summary import Clock
 from mrl.types import Prompt, PromptKey, RolloutGroup, RunState, SamplingParams
 
 if TYPE_CHECKING:
-    from mrl.cluster.book import AskedGroup
-    from mrl.cluster.rollouts import RolloutCollector
+    from mrl.cluster.rollouts import AskedGroup, RolloutCollector
 
 logger = logging.getLogger(__name__)
 

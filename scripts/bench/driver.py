@@ -30,11 +30,10 @@ from unittest.mock import patch
 import numpy as np
 
 from mrl import train
-from mrl.cluster.book import RequestBook
 from mrl.cluster.event_loop import News, in_loop
 from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.refit import Refitter
-from mrl.cluster.rollouts import RolloutCollector
+from mrl.cluster.rollouts import RequestBook, RolloutCollector
 from mrl.loop import rollouts
 from mrl.loop.run import Run
 from mrl.store.ledger import Ledger
