@@ -138,7 +138,7 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
         text = "" if tokenizer is None else rendered(row, tokenizer)
         rest = row.rest | ({"tools": row.tools} if row.tools else {})
         identity = json.dumps([row.messages, row.answer]) if known_dataset(dataset.dataset_name).repeats_rows else None
-        return Parsed(Rendered(text, row.question, row.answer, env_name, json.dumps(rest), teacher), row.row_id, identity)
+        return Parsed(Rendered(text, row.question, row.answer, env_name, json.dumps(rest), teacher), row.row_id, identity, row.unshown)
 
     def rendered(row: ParsedRow, tokenizer: PreTrainedTokenizerBase) -> str:
         messages = row.messages if dataset.processor == GYM_PROCESSOR else with_prompts(row.messages, chat, around="last")
@@ -162,7 +162,7 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
 def _check_answer(answer: str, fields: Fields, dataset: DatasetConfig) -> None:
     """Raises RowError if no reply can be compared with the answer of a row."""
     if not answer:
-        key = first_key(fields, answer_keys(dataset))
+        key = first_key(fields, answer_keys(dataset), "data.default.output_key")
         raise RowError(f"{key} is {type(fields[key]).__name__}, with which no reply can be compared; give a text or a number")
     if answer.lower() == "nan":
         raise RowError("the answer is nan, as tables write where none was given; give one, or remove the row")
