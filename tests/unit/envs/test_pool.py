@@ -205,10 +205,10 @@ def test_children_that_cannot_start_are_an_error():
 
 
 def test_a_closed_pool_refuses():
-    pool = Pool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S))
-    pool.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        pool.score(tasks([("a", "a")]))
+    with Pool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S)) as pool:
+        pool.pool.close()
+        with pytest.raises(RuntimeError, match="the reward pool of .* is closed"):
+            pool.score(tasks([("a", "a")]))
 
 
 def test_the_grandchild_of_a_killed_child_is_gone():
