@@ -213,10 +213,6 @@ class EngineGroup(Actors[EngineVerbs]):
         own = self.base_urls, self.api_key, self.config.policy.model_name
         write_endpoints(self.log_folder, Endpoints(*own, *self.gateway))
 
-    def asked(self) -> list[str]:
-        """Names of the engines that are being polled."""
-        return [str(self.name(index)) for index in self.book.called()]
-
     async def _poll(self, index: int, requests: list[RolloutRequest]) -> dict[str, RolloutInfo]:
         poll = self.handles[index].poll.options(num_returns=2).remote(requests, POLL_BUDGET_S)
         polled, payload = cast("tuple[ray.ObjectRef[Polled], ray.ObjectRef]", poll)

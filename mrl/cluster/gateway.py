@@ -184,10 +184,6 @@ class AgentGateway(Actors[GatewayActor]):
         task = AgentTask(prompt, rollout_index, epoch, seed, sampling, weight_version)
         return await self.book.ask(task.request_id, task)
 
-    def asked(self) -> list[str]:
-        """Its name, if it has not answered."""
-        return [str(self.name(index)) for index in self.book.called()]
-
     async def _run(self, index: int, tasks: list[AgentTask]) -> dict[str, EndedRollout]:
         if (starting := self._starting) is not None:
             await answered(starting, actor=self.name(index), what="start")

@@ -221,10 +221,6 @@ class Rewards(Actors[RewardActor]):
         for number, num_nodes in Counter(num_cores.values()).items():
             logger.info("Rewards, on %d nodes: %s", num_nodes, describe_workers(self.config, num_cores=number))
 
-    def asked(self) -> list[str]:
-        """Names of the actors that have not answered."""
-        return [str(self.name(index)) for index in self.book.called()]
-
     def wait_for(self, is_enough: Callable[[], bool]) -> None:
         """Waits for verdicts until there are enough, however many rollouts wait before them for a worker.
 
@@ -245,9 +241,9 @@ class Rewards(Actors[RewardActor]):
                 )  # fmt: skip
 
         try:
-            self.news.wait(is_enough, what=VERDICTS, who=self.asked, limit_s=self.silence_s, on_tick=warn)
+            self.news.wait(is_enough, what=VERDICTS, who=self.book.called, limit_s=self.silence_s, on_tick=warn)
         except Silence:
-            told = f"; {reason}" if (reason := hangs.explained(self.asked())) else ""
+            told = f"; {reason}" if (reason := hangs.explained(self.book.called())) else ""
             raise DeadlineExceeded(
                 f"rewards: {self.book.missing()} have no verdict, and no worker has begun or ended one within {self.silence_s:g} s "
                 f"(deadlines.reward_s, and the longest env.NAME.timeout_s){told}"

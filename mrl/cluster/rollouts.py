@@ -213,7 +213,8 @@ class RolloutCollector:
 
     def _wait(self, is_enough: Callable[[], bool], on_tick: Callable[[], None]) -> None:
         def who() -> list[str]:
-            return [*self.engines.asked(), *self.rewards.asked(), *(self.gateway.asked() if self.gateway is not None else [])]
+            books = [self.engines.book, self.rewards.book, *([self.gateway.book] if self.gateway is not None else [])]
+            return [name for book in books for name in book.called()]
 
         try:
             self.news.wait(is_enough, what=GENERATION, who=who, limit_s=self.deadline_s, on_tick=on_tick)
@@ -223,7 +224,7 @@ class RolloutCollector:
                 raise DeadlineExceeded(
                     f"turns: no rollout arrived and no environment answered within {limit}; {undecided} turns wait for their environment"
                 ) from None
-            told = f"; {reason}" if (reason := hangs.explained(self.engines.asked())) else ""
+            told = f"; {reason}" if (reason := hangs.explained(self.engines.book.called())) else ""
             raise DeadlineExceeded(f"generation: {self.engines.book.missing()} unfinished and none arrived within {limit}{told}") from None
 
 
@@ -280,9 +281,9 @@ class RequestBook(Generic[Q, A]):
         """Requests of the actors that are lost."""
         return sum(len(self._actors[index].owed) for index in self.lost)
 
-    def called(self) -> list[int]:
-        """Actors that have not answered a call. Any thread may ask."""
-        return [index for index, actor in enumerate(self._actors) if actor.calls]
+    def called(self) -> list[str]:
+        """Names of the actors that have not answered a call. Any thread may ask."""
+        return [f"{self.kind} {index}" for index, actor in enumerate(self._actors) if actor.calls]
 
     def missing(self) -> str:
         """The unfinished requests, for messages: `12 rollouts (0/train:7/3 of engine 0 and others)`."""

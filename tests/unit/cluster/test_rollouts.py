@@ -83,11 +83,11 @@ def test_a_request_goes_to_the_engine_with_the_fewest_unfinished_ones():
         for index in range(2):
             engines.book.begin(index)
         await engines.ask("a", "b", "c")
-        assert engines.sent == [(0, ["a", "c"]), (1, ["b"])] and engines.book.called() == [0, 1]
+        assert engines.sent == [(0, ["a", "c"]), (1, ["b"])] and engines.book.called() == ["engine 0", "engine 1"]
         await engines.answer(0, "c", "a")
         assert engines.answers == {"a": "a by 0", "c": "c by 0"}
         # An engine without work is not called; one that is called gets what is new with its next call.
-        assert engines.book.called() == [1] and len(engines.sent) == 2
+        assert engines.book.called() == ["engine 1"] and len(engines.sent) == 2
         await engines.ask("d", "e")
         assert engines.sent[2:] == [(0, ["d", "e"])]
         await engines.ask("f")
