@@ -267,6 +267,29 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class RewardLoad:
+    """How the children of environments kept up with the rollouts, over some time."""
+
+    longest_queue: int = 0
+    """Most tasks that waited for a child."""
+    num_begun: int = 0
+    """How often children have begun a task."""
+    seconds: float = 0.0
+    """In which a rollout waited for its verdict."""
+    num_judged: int = 0
+    """Rollouts with a verdict that a child began for them."""
+    wait_s: float = 0.0
+    """Seconds that those had waited before, added up."""
+    longest_wait_s: float = 0.0
+
+    def __add__(self, other: RewardLoad) -> RewardLoad:
+        """The load of one actor at two times, or of two actors at once."""
+        queue, wait_s = max(self.longest_queue, other.longest_queue), max(self.longest_wait_s, other.longest_wait_s)
+        num_begun, num_judged = self.num_begun + other.num_begun, self.num_judged + other.num_judged
+        return RewardLoad(queue, num_begun, self.seconds + other.seconds, num_judged, self.wait_s + other.wait_s, wait_s)
+
+
+@dataclass(frozen=True)
 class RolloutGroup:
     """All rollouts of one prompt, in order of `rollout_index`, with their verdicts."""
 

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import ray
 
 from mrl import spans
-from mrl.cluster.book import RequestBook
 from mrl.cluster.calls import Actors, answered, ask, start_actor, wait_all
 from mrl.cluster.engine_parts import EnginePart, EngineParts, engine_settings
 from mrl.cluster.environment import engine_variables, importing, own_temporary_folder, start_actor_process
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.event_loop import News, in_loop
 from mrl.cluster.payload import Packed, PayloadRef, describe, pack, with_transcripts
+from mrl.cluster.rollouts import GENERATION, RequestBook
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import ENGINE, EngineSlots, device_ids
 from mrl.cluster.verbs import EngineVerbs
@@ -45,8 +45,6 @@ T = TypeVar("T")
 
 # A poll ends after this long, for new requests, or as soon as a rollout has finished, if it is not too short: calls cost the driver time.
 POLL_BUDGET_S, MIN_POLL_S = 0.25, 0.1
-GENERATION = "generation"
-"""Name of the driver's wait for sampling engines."""
 # An engine that dies this often without finishing a single rollout in between will not get better.
 MAX_FRUITLESS_RESTARTS = 3
 
@@ -214,10 +212,6 @@ class EngineGroup(Actors[EngineVerbs]):
         """Writes `endpoints.json`."""
         own = self.base_urls, self.api_key, self.config.policy.model_name
         write_endpoints(self.log_folder, Endpoints(*own, *self.gateway))
-
-    def asked(self) -> list[str]:
-        """Names of the engines that are being polled."""
-        return [str(self.name(index)) for index in self.book.called()]
 
     async def _poll(self, index: int, requests: list[RolloutRequest]) -> dict[str, RolloutInfo]:
         poll = self.handles[index].poll.options(num_returns=2).remote(requests, POLL_BUDGET_S)

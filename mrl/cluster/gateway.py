@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import ray
 
-from mrl.cluster.book import RequestBook
 from mrl.cluster.calls import Actors, answered, ask, start_actor
-from mrl.cluster.engines import GENERATION, EngineGroup
+from mrl.cluster.engines import EngineGroup
 from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import ActorLost
 from mrl.cluster.event_loop import in_loop
 from mrl.cluster.payload import Packed, PayloadRef, describe, pack
+from mrl.cluster.rollouts import GENERATION, RequestBook, Work
 from mrl.cluster.runtime import Placement
 from mrl.config.schema.run import RunConfig
 from mrl.plan.deadlines import start_deadline
 from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent, Ran, RemoteAgent
 from mrl.rollout.gateway import EngineServers, Gateway
 from mrl.rollout.http_gate import listen, make_server
-from mrl.types import Rollout, RolloutInfo, Verdict
+from mrl.types import Prompt, Rollout, RolloutInfo, SamplingParams, Verdict
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -74,31 +74,14 @@ class AgentRuns:
 
     def __init__(self, runner: AgentRunner) -> None:
         self.runner = runner
-        self._ended: dict[str, Ran] = {}
-        self._running: set[asyncio.Future[None]] = set()
-        self._error: Exception | None = None
-        self._news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._num_calls = self._num_told = 0
+        self._work = Work[Ran]()
+        self._num_told = 0
 
     async def take(self, tasks: Sequence[AgentTask]) -> tuple[Progress, Packed]:
         """See `GatewayActor.run`."""
-        loop = asyncio.get_running_loop()
         for task in tasks:
-            running = asyncio.ensure_future(self._run(task))
-            self._running.add(running)
-            running.add_done_callback(self._running.discard)
-        self._num_calls += 1
-        call, end = self._num_calls, loop.time() + ANSWER_S
-        self._tell()
-        while not (self._ended or self._error or call < self._num_calls or loop.time() >= end):
-            if self._news.done():
-                self._news = loop.create_future()
-            await asyncio.wait([self._news], timeout=end - loop.time())
-        if self._ended:
-            await asyncio.sleep(GATHER_S)
-        if self._error is not None:
-            raise self._error
-        ended, self._ended = self._ended, {}
+            self._work.begin(self._run(task))
+        ended = await self._work.take(ANSWER_S, gather_s=GATHER_S)
         gateway, rollouts = self.runner.gateway, list[Rollout]()
         infos = dict[str, tuple[list[RolloutInfo], Verdict, Sequence[int]]]()
         for request_id, ran in ended.items():
@@ -109,15 +92,7 @@ class AgentRuns:
         return Progress(infos, num_answered, unreachable), pack(rollouts)
 
     async def _run(self, task: AgentTask) -> None:
-        try:
-            self._ended[task.request_id] = await self.runner.run(task)
-        except Exception as error:  # whoever takes ended rollouts raises it
-            self._error = error
-        self._tell()
-
-    def _tell(self) -> None:
-        if not self._news.done():
-            self._news.set_result(None)
+        self._work.answer(task.request_id, await self.runner.run(task))
 
 
 class GatewayActor:
@@ -200,9 +175,12 @@ class AgentGateway(Actors[GatewayActor]):
         """The engines' addresses may have changed."""
         self.handles[0].set_addresses.remote(list(self.engines.base_urls))
 
-    def asked(self) -> list[str]:
-        """Its name, if it has not answered."""
-        return [str(self.name(index)) for index in self.book.called()]
+    async def run_agent(
+        self, prompt: Prompt, rollout_index: int, epoch: int, seed: int, sampling: SamplingParams, weight_version: int
+    ) -> EndedRollout:
+        """Has an agent do the row."""
+        task = AgentTask(prompt, rollout_index, epoch, seed, sampling, weight_version)
+        return await self.book.ask(task.request_id, task)
 
     async def _run(self, index: int, tasks: list[AgentTask]) -> dict[str, EndedRollout]:
         if (starting := self._starting) is not None:
