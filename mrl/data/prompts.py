@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conversion.files.hf_folder import read_config
-from mrl.config.rules.data import NEMO_GYM, environment_names, environment_of_agent
+from mrl.config.rules.data import NEMO_GYM, environment_names, is_agent, route_of
 from mrl.config.schema.data import GYM_PROCESSOR, known_dataset
 from mrl.config.schema.env import NEED_ANSWER
 from mrl.config.texts import safe_text
@@ -122,12 +122,12 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
         if row.env_name is not None:
             env_name = asked = row.env_name
         elif row.agent is not None:
-            env_name, asked = environment_of_agent(row.agent), row.agent
+            env_name, asked = route_of(row.agent, config.env), row.agent
         else:
             env_name = asked = dataset.env_name
         if env_name == NEMO_GYM:
             raise RowError("no agent_ref.name, by which env_name=nemo_gym chooses the environment")
-        if env_name is None or env_name not in env_names:
+        if env_name is None or not (env_name in env_names or (env_name == row.agent and is_agent(env_name, config.env))):
             raise NoEnvironment(asked)
         taught_as = agent_of(fields) or env_name
         teacher = config.teacher_of(taught_as) if key.startswith("data.train") else ""
@@ -137,6 +137,8 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
             _check_answer(row.answer, fields, dataset)
         text = "" if tokenizer is None else rendered(row, tokenizer)
         rest = row.rest | ({"tools": row.tools} if row.tools else {})
+        if is_agent(env_name, config.env) and row.agent is not None:
+            rest = fields  # NeMo Gym's agents get the row as it is
         identity = json.dumps([row.messages, row.answer]) if known_dataset(dataset.dataset_name).repeats_rows else None
         return Parsed(Rendered(text, row.question, row.answer, env_name, json.dumps(rest), teacher), row.row_id, identity)
 
