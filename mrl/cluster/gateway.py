@@ -7,7 +7,6 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +30,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.plan.deadlines import start_deadline
 from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent, Ran
 from mrl.rollout.gateway import EngineServers, Gateway
-from mrl.rollout.gym import GymServers
-from mrl.rollout.gym_process import GymProcess, gym_config
+from mrl.rollout.gym_process import reach_gym
 from mrl.rollout.http_gate import listen, make_server
 from mrl.rollout.remote import RemoteAgent
 from mrl.types import Rollout, RolloutInfo, Verdict
@@ -158,27 +156,13 @@ class GatewayActor:
             server = make_server(gateway.app(), has_key=gateway.has_key, max_body=gateway.max_body)
             serving = asyncio.ensure_future(server.serve(sockets=[listener]))
             if section.has_gym_servers:
-                runner.gym = await self._reach_gym(url, host, gateway.gym_key)
+                folder = self.log_file.parent / "nemo_gym"
+                runner.gym = await reach_gym(section.nemo_gym, gateway_url=url, key=gateway.gym_key, host=host, folder=folder)
             await asyncio.gather(*(agent.start() for agents in runner.agents.values() for agent in agents))
             return AgentRuns(runner), serving
 
         self.runs, self._serving = asyncio.run_coroutine_threadsafe(start(), self.loop).result(start_s(self.config))
         return url
-
-    async def _reach_gym(self, url: str, host: str, key: str) -> GymServers:
-        """NeMo Gym's servers, started if the config says so."""
-        gym = self.config.env.nemo_gym
-        if not gym.command:
-            servers = GymServers(f"http://{gym.head_server.host}:{gym.head_server.port}")
-            servers.set_up()
-            return servers
-        with socket.create_server((host, 0)) as free:
-            head_port = free.getsockname()[1]
-        servers = GymServers(f"http://{host}:{head_port}")
-        config = gym_config(gym, gateway_url=url, key=key, host=host, head_port=head_port)
-        self._gym = GymProcess(gym, config, servers, folder=self.log_file.parent / "nemo_gym")
-        await self._gym.start()
-        return servers
 
     def set_addresses(self, base_urls: Sequence[str]) -> None:
         """The engines are elsewhere from now on."""

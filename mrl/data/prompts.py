@@ -18,7 +18,7 @@ from mrl.config.texts import safe_text
 from mrl.data.chat import load_chat_format, most_tokens, render, tokenize, tokenizer_of, with_prompts
 from mrl.data.fields import Fields, RowError, first_key
 from mrl.data.files import find_data_files
-from mrl.data.gym import agent_of
+from mrl.data.gym import REQUEST, agent_of
 from mrl.data.reading import LeftOut, NoEnvironment, Parsed, Reader, Rows, read_split, with_processor
 from mrl.data.rows import GOLD_MARK, ParsedRow, answer_keys, other_kind, parse_row
 from mrl.data.trial import try_template
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mrl.config.schema.data import DatasetConfig
+    from mrl.config.schema.env import EnvConfig
     from mrl.config.schema.generation import GenerationConfig
     from mrl.config.schema.policy import PolicyConfig
     from mrl.config.schema.run import RunConfig
@@ -118,7 +119,7 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
     chat = load_chat_format(dataset, config.data.default, key, template_kwargs=config.policy.tokenizer.chat_template_kwargs)
 
     def parse(fields: Fields) -> Parsed[Rendered]:
-        row = parse_row(fields, dataset)
+        row = parse_row(_with_question(fields, config.env), dataset)
         if row.env_name is not None:
             env_name = asked = row.env_name
         elif row.agent is not None:
@@ -159,6 +160,14 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
     return Reader(
         key, dataset.source, find_data_files(dataset, setting=key), with_processor(dataset.processor, parse), dataset.repeat, hint
     )
+
+
+def _with_question(fields: Fields, config: EnvConfig) -> Fields:
+    """The row with an empty question, if it has none and goes to an agent, which makes one of its other fields."""
+    request, agent = fields.get(REQUEST), agent_of(fields)
+    if agent is None or not isinstance(request, dict) or request.get("input") or not is_agent(route_of(agent, config) or "", config):
+        return fields
+    return fields | {REQUEST: request | {"input": [{"role": "user", "content": ""}]}}
 
 
 def _check_answer(answer: str, fields: Fields, dataset: DatasetConfig) -> None:

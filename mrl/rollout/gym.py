@@ -40,6 +40,8 @@ class GymServers:
     head_url: str
     up: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Done while the servers are up. Rows wait for it."""
+    process: object = None
+    """Keeps what starts them, which lasts as long."""
     _agents: dict[str, RemoteAgent] = field(default_factory=dict)
 
     async def run(self, name: str, row: Json, *, deadline_s: float) -> Json:

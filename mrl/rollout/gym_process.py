@@ -9,6 +9,7 @@ import logging
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -34,6 +35,21 @@ def gym_config(section: NemoGymConfig, *, gateway_url: str, key: str, host: str,
     asks = {"policy_base_url": gateway_url + GYM_PATH, "policy_api_key": key, "policy_model_name": MODEL}
     # Servers of several hosts find each other by a real address.
     return {"default_host": host, **CONNECTIONS, **section.servers, **asks, "head_server": {"host": host, "port": head_port}}
+
+
+async def reach_gym(section: NemoGymConfig, *, gateway_url: str, key: str, host: str, folder: Path) -> GymServers:
+    """NeMo Gym's servers, started if the config says so; `host` is this machine. RuntimeError: they do not start."""
+    if not section.command:
+        servers = GymServers(f"http://{section.head_server.host}:{section.head_server.port}")
+        servers.set_up()
+        return servers
+    with socket.create_server((host, 0)) as free:
+        head_port = free.getsockname()[1]
+    servers = GymServers(f"http://{host}:{head_port}")
+    config = gym_config(section, gateway_url=gateway_url, key=key, host=host, head_port=head_port)
+    servers.process = process = GymProcess(section, config, servers, folder=folder)
+    await process.start()
+    return servers
 
 
 class GymProcess:
