@@ -27,7 +27,7 @@ from conversion.files.limits import LimitedThread
 from mrl import spans
 from mrl.cluster import hangs
 from mrl.cluster.errors import ActorLost, ActorName, Aftermath, DeadlineExceeded, NoCluster, way_out
-from mrl.cluster.members import lost_nodes
+from mrl.cluster.members import dead_head, lost_nodes
 from mrl.refit import GivenUp
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ BLAME_WINDOW_S = 10.0
 
 
 def dead_daemons() -> str:
-    """Those of Ray's daemons that this process has started and that have died, for a message; "" if none has."""
+    """Those of Ray's daemons that this process has started, or the head's, that have died, for a message; "" if none has."""
     node = ray._private.worker._global_node  # pyright: ignore[reportAttributeAccessIssue]  no public call says it
     found = node.dead_processes() if node is not None else []
     dead = [f"{kind} (process {process.pid}, exit code {process.returncode})" for kind, process in found if kind in hangs.RAY_PROCESSES]
-    return f"Ray's {' and '.join(dead)} died" if dead else ""
+    return f"Ray's {' and '.join(dead)} died" if dead else dead_head()
 
 
 @cache

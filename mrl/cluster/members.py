@@ -17,13 +17,14 @@ class Member:
     host: str
     address: str
     port: int
+    daemon: str = "raylet"
 
     def loss(self) -> str:
         """Why nothing on the node can be reached any more; "" if the daemon takes connections."""
         try:
             socket.create_connection((self.address, self.port), timeout=CONNECT_TIMEOUT_S).close()
         except ConnectionRefusedError:
-            return f"Ray's raylet on node {self.host} ({self.address}) died"
+            return f"Ray's {self.daemon} on node {self.host} ({self.address}) died"
         except OSError as error:
             return f"node {self.host} ({self.address}) is down, or its network is ({error})"
         return ""
@@ -31,6 +32,13 @@ class Member:
 
 members: list[Member] = []
 """Of the cluster that this process has joined; none of a private one."""
+heads: list[Member] = []
+"""The node of that cluster without whose daemon none of Ray's does anything new."""
+
+
+def dead_head() -> str:
+    """The daemon of the cluster's head, if its node answers that it is gone, for a message; "" if it lives or nothing answers."""
+    return next((loss for head in heads if (loss := head.loss()).endswith(" died")), "")
 
 
 def lost_nodes() -> str:

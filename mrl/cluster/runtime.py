@@ -32,7 +32,7 @@ from mrl.cluster.environment import SIGNS
 from mrl.cluster.errors import NoCluster
 from mrl.cluster.lifetime import REAPER_TIMEOUT_S, end_reaper, kill_processes, read_capacity, start_reaper
 from mrl.cluster.lookouts import Lookouts
-from mrl.cluster.members import Member, members
+from mrl.cluster.members import Member, heads, members
 from mrl.cluster.scheduling import engine_slots, find_engine_across_nodes, share_of_cores, slot_table
 from mrl.cluster.watchdog import start_watchdog
 from mrl.config.schema.run import RunConfig
@@ -77,6 +77,7 @@ def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[P
     """
     reclaim_dead_owners()
     members.clear()
+    heads.clear()
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     owner_file = folder / OWNER_FILE
     owner_file.write_text(json.dumps(asdict(this_process())))
@@ -98,6 +99,8 @@ def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[P
                 members[:] = [
                     Member(str(node["NodeManagerHostname"]), node["NodeManagerAddress"], node["NodeManagerPort"]) for node in living
                 ]
+                address, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+                heads[:] = [Member(member.host, address, int(port), "gcs_server") for member in members if member.address == address]
             else:
                 _keep_others_out(folder)
                 start_ray(config, folder)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 MAX_LINE_BYTES = 16 << 20
+SHAREGPT_ROLES = {"system": "system", "human": "user", "gpt": "assistant", "tool": "tool", "observation": "tool"}
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "environment")
 Fields = dict[str, object]
 Message = dict[str, object]
@@ -51,11 +52,12 @@ def optional_text(fields: Fields, key: str) -> str | None:
     return None if fields.get(key) is None else text_of(fields, (key,)).strip()
 
 
-def first_key(fields: Fields, keys: Sequence[str]) -> str:
-    """The first of `keys` that is there and not null. Raises RowError if none is."""
+def first_key(fields: Fields, keys: Sequence[str], setting: str = "") -> str:
+    """The first of `keys` that is there and not null. Raises RowError if none is, which names the setting by which to choose another."""
     key = next((key for key in keys if fields.get(key) is not None), None)
     if key is None:
-        raise RowError(f"no key {' or '.join(keys)} (the row has {', '.join(map(repr, sorted(fields)[:8])) or 'none'})")
+        way = f"; {setting} names another" if setting else ""
+        raise RowError(f"no key {' or '.join(keys)} (the row has {', '.join(map(repr, sorted(fields)[:8])) or 'none'}){way}")
     return key
 
 
@@ -91,8 +93,21 @@ def said(role: str, text: str) -> Message:
     return {"role": role, "content": text}
 
 
+def is_conversation(value: object) -> bool:
+    """Tells a list, or the JSON text of messages, as tables hold conversations, from a text."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return isinstance(value, list)
+    entries = _parsed(value)
+    return isinstance(entries, list) and all(isinstance(entry, dict) and entry.keys() & {"role", "from"} for entry in entries)
+
+
 def messages_of(value: object, name: str) -> list[Message]:
-    """A conversation: a list of objects with role and content, at least one. Joins contents in parts; they may only be texts."""
+    """A conversation: a list of objects with role and content, or ShareGPT's from and value; at least one. It may be JSON text.
+
+    Joins contents in parts; they may only be texts.
+    """
+    if isinstance(value, str):
+        value = _parsed(value)
     if not isinstance(value, list) or not value:
         raise RowError(f"{name} must be a list of messages, not {_kind(value)}")
     return [message_of(entry, f"{name}[{index}]") for index, entry in enumerate(value)]
@@ -102,6 +117,9 @@ def message_of(entry: object, name: str) -> Message:
     """One message of a conversation, as `messages_of` has it."""
     if not isinstance(entry, dict):
         raise RowError(f"{name} must be an object with role and content, not {_kind(entry)}")
+    if "role" not in entry and isinstance(entry.get("from"), str):
+        rest = {key: part for key, part in entry.items() if key not in ("from", "value")}
+        entry = rest | {"role": SHAREGPT_ROLES.get(entry["from"], entry["from"]), "content": entry.get("value")}
     role, content, calls = entry.get("role"), entry.get("content"), entry.get("tool_calls")
     if role not in ROLES:
         raise RowError(f"{name}.role is {role!r}; use one of {', '.join(ROLES)}")
@@ -149,6 +167,14 @@ def content_text(content: object, name: str) -> str:
             raise RowError(f"{name}[{index}] is {kind}; only text is supported")
         texts.append(plain_text(text, f"{name}[{index}]"))
     return "".join(texts)
+
+
+def _parsed(text: str) -> object:
+    """What a text of JSON holds; the text, if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _kind(value: object) -> str:

@@ -141,7 +141,7 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
         if is_agent(env_name, config.env) and row.agent is not None:
             rest = fields  # NeMo Gym's agents get the row as it is
         identity = json.dumps([row.messages, row.answer]) if known_dataset(dataset.dataset_name).repeats_rows else None
-        return Parsed(Rendered(text, row.question, row.answer, env_name, json.dumps(rest), teacher), row.row_id, identity)
+        return Parsed(Rendered(text, row.question, row.answer, env_name, json.dumps(rest), teacher), row.row_id, identity, row.unshown)
 
     def rendered(row: ParsedRow, tokenizer: PreTrainedTokenizerBase) -> str:
         messages = row.messages if dataset.processor == GYM_PROCESSOR else with_prompts(row.messages, chat, around="last")
@@ -173,7 +173,7 @@ def _with_question(fields: Fields, config: EnvConfig) -> Fields:
 def _check_answer(answer: str, fields: Fields, dataset: DatasetConfig) -> None:
     """Raises RowError if no reply can be compared with the answer of a row."""
     if not answer:
-        key = first_key(fields, answer_keys(dataset))
+        key = first_key(fields, answer_keys(dataset), "data.default.output_key")
         raise RowError(f"{key} is {type(fields[key]).__name__}, with which no reply can be compared; give a text or a number")
     if answer.lower() == "nan":
         raise RowError("the answer is nan, as tables write where none was given; give one, or remove the row")

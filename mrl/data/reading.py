@@ -65,6 +65,8 @@ class Parsed(Generic[Value]):
     value: Value
     row_id: str | None
     identity: str | None = None
+    unshown: tuple[str, ...] = ()
+    """Keys that a reply seems to need, and that the model never sees."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,8 @@ class LeftOut:
     too_long: dict[str, int] = field(default_factory=dict)
     """Tokens of rows that are too long, by place."""
     num_repeated: int = 0
+    unshown: Counter[str] = field(default_factory=Counter)
+    """Rows that are kept, by each key that a reply seems to need, and that the model never sees."""
     lines: Spool[bytes] = field(default_factory=Spool)
     digest: str = ""
     """sha256 of the rows that are kept, as the files have them, in their order."""
@@ -291,6 +295,7 @@ def sort_out(
                 left_out.bad.append(BadRow(place, f"{error}{reader.hint(fields)}", left_out.lines.add(record.line)))
             else:
                 kept.update(record.line)
+                left_out.unshown.update(parsed.unshown)
                 row_id, position = parsed.row_id or f"{stem}:{record.number}", spool.add(parsed.value)
                 for copy in range(reader.repeat):
                     ids.append(f"{row_id}/{copy}" if copy else row_id)
@@ -365,6 +370,11 @@ def complaints(left_out: LeftOut, name: str, data: DataConfig, *, is_whole: bool
             refused.append(f"{name}: every row is too long: {longest}")
         else:
             said.append(f"{name}: {len(left_out.too_long)} of {num_rows} {rows} are too long and left out: {longest}")
+    for key, count in left_out.unshown.items():
+        said.append(
+            f"{name}: {count} of {num_rows} {rows} have {key}, which their text does not repeat, and the model never sees it; "
+            f"if a reply needs it, write it into the text (a function of yours as data.default.processor), or remove these rows"
+        )
     return refused, said
 
 

@@ -16,6 +16,7 @@ from mrl.data.fields import (
     RowError,
     checked_text,
     first_key,
+    is_conversation,
     messages_of,
     optional_text,
     plain_text,
@@ -29,9 +30,12 @@ if TYPE_CHECKING:
     from mrl.config.schema.data import DatasetConfig
 
 QUESTION_KEYS = ("question", "problem", "prompt", "input")
+SHAREGPT_KEY = "conversations"
 INSTRUCTION_KEY = "instruction"
 """Alpaca's rows have the task here, and what it is about, if anything, under `input`."""
-ANSWER_KEYS = ("expected_answer", "answer", "output")
+ANSWER_KEYS = ("expected_answer", "answer", "output", "completion")
+NEEDED = ("context", "passage", "choices", "options", "image", "images", "video", "videos", "audio")
+"""Keys of question answering: a question is seldom one without what stands here."""
 GOLD_MARK = "####"
 """GSM8K writes the solution, this mark, and the gold answer."""
 _THOUSANDS = re.compile(r"[-+$€£ ]*\d{1,3}(,\d{3})+(\.\d+)?[^\d,()\[\]{}]*")
@@ -55,6 +59,8 @@ class ParsedRow:
     env_name: str | None = None
     agent: str | None = None
     """NeMo Gym's name of the environment."""
+    unshown: tuple[str, ...] = ()
+    """Keys that a reply seems to need, and that the conversation does not show."""
 
     @property
     def question(self) -> str:
@@ -71,6 +77,7 @@ class ParsedPair:
     chosen: list[Message]
     rejected: list[Message]
     tools: list[Fields] = field(default_factory=list)
+    unshown: tuple[str, ...] = ()
 
 
 def parse_row(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
@@ -81,7 +88,12 @@ def parse_row(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
     if REQUEST in fields:
         return row
     beside = (dataset.tool_key, dataset.system_key)
-    return replace(row, tools=_tools(fields, dataset), rest={key: value for key, value in row.rest.items() if key not in beside})
+    return replace(
+        row,
+        tools=_tools(fields, dataset),
+        unshown=_unshown(fields, row.messages),
+        rest={key: value for key, value in row.rest.items() if key not in beside},
+    )
 
 
 def _parse_format(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
@@ -95,15 +107,21 @@ def _parse_format(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
         return _gym(fields, dataset)
     if dataset.chat_key in fields:
         return _chat(fields, dataset)
-    if isinstance(fields.get("prompt"), list) and isinstance(fields.get("reward_model"), dict):
+    if is_conversation(fields.get("prompt")) and isinstance(fields.get("reward_model"), dict):
         return _verl(fields, dataset)
-    return _question(fields, QUESTION_KEYS if dataset.input_key is None else (dataset.input_key,), answer_keys(dataset))
+    question_keys = QUESTION_KEYS if dataset.input_key is None else (dataset.input_key,)
+    if is_conversation(fields.get(SHAREGPT_KEY)):
+        return _chat(fields, dataset, SHAREGPT_KEY)
+    # TRL's rows have a conversation where others have its question.
+    key = next((key for key in question_keys if fields.get(key) is not None), "")
+    return _chat(fields, dataset, key) if is_conversation(fields.get(key)) else _question(fields, question_keys, answer_keys(dataset))
 
 
 def parse_pair(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
     """The pair of replies in a row: ranked completions, HelpSteer3's, or a chosen and a rejected reply; a RowError if there is none."""
     pair = _parse_pair_format(fields, dataset)
-    return replace(pair, messages=_with_system(pair.messages, fields, dataset), tools=_tools(fields, dataset))
+    messages = _with_system(pair.messages, fields, dataset)
+    return replace(pair, messages=messages, tools=_tools(fields, dataset), unshown=_unshown(fields, messages))
 
 
 def _parse_pair_format(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
@@ -153,7 +171,7 @@ def answer_keys(dataset: DatasetConfig) -> tuple[str, ...]:
 
 def _turns(fields: Fields, key: str, role: str) -> list[Message]:
     value = fields[first_key(fields, (key,))]
-    return messages_of(value, key) if isinstance(value, list) else [said(role, checked_text(value, key))]
+    return messages_of(value, key) if is_conversation(value) else [said(role, checked_text(value, key))]
 
 
 def _with_system(messages: list[Message], fields: Fields, dataset: DatasetConfig) -> list[Message]:
@@ -166,6 +184,18 @@ def _with_system(messages: list[Message], fields: Fields, dataset: DatasetConfig
         return messages
     system = beside if beside.strip() else dataset.system_prompt
     return messages if system is None else [said("system", system), *messages]
+
+
+def _unshown(fields: Fields, messages: list[Message]) -> tuple[str, ...]:
+    """Keys of `NEEDED` whose texts, or media, are in no message."""
+    shown = " ".join(" ".join(str(message["content"]).split()) for message in messages).casefold()
+
+    def is_shown(value: object) -> bool:
+        if isinstance(value, dict | list):
+            return all(map(is_shown, value.values() if isinstance(value, dict) else value))
+        return not isinstance(value, str) or " ".join(value.split()).casefold() in shown
+
+    return tuple(key for key in NEEDED if fields.get(key) and not is_shown(fields[key]))
 
 
 def _tools(fields: Fields, dataset: DatasetConfig) -> list[Fields]:
@@ -216,7 +246,7 @@ def _asked(fields: Fields, question_keys: Sequence[str]) -> tuple[str, tuple[str
     """The question of a row, and the keys that hold it."""
     task = fields.get(INSTRUCTION_KEY)
     if question_keys != QUESTION_KEYS or not isinstance(task, str) or not task.strip():
-        key = first_key(fields, question_keys)
+        key = first_key(fields, question_keys, "data.default.input_key")
         return text_of(fields, (key,)), (key,)
     key = next((key for key in question_keys if fields.get(key) is not None), INSTRUCTION_KEY)
     about = plain_text(fields[key], key)
@@ -225,9 +255,16 @@ def _asked(fields: Fields, question_keys: Sequence[str]) -> tuple[str, tuple[str
     return plain_text(about, INSTRUCTION_KEY), (key, INSTRUCTION_KEY)
 
 
-def _chat(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
-    key, keys = dataset.chat_key, answer_keys(dataset)
+def _chat(fields: Fields, dataset: DatasetConfig, key: str = "") -> ParsedRow:
+    key, keys = key or dataset.chat_key, answer_keys(dataset)
     messages = messages_of(fields.get(key), key)
+    completion = next((name for name in keys if is_conversation(fields.get(name))), None)
+    if completion is not None:
+        turns = messages_of(fields[completion], completion)
+        if [turn["role"] for turn in turns] != ["assistant"]:
+            raise RowError(f"{completion} must be one message of the assistant; give a longer conversation as {dataset.chat_key}")
+        messages += turns
+        keys = tuple(name for name in keys if name != completion)
     reply = messages.pop() if messages[-1]["role"] == "assistant" else None
     if not any(message["role"] == "user" for message in messages):
         raise RowError(f"{key} has no message of the user before the reply")

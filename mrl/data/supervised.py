@@ -97,14 +97,17 @@ def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenize
     def parse(fields: Fields) -> Parsed[Example]:
         if config.learns_pairs:
             pair = parse_pair(fields, dataset)
-            conversations = [Conversation([*pair.messages, *reply], pair.tools) for reply in (pair.chosen, pair.rejected)]
+            unshown, conversations = (
+                pair.unshown,
+                [Conversation([*pair.messages, *reply], pair.tools) for reply in (pair.chosen, pair.rejected)],
+            )
         else:
             row = parse_row(fields, dataset)
-            conversations = [Conversation([*row.messages, *([] if row.reply is None else [row.reply])], row.tools)]
+            unshown, conversations = row.unshown, [Conversation([*row.messages, *([] if row.reply is None else [row.reply])], row.tools)]
         for conversation in conversations:
             answers_of(conversation)
         if tokenizer is None:
-            return Parsed(Example("", ()), optional_text(fields, "id"))
+            return Parsed(Example("", ()), optional_text(fields, "id"), unshown=unshown)
         sequences = []
         for conversation in conversations:
             prompted = dataclasses.replace(conversation, messages=with_prompts(conversation.messages, chat, around="first"))
@@ -112,7 +115,7 @@ def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenize
         longest = max(len(sequence.token_ids) for sequence in sequences)
         if longest > max_tokens:
             raise TooLong(longest)
-        return Parsed(Example("", tuple(sequences)), optional_text(fields, "id"))
+        return Parsed(Example("", tuple(sequences)), optional_text(fields, "id"), unshown=unshown)
 
     def hint(fields: Fields) -> str:
         return other_kind(fields, dataset, reads_pairs=config.learns_pairs, reads_gym=False)

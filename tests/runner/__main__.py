@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tests, part by part, two at a time: `python -m tests.runner [--full | --busy | --long] [PART...]`, which scripts/test.sh calls.
+"""The tests, part by part, a few at a time: `python -m tests.runner [--full | --busy | --long] [PART...]`, which scripts/test.sh calls.
 
 Parts never end for being slow. The last screen says what ran, what was skipped and why, and where the time went.
 """
@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, deque
+from collections import Counter
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import psutil
@@ -23,11 +24,13 @@ from tests.runner.part import Result
 from tests.runner.progress import Progress, read_progress
 from tests.sources import ROOT
 
-WORKERS = 2
-"""Most tests start processes and wait for them, and keep two cores busy only in pairs."""
+MAX_PARTS, MAX_HEAVY = 3, 2
+"""Parts that run at a time. Most tests start processes and wait for them, and one part would not keep two cores busy."""
 PROGRESS_S = 20.0
 """Between two lines of progress; on a terminal one line is written over and over."""
 NUM_BUSY_LOOPS = 4
+BUSY_LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+"""Ends with the runner, however that ends."""
 REFERENCE_S = 0.33
 """Processor seconds of `speed_loop` on the host whose minutes tests/README.md has."""
 
@@ -36,10 +39,11 @@ PARTS: dict[str, list[str]] = {
     "stack": [*PYTEST, "tests/stack", "--ignore=tests/stack/policy"],
     "learn": [*PYTEST, "tests/learn"],
     "policy": [*PYTEST, "tests/stack/policy"],
-    "unit": [*PYTEST, "tests/unit"],
+    "unit": [*PYTEST, "tests/unit", "--ignore=tests/unit/config"],
     "smoke": [*PYTEST, "-m", "smoke", "tests/smoke", "tests/stack/policy/test_layouts.py", "tests/stack/rollout/test_engine.py"],
     "faults": [*PYTEST, "tests/faults"],
     "rehearsal": [*PYTEST, "tests/rehearsal"],
+    "config": [*PYTEST, "tests/unit/config"],
     "cluster": [*PYTEST, "tests/cluster"],
     "types": [sys.executable, "-m", "pyright", "--pythonpath", sys.executable],
     "proof": [*PYTEST, "tests/proof"],
@@ -48,8 +52,10 @@ PARTS: dict[str, list[str]] = {
     "style": ["bash", "-c", f'"{sys.executable}" -m ruff check . && "{sys.executable}" -m ruff format --check .'],
 }
 """Part -> command. Long ones first, so that both workers end at about the same time."""
-QUICK = ("unit", "smoke", "types", "proof", "style")
-BUSY = ("stack", "unit", "smoke", "proof")
+QUICK = ("unit", "smoke", "config", "types", "proof", "style")
+BUSY = ("stack", "unit", "smoke", "config", "proof")
+LIGHT = ("unit", "config", "types", "proof", "hostile", "browser", "style")
+"""Parts of few processes at a time, and little memory; the others are heavy."""
 NEWCOMER_ONLY = ("smoke",)
 """Parts of which the full run has other tests for each claim."""
 
@@ -57,7 +63,7 @@ NEWCOMER_ONLY = ("smoke",)
 def main() -> int:
     arguments = parse(sys.argv[1:])
     commands = choose(arguments)
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(NUM_BUSY_LOOPS if arguments.busy else 0)]
+    loops = [subprocess.Popen([sys.executable, "-c", BUSY_LOOP]) for _ in range(NUM_BUSY_LOOPS if arguments.busy else 0)]
     try:
         with tempfile.TemporaryDirectory(prefix="mrl-tests-") as folder:
             return run_all(commands, Path(folder), show_all=arguments.full or arguments.long)
@@ -103,12 +109,12 @@ def run_all(commands: dict[str, list[str]], folder: Path, *, show_all: bool) -> 
     """Runs every part, says how far it is, then what came of it; 1 if one failed. Long parts run alone, as they measure."""
     started, cpu_before = time.monotonic(), psutil.cpu_times()
     speed = speed_loop()
-    waiting, running, results = deque(commands), dict[str, subprocess.Popen[bytes]](), list[Result]()
-    workers = 1 if "--long" in next(iter(commands.values())) else WORKERS
+    waiting, running, results = list(commands), dict[str, subprocess.Popen[bytes]](), list[Result]()
+    max_parts = 1 if "--long" in next(iter(commands.values())) else MAX_PARTS
     said = started
     while waiting or running:
-        while waiting and len(running) < workers:
-            name = waiting.popleft()
+        while len(running) < max_parts and (name := next_part(waiting, running)):
+            waiting.remove(name)
             running[name] = subprocess.Popen([sys.executable, "-m", "tests.runner.part", name, str(folder), *commands[name]], cwd=ROOT)
         time.sleep(0.2)
         for name in [name for name, process in running.items() if process.poll() is not None]:
@@ -123,6 +129,12 @@ def run_all(commands: dict[str, list[str]], folder: Path, *, show_all: bool) -> 
     busy = sum(getattr(cpu_after, kind) - getattr(cpu_before, kind) for kind in ("user", "nice", "system"))
     report(results, folder, seconds=time.monotonic() - started, others_s=busy - sum(result.processor_s for result in results), speed=speed)
     return any(result.code for result in results)
+
+
+def next_part(waiting: Iterable[str], running: Collection[str]) -> str | None:
+    """The first part that may start beside those that run."""
+    has_room = sum(name not in LIGHT for name in running) < MAX_HEAVY
+    return next((name for name in waiting if has_room or name in LIGHT), None)
 
 
 def result_of(name: str, folder: Path, code: int) -> Result:

@@ -72,7 +72,8 @@ MISTAKES = {
         [],
         "Refused",
         f"data.train.data_path={TRAIN} has 64 bad rows among 64 rows that were looked at; correct or remove them, or set "
-        f"data.on_bad_row=skip:\n  {TRAIN}:1: no key question or problem or prompt or input (the row has 'ask', 'reply')",
+        f"data.on_bad_row=skip:\n  {TRAIN}:1: no key question or problem or prompt or input (the row has 'ask', 'reply'); "
+        "data.default.input_key names another",
         lambda: write_rows(TRAIN, {"ask": "1+1=", "reply": "2"}, 1200),
     ),
     "no chat template": Mistake([], "Refused", f"policy.tokenizer.name={MODEL} has no chat template; use an", without_template),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runner.__main__ import choose, host, parse, report, result_of
+from tests.runner.__main__ import choose, host, next_part, parse, report, result_of
 from tests.runner.part import STALL_LOAD, STALL_S, Movement, Result
 from tests.runner.progress import EventWriter, Progress, read_progress
 from tests.sources import ROOT
@@ -101,13 +101,23 @@ def test_a_fast_idle_host_is_no_reason():
 
 
 def test_words_choose_parts(capsys: pytest.CaptureFixture[str]):
-    assert set(choose(parse([]))) == {"unit", "smoke", "types", "proof", "style"}
-    assert {"unit", "stack", "proof", "smoke"} == set(choose(parse(["--busy"])))
+    assert set(choose(parse([]))) == {"unit", "smoke", "config", "types", "proof", "style"}
+    assert {"unit", "stack", "proof", "smoke", "config"} == set(choose(parse(["--busy"])))
     assert "smoke" not in choose(parse(["--full"])) and "--with-slurm" in choose(parse(["--full", "--with-slurm"]))["cluster"]
     assert list(choose(parse(["--long", "learning"]))) == ["learning"]
     with pytest.raises(SystemExit):
         parse(["--long", "lerning"])
     assert "no part lerning; parts are " in capsys.readouterr().err
+
+
+def test_light_parts_run_beside_two_heavy_ones():
+    waiting, running = list(choose(parse(["--full"]))), list[str]()
+    while len(running) < 3 and (name := next_part(waiting, running)):
+        waiting.remove(name)
+        running.append(name)
+    assert running == ["stack", "learn", "unit"]
+    assert next_part(waiting, ["stack", "learn"]) == "config" and next_part(waiting, ["stack", "unit"]) == "policy"
+    assert next_part(["policy"], ["stack", "learn"]) is None
 
 
 def test_a_part_that_somebody_has_killed_has_failed(tmp_path: Path):

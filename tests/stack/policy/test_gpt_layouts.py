@@ -117,7 +117,8 @@ def one_rank(ranks: RankPool, examples: dict[tuple[str, int], Example]) -> dict[
 def test_logprobs_equal_those_of_transformers(ranks: RankPool, examples: dict[tuple[str, int], Example], name: str, layout: str):
     world_size, megatron = LAYOUTS[layout]
     config = layout_ranks.policy_config(**megatron)
-    for seed in SEEDS:
+    # A layout that goes wrong does so whatever the weights are.
+    for seed in SEEDS if layout == "one" else SEEDS[-1:]:
         case, parity = examples[name, seed], Parity()
         # The last rank is in the last stage.
         rows = ranks.run(layout_ranks.logprobs, config, case.folder, PARITY_ROWS, world_size=world_size)[-1]

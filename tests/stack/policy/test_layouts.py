@@ -109,7 +109,8 @@ def test_logprobs_equal_those_of_transformers(ranks: RankPool, tmp_path: Path, s
         expected = np.concatenate([transformers_logprobs(model, row).numpy() for row in rows])
     is_token = np.concatenate([layout_ranks.packed_row(row).loss_mask_T.bool().numpy() for row in rows])
     assert is_token.sum() > 2000
-    for world_size, megatron in ((1, {}), LAYOUTS["tp2 sp ep2"], LAYOUTS["tp2 sp pp2 ep2"], LAYOUTS["cp2"]):
+    layouts = (LAYOUTS["tp2 sp ep2"], LAYOUTS["tp2 sp pp2 ep2"], LAYOUTS["cp2"]) if seed == 0 else ()
+    for world_size, megatron in ((1, {}), *layouts):
         results = ranks.run(layout_ranks.logprobs, layout_ranks.policy_config(**megatron), folder, rows, world_size=world_size)
         # The last rank is in the last stage.
         difference = np.abs(np.concatenate(results[-1]) - expected)[is_token]

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from mrl.cluster import members
-from mrl.cluster.members import Member, lost_nodes
+from mrl.cluster.members import Member, dead_head, lost_nodes
 
 
 def test_lost_nodes_are_named_with_what_is_lost(monkeypatch: pytest.MonkeyPatch):
@@ -25,3 +25,9 @@ def test_lost_nodes_are_named_with_what_is_lost(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(members, "members", [Member(host, "127.0.0.1", port) for host, port in places])
         expected = "Ray's raylet on node gone (127.0.0.1) died and node dark (127.0.0.1) is down, or its network is (timed out)"
         assert lost_nodes() == expected
+        # A head that does not answer may be there again in a moment.
+        said = {}
+        for host, port in places:
+            monkeypatch.setattr(members, "heads", [Member(host, "127.0.0.1", port, "gcs_server")])
+            said[host] = dead_head()
+        assert said == {"alive": "", "gone": "Ray's gcs_server on node gone (127.0.0.1) died", "dark": ""}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import tracemalloc
@@ -138,6 +139,14 @@ def test_no_two_rows_have_one_id(tmp_path: Path, last: bytes, reason: str):
     other = write(tmp_path / "b.jsonl", last)
     with pytest.raises(ValueError, match="data.validation.data_path=.*has 1 bad rows"):
         read(reader(write(tmp_path / "a.jsonl", GOOD + b'{"value": 2, "id": "x"}\n')), reader(other, setting="data.validation"))
+
+
+def test_keys_that_the_model_never_sees_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = write(tmp_path / "a.jsonl", GOOD * 3)
+    counts = iter([(), ("context", "images"), ("context",)])
+    read(Reader("data.train", str(path), [path], lambda fields: dataclasses.replace(parse(fields), unshown=next(counts))))
+    assert "2 of 3 rows have context, which their text does not repeat, and the model never sees it" in caplog.text
+    assert "1 of 3 rows have images" in caplog.text
 
 
 def test_skipped_rows_go_into_quarantine(tmp_path: Path, caplog: pytest.LogCaptureFixture):

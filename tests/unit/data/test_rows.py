@@ -109,6 +109,8 @@ SYSTEM: Fields = {"role": "system", "content": "Be brief."}
         {"question": "q", "answer": "a"},
         {"messages": [user("q"), assistant("a")]},
         {"prompt": [user("q")], "reward_model": {"ground_truth": "a"}},
+        {"prompt": [user("q")], "answer": "a"},
+        {"prompt": [user("q")], "completion": [assistant("a")]},
         {"responses_create_params": {"input": "q"}},
     ],
 )
@@ -278,7 +280,7 @@ def test_contents_in_parts_and_calls_without_content():
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"answer": "a"}, "no key question or problem or prompt or input (the row has 'answer')"),
+        ({"answer": "a"}, "no key question or problem or prompt or input (the row has 'answer'); data.default.input_key names another"),
         ({}, "(the row has none)"),
         ({"question": "", "answer": "a"}, "question is empty"),
         ({"question": " \n", "answer": "a"}, "question is empty"),
@@ -287,7 +289,7 @@ def test_contents_in_parts_and_calls_without_content():
         ({"question": "q", "answer": ""}, "answer is empty"),
         ({"question": "q", "answer": float("nan")}, "answer is nan"),
         ({"question": "q", "answer": float("inf")}, "answer is inf"),
-        ({"question": ["q"], "answer": "a"}, "question must be a string, not list"),
+        ({"question": ["q"], "answer": "a"}, "question[0] must be an object with role and content, not str"),
         ({"question": "q", "answer": True}, "answer must be a string, not bool"),
         ({"question": "q", "answer": "a", "id": {}}, "id must be a string, not dict"),
         ({"messages": []}, "messages must be a list of messages, not empty"),

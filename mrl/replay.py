@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m mrl.replay RUN --step N`: makes a step of a run again from the checkpoint before it, and compares it with the record.
+
+Metrics of the steps from there to N, prompts, texts and rewards of their rollouts, and of some rollouts every token and logprob. On CPU
+hosts they are equal bit for bit; kernels of GPUs may add up in another order. Writes into a folder of its own, RUN/replay by default, and
+leaves the run as it is. Exit code: 0 equal, 1 different, 2 there is nothing to compare.
+"""
+
+from __future__ import annotations
+
+from conversion.files.limits import flush_console, limit_console
+from mrl.signals import LISTENER
+
+if __name__ == "__main__":
+    LISTENER.listen()
+    limit_console()
+    LISTENER.cleanups.append(flush_console)
+
+import argparse
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mrl.loop.main import main as run_command
+from mrl.store.checkpoints import Checkpoint, checkpoints_in, find_damage
+from mrl.store.identity import IDENTITY
+from mrl.store.loggers.thread import exit_with
+from mrl.store.run_folder import LEDGER, RUN_CONFIG
+from mrl.train import train_step
+from mrl.view.dumps import Dump, list_dumps, read_dump
+from mrl.view.rows import METRIC_KEYS, METRICS, Row, read_rows
+from mrl.view.run_data import read_config, setting
+
+if TYPE_CHECKING:
+    from mrl.loop.run import Run, Supplier
+    from mrl.types import RunState
+
+logger = logging.getLogger(__name__)
+
+UNLIKE = re.compile(
+    r"(time|performance|memory|logger)/|.*(_s|seconds|_per_s|idle_fraction|weight_version|reward_queue_max|num_engine_restarts)$"
+)
+"""Metrics that differ whenever a step is made: times, and what counts since the start of an attempt."""
+COMPARED = ("prompt_id", "content", "rewards", "masked", "input_lengths", "token_ids", "generation_logprobs", "prev_logprobs", "advantages")
+"""Keys of a rollout's record."""
+NO_LOGGERS = [f"logger.{name}_enabled=false" for name in ("wandb", "tensorboard", "mlflow", "swanlab")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="mrl.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="checkpointing.checkpoint_dir of the run")
+    parser.add_argument("--step", type=int, required=True, help="the step to make again")
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help="where to write, instead of RUN/replay; what is there goes")
+    parser.add_argument("words", nargs="*", metavar="a.b=c", help="other settings, such as another layout of the ranks")
+    options = parser.parse_args(arguments)
+    run, step = options.run.absolute(), options.step
+    into = (options.into or run / "replay").absolute()
+    recorded = {row["step"]: row for row in read_rows(run / METRICS, METRIC_KEYS)[0]}
+    if step not in recorded or step < 1:
+        parser.error(
+            f"{run / METRICS} has no step {step}; it has {', '.join(map(str, sorted(recorded)[:3]))} ... {max(recorded, default=0)}"
+        )
+    config = config_of(run, step)
+    if setting(read_config(config), "grpo.async_grpo.enabled"):
+        parser.error(
+            f"{config}: grpo.async_grpo.enabled=true: the rollouts of a step were sampled while earlier ones were trained, and an attempt "
+            "that begins at a checkpoint samples them from other weights; steps without lag can be made again"
+        )
+    base = next(
+        (found for found in checkpoints_in(run) if found.step < step and find_damage(found.folder, with_shards=False) is None), None
+    )
+    lay_out(into, run, base)
+    words = [str(config), *NO_LOGGERS, "checkpointing.save_period=1000000000", *options.words]
+    code = run_command(until(step), [*words, f"checkpointing.checkpoint_dir={into}", f"logger.log_dir={into / 'logs'}"])
+    if code:
+        return code
+    first = 1 if base is None else base.step + 1
+    different = list(differences(run, into, range(first, step + 1)))
+    for line in different[:5]:
+        logger.error("%s", line)
+    if not different:
+        logger.info("Equal: steps %d to %d of %s, made again from %s", first, step, run, "the start" if base is None else base.folder.name)
+    return int(bool(different))
+
+
+def lay_out(into: Path, run: Path, base: Checkpoint | None) -> None:
+    """Makes a run folder that stands where the run stood at a checkpoint; None: at its start. Checkpoints are links."""
+    shutil.rmtree(into, ignore_errors=True)
+    into.mkdir(parents=True)
+    if base is not None:
+        (into / base.folder.name).symlink_to(base.folder)
+        shutil.copy(base.ledger, into / LEDGER)
+        shutil.copy(run / IDENTITY, into / IDENTITY)
+
+
+def config_of(run: Path, step: int) -> Path:
+    """The config of the attempt that made a step, as far as its rollouts tell; else that of the last attempt."""
+    made = next((dump.path.parent for dump in list_dumps(run) if dump.step == step), run)
+    return next(path for folder in (made, run) if (path := folder / RUN_CONFIG).exists())
+
+
+def until(step: int) -> Callable[[Run[Supplier], Checkpoint | None], RunState]:
+    """A training loop that ends after a step, with the schedule of the whole run."""
+
+    def train(run: Run[Supplier], checkpoint: Checkpoint | None) -> RunState:
+        state = run.begin(checkpoint)
+        while state.step < step and not run.is_over:
+            train_step(run, state)
+        return state
+
+    return train
+
+
+def differences(one: Path, other: Path, steps: range) -> Iterator[str]:
+    """The differences of two run folders in these steps, in the order in which a step computes: rollouts before metrics."""
+    dumps, others = ({(dump.step, dump.split): dump for dump in list_dumps(folder)} for folder in (one, other))
+    rows, other_rows = ({row["step"]: row for row in read_rows(folder / METRICS, METRIC_KEYS)[0]} for folder in (one, other))
+    for step in steps:
+        if (dump := dumps.get((step, "train"))) is not None:
+            yield from rollout_differences(step, dump, others.get((step, "train")))
+        yield from metric_differences(step, rows.get(step, {}), other_rows.get(step, {}))
+
+
+def rollout_differences(step: int, one: Dump, other: Dump | None) -> Iterator[str]:
+    """The first difference of each rollout."""
+    found = [] if other is None else read_dump(other.path)
+    recorded = read_dump(one.path)
+    if len(found) != len(recorded):
+        yield f"step {step}: {len(recorded)} rollouts are recorded, {len(found)} were made"
+    for index, (row, made) in enumerate(zip(recorded, found, strict=False)):
+        key = next((key for key in COMPARED if row.get(key) != made.get(key)), None)
+        if key is None:
+            continue
+        values, others = row.get(key), made.get(key)
+        place = ""
+        if isinstance(values, list) and isinstance(others, list):
+            at = next(
+                (at for at, pair in enumerate(zip(values, others, strict=False)) if pair[0] != pair[1]), min(len(values), len(others))
+            )
+            place, values, others = f"[{at}]", values[at : at + 1], others[at : at + 1]
+        yield f"step {step}, rollout {index} of prompt {row.get('prompt_id')}: {key}{place} was {values!r:.80} and is {others!r:.80}"
+
+
+def metric_differences(step: int, recorded: Row, made: Row) -> Iterator[str]:
+    for name in sorted(recorded.keys() | made.keys()):
+        if UNLIKE.match(name) is None and recorded.get(name) != made.get(name):
+            yield f"step {step}: {name} was {recorded.get(name)} and is {made.get(name)}"
+
+
+if __name__ == "__main__":
+    exit_with(main)

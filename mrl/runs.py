@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m mrl.runs [FOLDER ...]`: lists runs; `show RUN` tells one with its attempts, `compare RUN RUN` what two differ in.
+
+Reads run folders as they are, also those of runs that go on, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from conversion.files.reading import read_file
+from mrl.config.texts import safe_text
+from mrl.metrics import METRICS as SHOWN
+from mrl.store.ledger import LedgerState, apply_event
+from mrl.store.loggers.sink import flat
+from mrl.view.advisories import number
+from mrl.view.rows import METRIC_KEYS, METRICS, Row, read_rows
+from mrl.view.run_data import Json, about_lines, checkpoints_of, owner_state, progress_lines, read_config, read_json, setting
+
+LEDGER = "ledger.jsonl"
+RESULTS = ("val/accuracy", "val/val_loss", "val/validation-default_loss", "train/reward", "train/loss")
+"""The first of these that a run has tells how far it got."""
+NOTHING = "-"
+UNLIKE = ("time/", "performance/", "memory/", "logger/", "refit/seconds", "rollout/tokens_per_s")
+"""Metrics that differ between runs that train the same."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = words.pop(0) if words[:1] in (["show"], ["compare"]) else "list"
+    parser = argparse.ArgumentParser(prog="mrl.runs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs={"show": 1, "compare": 2}.get(command, "*"), type=Path, metavar="FOLDER", help="default: results")
+    folders = parser.parse_args(words).folders or [Path("results")]
+    found = [folder for given in folders for folder in runs_in(given)]
+    if command != "list" and found != folders:
+        parser.error(f"no run in {', '.join(str(folder) for folder in folders if folder not in found)}: it has no config.yaml and metrics")
+    if not found:
+        parser.error(f"no runs in {', '.join(map(str, folders))}; name the folders that hold them, or checkpointing.checkpoint_dir of one")
+    lines = show(found[0]) if command == "show" else compare(*found) if command == "compare" else listing(found)
+    print("\n".join(safe_text(line) for line in lines))
+    return 0
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The folder, if it is a run's; else the runs directly in it, the one that changed last at the end."""
+    if _is_run(folder):
+        return [folder]
+    return sorted(filter(_is_run, folder.glob("*")), key=lambda path: (path / "config.yaml").stat().st_mtime)
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file() and ((folder / METRICS).is_file() or (folder / "logs").is_dir())
+
+
+def listing(folders: Sequence[Path]) -> list[str]:
+    """A line a run."""
+    table = [("run", "state", "step", "algorithm", "model", "attempts", "result", "changed")]
+    for folder in folders:
+        config, rows = read_config(folder / "config.yaml"), rows_of(folder)
+        facts = dict(progress_lines(rows, config, folder, owner_state(folder)))
+        name = next((name for name in RESULTS if any(row.get(name) is not None for row in rows)), None)
+        result = NOTHING if name is None else f"{name} {_path_of(rows, name)}"
+        of = (str(setting(config, "algorithm")), str(setting(config, "policy.model_name")))
+        changed = datetime.fromtimestamp(max(path.stat().st_mtime for path in (folder / METRICS, folder / "config.yaml") if path.exists()))
+        table.append((str(folder), facts["state"], facts["step"], *of, str(len(attempts_of(folder))), result, f"{changed:%Y-%m-%d %H:%M}"))
+    return _aligned(table)
+
+
+def show(folder: Path) -> list[str]:
+    """A run: its settings and progress, its attempts, rollbacks and checkpoints."""
+    config, rows = read_config(folder / "config.yaml"), rows_of(folder)
+    lines = _aligned([*about_lines(config, read_json(folder / "about.json")), *progress_lines(rows, config, folder, owner_state(folder))])
+    before: Json = {}
+    for path in attempts_of(folder):
+        now = flat(read_config(path / "config.yaml"))
+        started = datetime.fromtimestamp((path / "config.yaml").stat().st_mtime)
+        lines.append(f"attempt {int(path.name[4:])}: started {started:%Y-%m-%d %H:%M:%S}" + ("" if before else ", the first"))
+        lines += [f"  {line}" for line in differences(before, now)] if before else []
+        before = now
+    lines += [f"rolled back: {text}" for text in rolled_back(folder / LEDGER)]
+    saved = ", ".join(f"step {found['step']} ({int(str(found['bytes'])) / 2**20:,.1f} MiB)" for found in checkpoints_of(folder))
+    return [*lines, f"checkpoints: {saved or 'none'}"]
+
+
+def compare(one: Path, other: Path) -> list[str]:
+    """Keys in which two configs differ, where two curves part, and both results."""
+    settings = differences(*(flat(read_config(folder / "config.yaml")) for folder in (one, other)))
+    lines = [f"A = {one}", f"B = {other}", *(settings or ["the configs are equal"])]
+    rows, others = ({row["step"]: row for row in rows_of(folder)} for folder in (one, other))
+    steps = [step for step in rows if step in others]
+    if not steps:
+        return [*lines, "no step is in both"]
+
+    def differing(step: float | None) -> list[str]:
+        names = rows[step].keys() & others[step].keys()
+        return sorted(name for name in names if not name.startswith(UNLIKE) and rows[step][name] != others[step][name])
+
+    parts = next((step for step in steps if differing(step)), None)
+    if parts is None:
+        lines.append(f"equal metrics in all {len(steps)} steps that both have")
+    else:
+        lines.append(f"the metrics part at step {parts}: {', '.join(differing(parts)[:5])}")
+    shared = [
+        name for name in SHOWN if not name.startswith(UNLIKE) and all(any(name in row for row in each.values()) for each in (rows, others))
+    ]
+    table = [
+        ("metric (first -> last)", "A", "B"),
+        *((name, *(_path_of(list(each.values()), name) for each in (rows, others))) for name in shared),
+    ]
+    return [*lines, *_aligned(table)]
+
+
+def differences(one: Json, other: Json) -> list[str]:
+    """`key: value -> value` of each key of two flat configs that is not equal."""
+    keys = [*one, *(key for key in other if key not in one)]
+    return [
+        f"{key}: {_spelt(one, key)} -> {_spelt(other, key)}"
+        for key in keys
+        if one.get(key) != other.get(key) or (key in one) != (key in other)
+    ]
+
+
+def rows_of(folder: Path) -> Sequence[Row]:
+    """Metrics by step."""
+    return read_rows(folder / METRICS, METRIC_KEYS)[0]
+
+
+def attempts_of(folder: Path) -> list[Path]:
+    """The folders of the attempts that have a config, in order."""
+    found = [path.parent for path in folder.glob("logs/exp_*/config.yaml") if path.parent.name[4:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[4:]))
+
+
+def rolled_back(ledger: Path) -> Iterator[str]:
+    """Each time that an attempt went on from a step before the last one trained, or asked prompts again."""
+    state = LedgerState()
+    for line in read_file(ledger).decode().splitlines() if ledger.exists() else []:
+        try:
+            event = json.loads(line)
+            if event["event"] == "rolled_back":
+                yield (
+                    f"to step {event['to_step']} after step {len(state.trained)} was trained; "
+                    f"{len(state.taken)} prompts that were asked are asked again"
+                )
+            apply_event(state, event)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            yield "the ledger is damaged from here on"
+            return
+
+
+def _path_of(rows: Sequence[Row], name: str) -> str:
+    values = [value for row in rows if (value := row.get(name)) is not None]
+    return f"{number(values[0])} -> {number(values[-1])}" if len(values) > 1 else number(values[0]) if values else NOTHING
+
+
+def _spelt(config: Json, key: str) -> str:
+    return json.dumps(config[key], ensure_ascii=False, default=str) if key in config else "absent"
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

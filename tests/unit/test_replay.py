@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that were made again, compared with their record: what differs is named by step, rollout, key and token."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mrl.replay import config_of, differences, main
+from tests.sources import ROOT
+
+ROLLOUT = {
+    "prompt_id": "train:3",
+    "content": ["1+1=", "2"],
+    "rewards": 1.0,
+    "token_ids": [5, 6, 7],
+    "generation_logprobs": [0.0, -0.5, -0.25],
+}
+
+
+def record(folder: Path, *, loss: float = 0.5, time: float = 1.0, rollouts: tuple[dict, ...] = (ROLLOUT, ROLLOUT)) -> Path:
+    logs = folder / "logs/exp_001"
+    logs.mkdir(parents=True)
+    rows = [{"step": step, "train/loss": loss * step, "time/total": time, "rollout/reward_wait_s": time} for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with gzip.open(logs / "train_data_step2.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rollouts)
+    return folder
+
+
+def test_what_differs_is_named(tmp_path: Path):
+    recorded, steps = record(tmp_path / "a"), range(1, 3)
+    assert list(differences(recorded, record(tmp_path / "b", time=9.0), steps)) == []
+    changed = ROLLOUT | {"token_ids": [5, 9, 7]}
+    assert list(differences(recorded, record(tmp_path / "c", rollouts=(ROLLOUT, changed)), steps)) == [
+        "step 2, rollout 1 of prompt train:3: token_ids[1] was [6] and is [9]"
+    ]
+    assert list(differences(recorded, record(tmp_path / "d", rollouts=(ROLLOUT | {"rewards": 0.0},), loss=0.25), steps)) == [
+        "step 1: train/loss was 0.5 and is 0.25",
+        "step 2: 2 rollouts are recorded, 1 were made",
+        "step 2, rollout 0 of prompt train:3: rewards was 1.0 and is 0.0",
+        "step 2: train/loss was 1.0 and is 0.5",
+    ]
+
+
+def test_the_config_is_that_of_the_attempt_that_made_the_step(tmp_path: Path):
+    run = record(tmp_path / "a")
+    for folder in (run, run / "logs/exp_001"):
+        (folder / "config.yaml").touch()
+    assert config_of(run, 2) == run / "logs/exp_001/config.yaml" and config_of(run, 1) == run / "config.yaml"
+
+
+@pytest.mark.parametrize(
+    ("step", "config", "reason"),
+    [(3, "", "has no step 3; it has 1, 2 ... 2"), (2, "grpo: {async_grpo: {enabled: true}}", "steps without lag can be made again")],
+)
+def test_what_cannot_be_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, config: str, reason: str):
+    run = record(tmp_path / "a")
+    (run / "config.yaml").write_text(config)
+    with pytest.raises(SystemExit) as caught:
+        main([str(run), "--step", str(step)])
+    assert caught.value.code == 2 and reason in capsys.readouterr().err
+
+
+@pytest.mark.long("replay")
+def test_a_step_of_a_run_is_made_again_and_a_changed_byte_is_found(tmp_path: Path):
+    run, settings = tmp_path / "run", ["grpo.max_num_steps=5", "checkpointing.save_period=2", "checkpointing.metric_name=null"]
+
+    def command(*words: str) -> tuple[int, str]:
+        done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = command("mrl.train", "grpo_tiny.yaml", *settings, f"checkpointing.checkpoint_dir={run}")
+    assert code == 0, said[-4000:]
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    code, said = command("mrl.replay", str(run), "--step", "4")
+    assert code == 0 and f"Equal: steps 3 to 4 of {run}, made again from step_2" in said, said[-4000:]
+    assert {path: path.read_bytes() for path in before} == before
+    dump = next(run.glob("logs/*/train_data_step4.jsonl.gz"))
+    lines = gzip.decompress(before[dump]).decode().splitlines()
+    changed = json.loads(lines[0])
+    changed["token_ids"][2] += 1
+    dump.write_bytes(gzip.compress("\n".join([json.dumps(changed), *lines[1:]]).encode()))
+    code, said = command("mrl.replay", str(run), "--step", "4")
+    assert code == 1 and f"step 4, rollout 0 of prompt {changed['prompt_id']}: token_ids[2] was" in said, said[-4000:]

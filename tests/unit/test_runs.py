@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The list of runs, the story of one, and the difference of two, from run folders as attempts have left them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mrl.runs import main
+from mrl.store.ledger import Ledger
+
+
+def run(folder: Path, *learning_rates: float, losses: tuple[float, ...], accuracy: float) -> Path:
+    """A run of an attempt for each learning rate."""
+    for number, lr in enumerate(learning_rates, start=1):
+        text = f"algorithm: grpo\ngrpo: {{max_num_steps: 3}}\npolicy: {{model_name: m, megatron_cfg: {{optimizer: {{lr: {lr}}}}}}}\n"
+        for place in (folder, folder / f"logs/exp_{number:03d}"):
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "config.yaml").write_text(text)
+    rows = [{"step": 0, "val/accuracy": 0.25}]
+    rows += [{"step": step, "train/loss": loss, "time/total": step * accuracy} for step, loss in enumerate(losses, start=1)]
+    rows[-1]["val/accuracy"] = accuracy
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str | Path) -> list[str]:
+    assert main([str(word) for word in words]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run(tmp_path / "a", 0.001, losses=(2.0, 1.5, 1.0), accuracy=0.5)
+    run(tmp_path / "b", 0.001, 0.002, losses=(2.0,), accuracy=0.75)
+    (tmp_path / "no_run").mkdir()
+    head, *lines = said(capsys, tmp_path)
+    assert head.split() == ["run", "state", "step", "algorithm", "model", "attempts", "result", "changed"]
+    first, second = (" ".join(line.split()) for line in sorted(lines))
+    assert first.startswith(f"{tmp_path / 'a'} finished 3 of 3 grpo m 1 val/accuracy 0.25 -> 0.5 2")
+    assert second.startswith(f"{tmp_path / 'b'} ended 1 of 3 grpo m 2 val/accuracy 0.25 -> 0.75 2")
+
+
+def test_the_story_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = run(tmp_path / "a", 0.001, 0.002, losses=(2.0, 1.5), accuracy=0.5)
+    ledger = Ledger(folder / "ledger.jsonl")
+    for step in (1, 2, 3):
+        ledger.take(step, [(0, f"p:{step}")])
+        ledger.train(step, [(0, f"p:{step}")])
+    ledger.take(4, [(0, "p:4"), (0, "p:5")])
+    ledger.roll_back(2)
+    lines = said(capsys, "show", folder)
+    assert "learning rate 0.002" in [" ".join(line.split()) for line in lines]
+    second = next(index for index, line in enumerate(lines) if line.startswith("attempt 2: started "))
+    assert lines[second + 1] == "  policy.megatron_cfg.optimizer.lr: 0.001 -> 0.002"
+    assert "rolled back: to step 2 after step 3 was trained; 2 prompts that were asked are asked again" in lines
+    assert lines[-1] == "checkpoints: none"
+
+
+def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    one = run(tmp_path / "a", 0.001, losses=(2.0, 1.5, 1.0), accuracy=0.5)
+    lines = said(capsys, "compare", one, run(tmp_path / "b", 0.002, losses=(2.0, 1.25), accuracy=0.75))
+    assert "policy.megatron_cfg.optimizer.lr: 0.001 -> 0.002" in lines
+    # Times differ at each step.
+    assert "the metrics part at step 2: train/loss" in lines
+    table = [line.split("  ") for line in lines]
+    assert ["train/loss", "2 -> 1", "2 -> 1.25"] in [[cell.strip() for cell in row if cell.strip()] for row in table]
+    equal = said(capsys, "compare", one, run(tmp_path / "c", 0.001, losses=(2.0, 1.5, 1.0), accuracy=0.5))
+    assert "the configs are equal" in equal and "equal metrics in all 4 steps that both have" in equal
+
+
+@pytest.mark.parametrize("words", [["show", "{}"], ["compare", "{}", "{}"], ["{}"], ["show"]])
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]):
+    with pytest.raises(SystemExit) as caught:
+        main([word.format(tmp_path) for word in words])
+    assert caught.value.code == 2 and ("no run" in (error := capsys.readouterr().err) or "required" in error)
