@@ -43,13 +43,15 @@ class GymServers:
     process: object = None
     """Keeps what starts them, which lasts as long."""
     _agents: dict[str, RemoteAgent] = field(default_factory=dict)
+    _may_have_moved: bool = False
 
     async def run(self, name: str, row: Json, *, deadline_s: float) -> Json:
         """The answer of an agent to a row. AgentLost, TimeoutError: as `RemoteAgent.ask`; RuntimeError: there is no such agent."""
         await asyncio.wait([self.up], timeout=deadline_s)
         if not self.up.done():
             raise TimeoutError
-        if (agent := self._agents.get(name)) is None:
+        agent = self._agents.get(name)
+        if agent is None or self._may_have_moved:
             addresses = await self.addresses("responses_api_agents")
             if name not in addresses:
                 known = ", ".join(sorted(addresses)) or "none"
@@ -57,11 +59,13 @@ class GymServers:
                     f"NeMo Gym's servers have no agent {name}, which rows name in agent_ref; theirs are {known}. Name its config file in "
                     "env.nemo_gym.config_paths"
                 )
-            agent = self._agents[name] = RemoteAgent(f"{addresses[name]}/run")
+            url, self._may_have_moved = f"{addresses[name]}/run", False
+            if agent is None or agent.url != url:
+                agent = self._agents[name] = RemoteAgent(url)
         try:
             return await agent.post(row, deadline_s=deadline_s)
         except AgentLost:
-            self._agents.clear()  # servers that were started again may be elsewhere
+            self._may_have_moved = True
             raise
 
     async def addresses(self, kind: str = "") -> dict[str, str]:
