@@ -20,6 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
+# On a busy host, where a run starts beside it, the 30 s that Ray gives itself are too few. It tells nobody of its use.
+RAY = {"RAY_raylet_start_wait_time_s": "300", "RAY_USAGE_STATS_ENABLED": "0"}
 GRACE_MS = 15_000
 """For the servers to end by themselves."""
 # A process that the kernel cannot end is left.
@@ -32,9 +34,11 @@ def main() -> None:
         os._exit(0)
     os.setsid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    for number in (signal.SIGINT, signal.SIGTERM):  # which actors of a run ignore, and their children with them
+        signal.signal(number, signal.SIG_DFL)
     ray_folder = tempfile.mkdtemp(prefix="mrl-gym-")  # short, as sockets of their Ray lie in it
     # Standard output stays with this process alone: it is closed when everything has ended.
-    program = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, stdout=sys.stderr, env=os.environ | {"RAY_TMPDIR": ray_folder})
+    program = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, stdout=sys.stderr, env=os.environ | RAY | {"RAY_TMPDIR": ray_folder})
     descriptor, poll = os.pidfd_open(program.pid), select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.register(sys.stdin.fileno(), select.POLLIN)
