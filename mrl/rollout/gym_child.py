@@ -20,8 +20,15 @@ from contextlib import suppress
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
-# On a busy host, where a run starts beside it, the 30 s that Ray gives itself are too few. It tells nobody of its use.
-RAY = {"RAY_raylet_start_wait_time_s": "300", "RAY_USAGE_STATS_ENABLED": "0"}
+START_S = 300
+RAY = {
+    "RAY_gcs_server_port_wait_time_s": f"{START_S}",
+    "RAY_raylet_start_wait_time_s": f"{START_S}",
+    "RAY_worker_register_timeout_seconds": f"{START_S}",
+    "RAY_agent_register_timeout_ms": f"{START_S * 1000}",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""Gives their Ray more time than its own 15 to 60 s, which are too few on a busy host where a run starts beside it."""
 GRACE_MS = 15_000
 """For the servers to end by themselves."""
 # A process that the kernel cannot end is left.
@@ -34,7 +41,9 @@ def main() -> None:
         os._exit(0)
     os.setsid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    for number in (signal.SIGINT, signal.SIGTERM):  # which actors of a run ignore, and their children with them
+    # Actors of a run ignore and block signals, and their children with them.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     ray_folder = tempfile.mkdtemp(prefix="mrl-gym-")  # short, as sockets of their Ray lie in it
     # Standard output stays with this process alone: it is closed when everything has ended.
