@@ -13,6 +13,8 @@ import numpy as np
 FinishReason = Literal["stop", "length", "abort"]
 Status = Literal["ok", "timeout", "crash", "error", "flagged"]
 FlawKind = Literal["invalid_tool_call", "malformed_thinking"]
+PENALTIES = ("duplicated_reasoning", "empty_final_answer", "unwanted_token", "malformed_think_tag")
+"""Flags of a rollout whose form made its reward 0."""
 PromptKey = tuple[int, str]
 """(epoch, prompt id): a prompt in one pass over the data. Validation has an epoch of its own."""
 
@@ -175,6 +177,8 @@ class RolloutInfo:
     num_observed: int = 0
     """Tokens of `length` that came from the environment."""
     num_turns: int = 1
+    last_turn_start: int = 0
+    """Where the last turn begins."""
     num_weight_versions: int = 1
     proposals: Proposals = Proposals()
     epoch: int = 0
@@ -223,6 +227,7 @@ class RolloutInfo:
             payload=payload,
             num_observed=len(rollout.token_ids) - sum(turn.stop - turn.start for turn in rollout.turns),
             num_turns=len(rollout.turns),
+            last_turn_start=rollout.last_turn_start,
             num_weight_versions=rollout.num_weight_versions,
             proposals=rollout.proposals,
         )

@@ -15,6 +15,7 @@ from heapq import heapify, heapreplace
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from mrl.algo.rewards import shape_effort
 from mrl.cluster import hangs
 from mrl.cluster.errors import ActorLost, DeadlineExceeded
 from mrl.cluster.event_loop import News, Silence, in_loop
@@ -108,6 +109,7 @@ class RolloutCollector:
         # An agent may do without the model for as long as its deadline allows.
         self.deadline_s = config.deadlines.generate_s + (config.env.agent_timeout_s if gateway is not None else 0.0)
         self.restart_engine = restart_engine
+        self.effort = config.env.nemo_gym.effort_levels if config.env.should_use_nemo_gym else None
         self._hints = LengthHints() if config.policy.generation.longest_first else None
         self._num_missing = 0
         self._busy_s = 0.0
@@ -152,7 +154,10 @@ class RolloutCollector:
         if self._hints:
             for group in groups:
                 self._hints.note(group.prompt, [info.num_generated for info in group.infos.values()])
-        return [group.judged() for group in groups], self.rewards.take_seconds()
+        judged = [group.judged() for group in groups]
+        if self.effort is not None:
+            judged = [shape_effort(group, self.effort) for group in judged]
+        return judged, self.rewards.take_seconds()
 
     def take_busy_s(self) -> float:
         """Seconds since the last call in which an engine had a rollout to work on, as a mean over the engines."""
@@ -167,7 +172,7 @@ class RolloutCollector:
 
     async def _run(self, group: AskedGroup, index: int, sampling: SamplingParams) -> None:
         try:
-            if self.gateway is not None and group.prompt.env_name in self.gateway.agents:
+            if self.gateway is not None and self.gateway.does(group.prompt.env_name):
                 await self._agent_rollout(self.gateway, group, index, sampling)
             else:
                 await self._rollout(group, index, sampling)

@@ -19,6 +19,7 @@ from mrl.algo.advantages import train_sequences
 from mrl.algo.distillation import sequences_to_teach
 from mrl.algo.rewards import has_signal, without_lone
 from mrl.config.model import with_value
+from mrl.config.rules.data import is_agent
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import make_batches
 from mrl.data.order import num_steps_of, prompts_left
@@ -87,9 +88,11 @@ class RolloutSupplier:
         """The rollouts of groups as sequences to train on, with the advantages of the config's estimator."""
         if self.config.algorithm == "distillation":
             return sequences_to_teach(groups)
-        groups, num_lone = without_lone(groups, self.config.env.agents if self.config.compares_rollouts else ())
+        env = self.config.env
+        agents = {group.prompt.env_name for group in groups if self.config.compares_rollouts and is_agent(group.prompt.env_name, env)}
+        groups, num_lone = without_lone(groups, agents)
         sequences, metrics = train_sequences(groups, self.config.rollouts, compares_rollouts=self.config.compares_rollouts)
-        step.metrics |= metrics | ({"rollout/dropped_agent_groups": float(num_lone)} if self.config.env.agents else {})
+        step.metrics |= metrics | ({"rollout/dropped_agent_groups": float(num_lone)} if env.has_agents else {})
         return sequences
 
     def pack(self, sequences: Sequence[TrainSequence], step: Step) -> list[Batch]:
