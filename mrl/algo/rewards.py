@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from mrl.types import PENALTIES
 
@@ -111,4 +111,4 @@ def has_signal(group: RolloutGroup, config: GrpoConfig) -> bool:
     Without a difference every advantage is 0, or comes from lengths alone (dynamic sampling, arXiv:2503.14476).
     """
     rewards = [reward for reward, verdict in zip(scaled_rewards(group, config), group.verdicts, strict=True) if verdict.has_reward]
-    return len(torch.tensor(rewards, dtype=torch.float32).unique()) > 1
+    return len(np.unique(np.asarray(rewards, dtype=np.float32))) > 1
