@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
-START_S = 300
+START_S = 120
 RAY = {
     "RAY_gcs_server_port_wait_time_s": f"{START_S}",
     "RAY_raylet_start_wait_time_s": f"{START_S}",
