@@ -45,16 +45,13 @@ MARKER = "entry.json"
 CHECKPOINT_FOLDER = "mcore"
 # Converted, but the source may have changed since its key was taken.
 _UNCHECKED = "unchecked"
-# Folders below the root of the cache.
 ENTRIES, BUILDING, LEASES, HASHES = "entries", "building", "leases", "hashes"
 
 POLL_S = 0.2
 # Nobody waits longer for a builder that did not touch its folder for this long, by the waiter's clock.
 STALLED_S = 60.0
-# Builders who find each other before either has begun step back for a moment.
 MAX_BACKOFF_S = 0.2
 REPORT_S = 30.0
-# The largest models take minutes.
 MAX_WAIT_S = 6 * 3600.0
 DAY_S = 86400.0
 
@@ -69,11 +66,9 @@ class CacheEntry:
     """The marker of an entry, which its builder writes last."""
 
     model: str
-    """Folder of the model that it was converted from, for people."""
     dtype: str | None
     num_bytes: int
     created: float
-    """Seconds since the epoch."""
     manifest_sha256: str
 
 
@@ -140,7 +135,6 @@ def check_entry(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
     if entry is None or not (folder / MANIFEST).exists() or sha256_file(folder / MANIFEST) != entry.manifest_sha256:
         raise ValueError(f"{folder / MANIFEST} is not the one that was published; remove {folder.parent}: it will be converted again")
     files = read_manifest(folder).files
-    # Large files first, so that each part gets a share of them.
     names = sorted(files, key=lambda name: (-files[name].size, name))
     check_files(folder, names[part::num_parts])
 
@@ -165,7 +159,6 @@ def remove_entry(entry: Path, may_go: Callable[[Path], bool]) -> bool:
         entry.rename(aside)
     except FileNotFoundError:
         return False
-    # Another process may have replaced the entry before the rename.
     if not may_go(aside) and publish(aside, entry):
         return False
     shutil.rmtree(aside, ignore_errors=True)
@@ -196,7 +189,6 @@ def _fill(hf: Path, root: Path, key: str, *, dtype: str | None, build: Build) ->
     # The entry disappears for a moment where gc takes it out and then sees the lease.
     while read_entry(final) is None or not _mark_used(final):
         if final.exists():
-            # Reads the marker once more: another process may have published the entry since.
             if remove_entry(final, lambda entry: read_entry(entry) is None):
                 logger.warning("%s had no readable %s: it is made again", final, MARKER)
             continue
@@ -246,7 +238,6 @@ def _build(hf: Path, root: Path, key: str, aside: Path, *, dtype: str | None, bu
         unchecked.rename(folder)
     for path in aside.iterdir():
         if path != folder:
-            # Left by an interrupted builder, useless to this one.
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     sync_tree(aside)
     num_bytes = sum(record.size for record in read_manifest(folder).files.values())
@@ -312,12 +303,9 @@ class Item:
     path: Path
     key: str
     entry: CacheEntry | None
-    """Marker of the entry; None if it is incomplete."""
     num_bytes: int
     used: float
-    """Time of the last use or touch, in seconds since the epoch."""
     is_live: bool
-    """True while a process uses or builds the entry."""
 
 
 @dataclass(frozen=True)
@@ -350,7 +338,6 @@ def collect_garbage(root: Path, *, now: float, older_than_days: float | None = N
         if not is_alive(path):
             retire_canary(path)
     for path in (root / HASHES).glob("*"):
-        # Another gc may be faster.
         with suppress(FileNotFoundError):
             if older_than_days is not None and now - path.stat().st_mtime > older_than_days * DAY_S:
                 path.unlink()

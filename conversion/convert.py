@@ -51,7 +51,6 @@ from conversion.tensors import BoxSource, blocks, byte_view, content_checksums, 
 logger = logging.getLogger(__name__)
 
 NO_RANKS = MegatronParallel()
-# The most that an interruption costs: finished files are kept.
 MAX_FILE_BYTES = MAX_SHARD_BYTES = 5 * 10**9
 
 # Every GPTModel has this tensor. Without the index of a layer in its key, Megatron has written all layers as one tensor.
@@ -78,7 +77,6 @@ def convert_hf_to_mcore(
     with SafetensorsFolder(hf) as source:
         head = _head_layout(canonical[REWARD_HEAD]) if REWARD_HEAD in canonical else Layout()
         if dtype is not None and (hf / MANIFEST).exists():
-            # The checksums of tensors say nothing of what they are cast to.
             check_files(hf, [path.name for path in source.files])
         layout, dtypes = _with_dtypes(model.torch_dist_layout(hf_config, "float32") | head, _dtypes(source, canonical, dtype, hf_config))
         if parallel == NO_RANKS:
@@ -107,7 +105,6 @@ def convert_hf_to_mcore(
             if _states([hf / "config.json", *source.files]) != states:
                 raise ValueError(f"{hf} changed while it was converted; start again when its writer is done")
             write_json(iteration / HF_CONFIG_FILE, hf_config)
-            # JSON is YAML too. NeMo RL's loader looks for this file.
             write_json(iteration / RUN_CONFIG_FILE, {"model": model.megatron_arguments(hf_config)})
             (folder / "tokenizer").mkdir(exist_ok=True)
             copy_companions(hf, folder / "tokenizer")
@@ -144,10 +141,9 @@ def convert_mcore_to_hf(
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = dtype or dtype_name(opened.folder.dtype(EMBEDDING_KEY))
         if REWARD_HEAD in source.names:
-            # The words of transformers' models for sequence classification.
             config["num_labels"] = 1
         if opened.paths.tokenizer is None:
-            logger.warning("no tokenizer folder beside %s: the export has none", root)
+            logger.warning("no tokenizer folder next to %s: the export has none", root)
         else:
             copy_companions(opened.paths.tokenizer, folder)
         write_json(folder / "config.json", without_lost_code(config, folder))
@@ -169,16 +165,13 @@ class OpenCheckpoint:
     paths: CheckpointPaths
     folder: TorchDistFolder
     tensors: CanonicalTensors | MergedTensors
-    """The checkpoint's weights, with adapters merged if it has any."""
     factors: CanonicalTensors
-    """The checkpoint's weights and the factors of its adapters, unmerged."""
     adapters: CheckpointAdapters | None
 
 
 def open_checkpoint(mcore: Path) -> OpenCheckpoint:
     """The checkpoint in a step folder, a weights folder or an iter_ folder."""
     paths = find_checkpoint(mcore)
-    # Readers of tensors compare them with the manifest's checksums.
     folder = TorchDistFolder(paths.iteration, verify=not (paths.iteration.parent / MANIFEST).exists())
     rows, vocabulary = folder.shape(EMBEDDING_KEY)[0], paths.hf_config.get("vocab_size")
     if not isinstance(vocabulary, int) or rows < vocabulary:
@@ -221,10 +214,7 @@ def _with_dtypes(layout: Layout, dtypes: Mapping[str, torch.dtype]) -> tuple[Lay
 
 
 def differences(first: Path, second: Path) -> Iterator[str]:
-    """Yields one line per difference between the canonical tensors of two folders: names, shapes, dtypes, values bit for bit.
-
-    Memory holds a block of each.
-    """
+    """Yields one line per difference between the canonical tensors of two folders: names, shapes, dtypes, values bit for bit."""
     with ExitStack() as stack:
         (names, a), (other_names, b) = (_opened(folder, stack) for folder in (first, second))
         yield from (f"{name}: only in {first}" for name in sorted(names - other_names))
@@ -270,7 +260,6 @@ def _opened(folder: Path, stack: ExitStack) -> tuple[set[str], BoxSource]:
 def _value_fault(a: BoxSource, b: BoxSource, name: str) -> str:
     """Describes how two tensors of one shape differ; "" if they are equal. Compares equal dtypes bit by bit."""
     num_different, largest, shape = 0, 0.0, a.shape(name)
-    # Of two dtypes the wider one holds the values of both.
     dtype = torch.promote_types(a.dtype(name), b.dtype(name))
     for box in blocks(shape, dtype.itemsize):
         first, second = (torch.empty(lengths(box), dtype=dtype) for _ in range(2))

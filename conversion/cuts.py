@@ -295,5 +295,4 @@ def _rows(*parts: tuple[Canonical, int, int]) -> Cutout:
     return Cutout((offset, *tail), tuple(pieces))
 
 
-# Models have thousands of tensors, but few shapes.
 _full = lru_cache(maxsize=4096)(full)

@@ -27,7 +27,6 @@ _PREFIX = "base_model.model."
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)")
 _GATED = re.compile(r"\.experts\.0\.(gate_proj|w1)\.")
 _UNGATED = ("up_proj", "down_proj")
-"""Projections of experts without a gate, in the order in which PEFT wraps them."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class CheckpointAdapters:
     dim: int
     alpha: float
     factors: Mapping[str, tuple[str, str]]
-    """Canonical names of A and B, by that of their weight."""
     layout: Layout
 
     @property
@@ -52,7 +50,6 @@ def find_adapters(paths: CheckpointPaths, folder: TorchDistFolder) -> Checkpoint
     if not layers:
         return None
     path = paths.iteration / RUN_CONFIG_FILE
-    # mrl writes JSON, which is YAML too.
     settings = read_config(path).get("peft")
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: no section peft, which gives dim and alpha of the adapters in this checkpoint")
@@ -70,7 +67,6 @@ class MergedTensors:
         self._tensors, self._adapters = tensors, adapters
         factors = {name for pair in adapters.factors.values() for name in pair}
         self.names = [name for name in tensors.names if name not in factors]
-        """Names of the weights, in the order of the layout."""
         self._current: tuple[str, Tensor, Tensor] | None = None
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -114,7 +110,6 @@ def write_peft(tensors: BoxSource, adapters: CheckpointAdapters, hf_config: Mapp
             continue
         content |= {f"{_PREFIX}{module}.lora_A.weight": a, f"{_PREFIX}{module}.lora_B.weight": b}
         last = module.rpartition(".")[2]
-        # The last part of a name, if all modules with this ending are adapted; else the name within the layer.
         alike = [name for name in canonical if name.endswith(f".{last}.weight")]
         targets.add(last if all(name in adapters.factors for name in alike) else module[max(module.find("layers."), 0) :])
     for (experts, name), factors in stacked.items():
@@ -128,7 +123,6 @@ def write_peft(tensors: BoxSource, adapters: CheckpointAdapters, hf_config: Mapp
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": hf_config.get("_name_or_path"),
         "r": adapters.dim,
-        # PEFT and vLLM declare it an integer.
         "lora_alpha": int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha,
         "lora_dropout": 0.0,
         "target_modules": sorted(targets),

@@ -11,7 +11,6 @@ from typing import Protocol
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int, int], None]
-"""Called now and then with the bytes done, the bytes in total, and the bytes that an earlier attempt had done."""
 
 REPORT_S = 5.0
 

@@ -51,7 +51,6 @@ class _Sources:
     ranks: list[list[int]]
     holdings: _Holdings
     on_node: dict[int, dict[int, list[int]]]
-    """Ranks by node and source class."""
 
 
 def reshard(
@@ -85,7 +84,6 @@ def reshard(
         last_rounds = [(classes[item.class_index].num_rounds - 1) * item.num_turns + item.turn for item in workers.values()]
         return Schedule(max(1, 1 + max(last_rounds, default=0)), tuple(classes), found.class_of, workers, body_bytes)
     finally:
-        # Moves the new objects to the oldest generation, which is collected rarely.
         gc.freeze()
         gc.unfreeze()
         if was_enabled:

@@ -58,7 +58,6 @@ class _Cuts(NamedTuple):
     num_bytes: list[list[int]]
     """Size of the message, by bin and round."""
     largest: int
-    """Bytes of the largest round."""
 
 
 def split_copy(copy: Copy, buffer_bytes: int) -> list[Copy]:
@@ -71,7 +70,6 @@ def split_copy(copy: Copy, buffer_bytes: int) -> list[Copy]:
     for box in split(copy.box, max_bytes // element):
         parts: dict[Holding, Holding] = {}
         for holding in copy.holders.values():
-            # The part of the holding that corresponds to `box`; either may have leading dimensions of length 1.
             shared = min(len(box), len(holding.box))
             assert lengths(holding.box)[-shared:] == lengths(copy.box)[-shared:], (holding, copy.box)
             parts[holding] = holding._replace(box=place(box[-shared:], copy.box[-shared:], holding.box))
@@ -96,10 +94,7 @@ def split(box: Box, max_elements: int) -> Iterator[Box]:
 def cut_rounds(
     drafts: Sequence[Draft], class_of: Mapping[int, int], ranks: Mapping[int, Sequence[int]], buffer_bytes: int
 ) -> tuple[list[WorkerClass], Turns]:
-    """Gives the classes their messages: no worker receives and no rank sends more than `buffer_bytes` in a round.
-
-    `class_of` and `ranks` (the rank behind each bin) are by worker.
-    """
+    """Gives the classes their messages: no worker receives and no rank sends more than `buffer_bytes` in a round."""
     orders = [_interleave(draft.bins) for draft in drafts]
     turns: Turns = 1, dict.fromkeys(class_of, 0)
     capacity = buffer_bytes
@@ -112,11 +107,9 @@ def cut_rounds(
         for worker, index in class_of.items():
             for sizes, rank in zip(padded[index], ranks[worker], strict=True):
                 sent[rank] = list(map(add, sent[rank], sizes)) if rank in sent else sizes
-        # The most bytes that a rank sends in a round, if all workers receive at the same time.
         most = max((max(sizes) for sizes in sent.values()), default=0)
         if most <= buffer_bytes:
             break
-        # A little less than in proportion, because boxes do not divide.
         capacity = int(0.97 * capacity * buffer_bytes / most)
         if capacity < _LEAST_CAPACITY * buffer_bytes:
             cuts = [_cut(order, len(draft.bins), buffer_bytes // draft.num_shares) for order, draft in zip(orders, drafts, strict=True)]
@@ -144,7 +137,6 @@ def _cut(order: Sequence[tuple[int, int]], num_bins: int, region_bytes: int) -> 
     sizes: list[list[int]] = []
     used = region_bytes
     for index, size in order:
-        # Checksums of eight boxes fill one aligned block.
         more = size + ALIGNMENT if not counts or counts[-1][index] % _CHECKSUMS_PER_BLOCK == 0 else size
         if used + more > region_bytes:
             counts.append([0] * num_bins)
@@ -164,7 +156,6 @@ def _take_turns(cuts: Sequence[_Cuts], class_of: Mapping[int, int], ranks: Mappi
     for worker, index in class_of.items():
         sent: dict[int, int] = defaultdict(int)
         for sizes, rank in zip(cuts[index].num_bytes, ranks[worker], strict=True):
-            # No rank sends a worker more in a round than the worker's buffer holds.
             sent[rank] = min(sent[rank] + max(sizes), cuts[index].largest)
         fitting = (
             turn

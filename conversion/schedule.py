@@ -24,7 +24,6 @@ CHECKSUM_BYTES = 8
 NUM_BUFFERS = 2
 """Rounds whose messages have room in an exchange memory at the same time: one arrives while workers read the one before."""
 
-# Tensors named in one line of the log.
 _MAX_NAMED = 6
 
 Link = Literal["gpu", "node", "network"]
@@ -49,16 +48,13 @@ class Copy(NamedTuple):
     holders: Mapping[int, Holding]
     """Place of the box on its ranks, by source class."""
     num_bytes: int
-    """Size in the source's dtype."""
 
 
 class Message(NamedTuple):
     """Data from one source to one worker in one round: boxes at aligned offsets, then their checksums (int64)."""
 
     round: int
-    """Counted for the class; see `EngineWorker.turn`."""
     offset: int
-    """Bytes from the start of the worker's region of the exchange memory."""
     copies: tuple[Copy, ...]
 
     @property
@@ -139,14 +135,10 @@ class Delivery(NamedTuple):
     """One message on its way."""
 
     round: int
-    """Round of the refit."""
     rank: int
-    """Sends it."""
     source_class: int
     gpu: int
-    """Receives it."""
     offset: int
-    """Bytes from the start of the body of the receiver's exchange memory."""
     can_map: bool
     """Rank and GPU are on one node and the GPU has a trainer rank, so a worker may read the sender's arena where processes can map it."""
     message: Message
@@ -158,7 +150,6 @@ class Pull(NamedTuple):
     copy: Copy
     rank: int
     holding: Holding
-    """Place in the rank's memory."""
     offset: int | None
     """Bytes from the start of the exchange memory's body; None: the worker reads the arena of the rank on its own GPU."""
     checksum_offset: int
@@ -174,7 +165,6 @@ class Schedule:
     source_class: Mapping[int, int]
     """Class of each source rank: ranks of one class hold the same."""
     workers: Mapping[int, EngineWorker]
-    """Workers by the number under which `reshard` was given their layout."""
     body_bytes: Mapping[int, int]
     """Body of the exchange memory of each GPU that has workers: checksums of own copies, then the regions of each worker."""
 
@@ -269,7 +259,6 @@ class Schedule:
         return digest.hexdigest()
 
     def _deliveries(self, worker: EngineWorker, rank: int | None = None) -> Iterator[Delivery]:
-        """The messages to a worker, of one rank or of all."""
         found = self.classes[worker.class_index]
         for source, sender in zip(found.sources, worker.ranks, strict=True):
             if rank in (None, sender):

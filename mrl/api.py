@@ -74,7 +74,7 @@ class Loop:
 
     @property
     def is_over(self) -> bool:
-        """Whether no step follows: the last is done, a signal or the time limit ends the run, or its validation is good enough."""
+        """True when no step follows: the last is done, a signal or the time limit ends the run, or its validation is good enough."""
         return self.run.is_over
 
     def step_under_way(self) -> Step:
@@ -98,7 +98,7 @@ class Policy:
     def train(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
         """Makes an optimizer step on each `policy.train_global_batch_size` sequences, by the loss of the config; returns its metrics.
 
-        Whatever else learns or judges them takes part: PPO's critic, whose advantages take the place of yours, and teachers.
+        PPO's critic, whose advantages replace yours, and teachers take part too.
         """
         from mrl.train import update_policy
 
@@ -159,20 +159,18 @@ class Rollouts:
         return self._loop.run.supplier.sequences(groups, self._loop.step_under_way())
 
     def validate(self) -> dict[str, float]:
-        """Accuracy on the held-out prompts, as `val/accuracy`, beside the validations of the config."""
+        """Accuracy on the held-out prompts, as `val/accuracy`, in addition to the validations of the config."""
         self._loop.check_refitted("rollouts.validate")
         found = self._loop.run.supplier.validate(self._loop.state)
         if not found:
-            # A signal has broken it off.
             self._loop.run.budget.check()
-        # A checkpoint is ranked by them.
         self._loop.state.metrics |= found
         return found
 
 
 @dataclass(frozen=True)
 class Refit:
-    """Moves the policy's weights into every engine, and compares every byte there."""
+    """Moves the policy's weights into every engine, and compares checksums over all bytes there."""
 
     _loop: Loop
 
@@ -206,7 +204,6 @@ def start(config: str | Path, overrides: Sequence[str] = ()) -> Iterator[Loop]:
 
     startup.lap("import")
     started = time.monotonic() - env.job_age_s()
-    # A program that has set up its logging keeps it.
     secrets = None if logging.getLogger().handlers else start_logging("text")
     loaded, migration = load_run(config, overrides, secrets=secrets)
     if not loaded.has_engines:

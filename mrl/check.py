@@ -30,7 +30,7 @@ from mrl.data.order import find_few_rows
 from mrl.envs.workers import describe_workers, usable_cores
 from mrl.inputs import Look, look_at_inputs
 from mrl.plan.deadlines import all_deadlines
-from mrl.plan.hardware import local_gpu
+from mrl.plan.hardware import local_gpu, local_memory
 from mrl.plan.plan import prediction
 from mrl.store.checkpoints import RUN_CONFIG, CheckpointStore, find_lost_run, newest_step
 
@@ -45,10 +45,7 @@ WIDTH = 14
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line of `python -m mrl.train`, with `name` of the config and `words` the overrides.
-
-    Log lines go to standard output from here on, without `secrets`, a set to which loading a config adds.
-    """
+    """The command line of `python -m mrl.train`, with `name` of the config and `words` the overrides."""
     parser = argparse.ArgumentParser(prog="python -m mrl.train", description="Train a policy.")
     parser.add_argument("words", nargs="*", metavar="CONFIG|a.b=c", help="config file (a path, or a packaged name), then overrides")
     parser.add_argument("--config", metavar="CONFIG", help="the config file, as an option")
@@ -101,14 +98,13 @@ def check_evaluation(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check finds."""
+    """Findings of a check."""
 
     config: RunConfig | None
     """None if not even the algorithm is known. Reading a value that is not known raises NotKnown."""
     migration: Migration
     problems: list[str]
     path: Path | None = None
-    """The file; None if there is none, or it cannot be read."""
     doubts: Sequence[str] = ()
     """Values that are probably slips."""
     prediction: str = ""
@@ -118,7 +114,7 @@ class Checked:
 
     @property
     def refused(self) -> list[str]:
-        """What is wrong with the config itself."""
+        """Faults of the config itself."""
         return [problem for problem in self.problems if not isinstance(problem, Unprovided)]
 
     @property
@@ -128,7 +124,7 @@ class Checked:
 
     @property
     def provided(self) -> list[str]:
-        """What this machine lacks, and no rule needs."""
+        """Requirements that this machine lacks, and no rule needs."""
         return [problem for problem in self.problems if isinstance(problem, Unprovided) and not isinstance(problem, Unchecked)]
 
 
@@ -164,7 +160,7 @@ def examine(
     checked = Checked(config, migration, problems, path, doubts, unseen=look.unseen)
     if config is not None and config.cluster.gpus_per_node and not (to_evaluate or checked.refused or checked.unchecked):
         try:
-            return replace(checked, prediction=prediction(config, local_gpu()))
+            return replace(checked, prediction=prediction(config, gpu := local_gpu(), local_memory() if gpu else None))
         except ValueError as error:
             problems.append(str(error))
     return checked
@@ -355,14 +351,11 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
 
 @dataclass(frozen=True)
 class Target:
-    """What is evaluated."""
+    """The checkpoint or model that is evaluated."""
 
     config: str
-    """Config file that says how."""
     name: str
-    """Of the results."""
     model: Path | None = None
-    """Hugging Face folder; None = the config's model."""
     checkpoint: Path | None = None
     """Checkpoint of a run, to be exported first."""
 
@@ -372,7 +365,7 @@ class Target:
 
 
 def find_target(name: str, config: str | None) -> Target:
-    """What `name` means: a config, or a folder.
+    """Resolves `name`, a config or a folder.
 
     Raises:
         ValueError: it is a folder of neither kind, or has no checkpoint.

@@ -28,7 +28,6 @@ _TO_MCORE, _TO_HF, _ADAPTERS = "hf-to-mcore", "mcore-to-hf", "adapters"
 # Enough to see the pattern; a folder of another model has the same complaint of every tensor.
 MAX_ALIKE = 3
 _NUMBER = re.compile(r"\b\d[\w.+-]*")
-# Characters of a cache key that are shown.
 KEY_LENGTH = 12
 
 

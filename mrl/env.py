@@ -66,7 +66,6 @@ PYTORCH_ALLOC_CONF = Variable(
 PYTORCH_CUDA_ALLOC_CONF = Variable("PYTORCH_CUDA_ALLOC_CONF", "The older name of PYTORCH_ALLOC_CONF, which counts if that is not set.")
 
 PASSED: Counter[str] = Counter()
-"""How often this process has passed the points of each name; see `kill_point`."""
 
 VARIABLES = tuple(value for value in list(globals().values()) if isinstance(value, Variable))
 
@@ -85,10 +84,10 @@ FULL_FLOAT32 = {
 SECRET_NAME = re.compile(
     r"(^|[_-])(token|secret|password|passwd|passphrase|credentials?|bearer|(api|access|private|secret|auth)_?key(_id)?)$", re.IGNORECASE
 )
-"""What a key or variable is called that holds a secret. Plural words (`stop_token_ids`, `max_new_tokens`) are not meant."""
+"""Pattern of a key or variable that holds a secret. Plural words (`stop_token_ids`, `max_new_tokens`) are not meant."""
 
 PLACE_NAME = re.compile(r"HOME|USER|PWD|TMPDIR|HOSTNAME|SCRATCH|WORK|SLURM_\w+|\w+_(HOME|DIR|PATH|ROOT|FOLDER|NAME|ID|SIZE|NODES|RANK)")
-"""What variables are called that a config may name and that tell no secret: places, names and sizes."""
+"""Pattern of variables that a config may name because they hold no secret: places, names and sizes."""
 
 # Shorter values ("1", "none") would blank out unrelated text.
 MIN_SECRET_LENGTH = 6

@@ -74,7 +74,6 @@ def model_overrides(target: Target) -> Iterator[list[str]]:
     if target.checkpoint is None:
         yield target.model_overrides()
         return
-    # Beside the checkpoint, where every node finds it.
     with tempfile.TemporaryDirectory(dir=target.checkpoint.parent, prefix=".evaluated-") as folder:
         exported = Path(folder) / "model"
         logger.info("Exporting %s", target.checkpoint)
@@ -106,7 +105,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with model_overrides(target) as model:
             config, migration = load_run(find_config(target.config), [*model, *overrides], to_evaluate=True, secrets=options.secrets)
             migration.log()
-            # All that can be checked before a process starts.
             check_evaluation(config, problems := Problems(config))
             if problems.texts:
                 raise ConfigError(problems.texts)

@@ -29,11 +29,9 @@ if TYPE_CHECKING:
 CPU_S = 30
 MAX_JUDGED_ROWS = 64
 MAX_FILES = 4
-"""Of a data set of many files: the first, the last, and some between."""
 MAX_COMPARED_BYTES = 128 << 20
-"""Of rows that are compared with those of an earlier attempt in a few seconds."""
+"""Limit of rows that are compared with those of an earlier attempt in a few seconds."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-# A reply that says the expected answer, as far as an environment knows such a form.
 REPLIES = {"math": "\\boxed{{{answer}}}", "mcqa": "Answer: {answer}\n\\boxed{{{answer}}}", "dapo": "Answer: {answer}"}
 
 
@@ -166,7 +164,6 @@ def data_identities(config: RunConfig, look: Look) -> list[Callable[[], dict[str
 
 
 def _read_all(config: RunConfig, look: Look) -> None:
-    """Reads all rows, as a start does."""
     from mrl.data.order import num_steps_of
     from mrl.data.prompts import load_prompts
     from mrl.data.supervised import load_examples
@@ -226,13 +223,13 @@ def _look_at_rows(
         look.add(judged)
     if not is_whole:
         of = f" of {len(chosen)} of its {len(reader.files)} files" if len(chosen) < len(reader.files) else ""
-        look.unseen.append(f"{key}: rows of {dataset.source} beside {left_out.num_rows} of them, the first, the last and random ones{of}")
+        seen = f"only {left_out.num_rows:,} were read, the first, the last and random ones{of}"
+        look.unseen.append(f"{key}: the other rows of {dataset.source}: {seen}")
     look.unseen += [f"{key}: the end of {path}, of which only the beginning was read" for path, found in excerpts.items() if found.is_cut]
     return look
 
 
 def _spread(files: Sequence[Path]) -> list[Path]:
-    """A few files, the first and the last among them."""
     last = len(files) - 1
     return [files[index] for index in sorted({round(last * part / (MAX_FILES - 1)) for part in range(MAX_FILES)})]
 
@@ -254,7 +251,6 @@ def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rende
         if (score := scores[row.env_name]) is not None:
             form = "dapo" if row.env_name == "math" and config.env.math.math_verify_impl != "hf_math_verify" else row.env_name
             answer = safe_text(row.answer)
-            # Its reply has no thoughts.
             _, tool_parser = parsers_of(config, row.env_name, row.row)
             reply = REPLIES.get(form, "x").format(answer=answer)
             task = Task((reply,), answer, safe_text(row.question), row.row, tool_parser=tool_parser)
@@ -286,7 +282,7 @@ def _score(env_name: str, config: RunConfig, look: Look) -> Score | None:
 
 
 def _fault(score: Score, task: Task, *, has_reply: bool) -> str:
-    """Why no reply can be right; "" if one can, as far as one reply tells. With `has_reply`, the task's is the expected answer."""
+    """Reason why no reply can be right; "" if one can, as far as one reply tells. With `has_reply`, the task's is the expected answer."""
     from mrl.envs.task import RowFault
 
     try:

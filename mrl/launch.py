@@ -19,9 +19,15 @@ from datetime import datetime
 from pathlib import Path
 
 from mrl.check import examine
+from mrl.config.errors import Unchecked
 from mrl.config.files import find_config
 from mrl.config.load import load_config
+from mrl.config.model import with_cached_folders
+from mrl.config.rules.checks import find_problems
+from mrl.config.schema.run import RunConfig
 from mrl.launchers import kubernetes, slurm
+from mrl.plan.hardware import GIB, GPUS, NODES
+from mrl.plan.plan import LARGEST, make_plan
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +57,14 @@ def launch_slurm(options: argparse.Namespace) -> None:
 
 def launch_kubernetes(options: argparse.Namespace) -> None:
     """Prints the manifest, or applies it."""
-    cluster = load_config(options.config, options.overrides).cluster
+    config = load_config(options.config, options.overrides)
+    cluster = config.cluster
     job = kubernetes.KubernetesJob(
         train_command(options), cluster.num_nodes, cluster.gpus_per_node, options.name, options.namespace, options.image,
         options.claim, options.mount, options.instance_type, options.efa, options.cpus, options.memory, options.shm,
     )  # fmt: skip
-    text = kubernetes.render(job)
+    check_mounted(config, options)
+    text = "".join(f"# {note}\n" for note in check_nodes(config, options)) + kubernetes.render(job)
     logger.info("%s", text)
     if options.submit:
         submit(["kubectl", "apply", "--filename", "-"], text=text)
@@ -64,7 +72,9 @@ def launch_kubernetes(options: argparse.Namespace) -> None:
 
 def launch_lepton(options: argparse.Namespace) -> None:
     """Prints the fields of the form of a DGX Cloud Lepton batch job."""
-    cluster = load_config(options.config, options.overrides).cluster
+    config = load_config(options.config, options.overrides)
+    check_mounted(config, options)
+    cluster = config.cluster
     nodes, gpus = cluster.num_nodes, cluster.gpus_per_node
     command = shlex.join(train_command(options))
     variables = {"COMMAND": command, "CLUSTER_NUM_NODES": nodes, "CLUSTER_GPU_PER_NODE": gpus}
@@ -77,14 +87,45 @@ def launch_lepton(options: argparse.Namespace) -> None:
         "# Environment Variables:",
         *(f"{name}={value}" for name, value in variables.items()),
         *(f"{name}=<secret {name}>" for name in LEPTON_SECRETS),
-        "# Mount Storage: a volume that all workers share, at /mnt; keep model, data, checkpoints and HF_HOME there",
+        f"# Mount Storage: a volume that all workers share, at {options.mount}; keep model, data, checkpoints and HF_HOME there",
     ]
     logger.info("%s", "\n".join(lines) + "\n")
 
 
+def check_mounted(config: RunConfig, options: argparse.Namespace) -> None:
+    """ValueError where the run folder or the config file would lie in a container: it is lost with it, and no other node sees it."""
+    mount = Path(options.mount)
+    places = {f"checkpointing.checkpoint_dir={config.checkpointing.checkpoint_dir}": Path(config.checkpointing.checkpoint_dir)}
+    if (file := Path(options.config)).is_file():
+        places[f"config {options.config}"] = file.absolute()
+    if wrong := [name for name, place in places.items() if not Path(os.path.normpath(place)).is_relative_to(mount)]:
+        raise ValueError(
+            f"{', '.join(wrong)}: lies in the container, is lost with it, and no other node sees it; "
+            f"name an absolute path below --mount {mount}, where all nodes mount their shared storage"
+        )
+
+
+def check_nodes(config: RunConfig, options: argparse.Namespace) -> list[str]:
+    """Compares the plan of the run with what a pod gets; ValueError: it does not fit. Returns what could not be compared."""
+    node, limit = NODES.get(options.instance_type), kubernetes.in_bytes(options.memory)
+    if node and (config.cluster.gpus_per_node > node.num_gpus or limit > node.memory_gib * GIB):
+        raise ValueError(
+            f"cluster.gpus_per_node={config.cluster.gpus_per_node}, --memory {options.memory}: no pod fits on a node "
+            f"of --instance-type {options.instance_type}, which has {node.num_gpus} GPUs and {node.memory_gib} GiB"
+        )
+    gpu, local = GPUS[node.gpu] if node else LARGEST, with_cached_folders(config)
+    if not config.cluster.gpus_per_node or any(isinstance(problem, Unchecked) for problem in find_problems(local)):
+        return ["Memory is not compared with the nodes: the run has no GPUs, or the config.json of its model is not on this host"]
+    plan = make_plan(local, gpu, node_memory=limit)
+    if wrong := [text for text in (plan.misfit if node else None, plan.host_misfit) if text]:
+        raise ValueError(
+            f"{'; '.join(wrong)} (--memory {options.memory}); python -m mrl.plan {options.config} ... --gpu {gpu.name} says more"
+        )
+    return [] if node else ["GPU memory is not compared: --instance-type is none of " + ", ".join(NODES)]
+
+
 def wait(options: argparse.Namespace) -> None:
     """Waits for the nodes of a launched Ray cluster."""
-    # Printing a job needs no Ray.
     from mrl.cluster.nodes import connect, joined_nodes
 
     names = options.nodes.split(",") if options.nodes else []
@@ -186,6 +227,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     on_lepton = _runs(commands, "lepton", "a batch job of DGX Cloud Lepton", launch_lepton, can_submit=False)
     on_lepton.add_argument("--image", required=True, help="an image of scripts/docker")
+    on_lepton.add_argument("--mount", default="/mnt", help="where the shared volume is mounted (default: %(default)s)")
 
     waiting = commands.add_parser("wait", help="wait until all nodes of the Ray cluster at RAY_ADDRESS have joined (the scripts call it)")
     waiting.add_argument("--nodes", default="", help="their names, with commas between them")

@@ -9,27 +9,29 @@ from typing import Literal, NamedTuple
 
 
 class Metric(NamedTuple):
-    """Where a metric is shown. A metric that stands in no table is written to files and loggers, under its own name."""
+    """Places where a metric is shown. A metric that stands in no table is written to files and loggers, under its own name."""
 
     line: str = ""
-    """Of the step's block on the console, the line that shows it if the step has it; see `mrl.store.console`."""
+    """Line of the step's block on the console that shows it; see `mrl.store.console`."""
     text: str = ""
-    """What stands there."""
+    """Text on that line."""
     chart: str = ""
     """Title of the report's chart that draws it."""
     nemo_rl: str = ""
     """NeMo RL's name, under which loggers get it."""
 
 
-ACCURACY, KL, PHASES, HIDDEN = "Held-out accuracy", "KL", "Seconds by phase", "Seconds hidden beside other phases"
+ACCURACY, KL, PHASES, HIDDEN = "Held-out accuracy", "KL", "Seconds by phase", "Seconds hidden behind other phases"
 STACKED = (PHASES, HIDDEN)
-"""Charts whose metrics add up."""
 
 METRICS: dict[str, Metric] = {
     "train/reward": Metric("Reward", "mean={:.2f}", "Reward"),
-    "train/reward_std": Metric("Reward", "std={:.2f}"),
+    "train/reward_std": Metric("Reward", "std={:.2f}", "Reward"),
     "train/reward_min": Metric("Reward", "min={:.1f}"),
     "train/reward_max": Metric("Reward", "max={:.1f}"),
+    "rollout/*/reward": Metric(chart="Reward by environment"),
+    "rollout/*/reward_std": Metric(chart="Reward by environment"),
+    "rollout/groups_without_signal": Metric(chart="Groups with equal rewards, which teach nothing"),
     "val/accuracy": Metric(chart=ACCURACY),
     "val/pass_k": Metric(chart=ACCURACY),
     "val/val_loss": Metric(chart="Held-out loss"),
@@ -41,12 +43,13 @@ METRICS: dict[str, Metric] = {
     "rollout/mean_length": Metric(chart="Generated tokens per rollout", nemo_rl="train/mean_gen_tokens_per_sample"),
     "rollout/max_length": Metric(chart="Generated tokens per rollout", nemo_rl="train/max_gen_tokens_per_sample"),
     "rollout/mean_prompt_length": Metric(nemo_rl="train/mean_prompt_length"),
-    "rollout/truncated_fraction": Metric(nemo_rl="train/truncation_rate"),
+    "rollout/truncated_fraction": Metric(chart="Truncated rollouts, share", nemo_rl="train/truncation_rate"),
     "train/entropy": Metric(chart="Entropy"),
     "train/approx_entropy": Metric(chart="Entropy"),
     "train/loss": Metric("Train", "loss={:.3f}", "Loss"),
     "train/kl_penalty": Metric("Train", "kl={:.3f}", KL),
     "train/gen_kl_error": Metric(chart=KL),
+    "train/clip_fraction": Metric(chart="Clipped tokens, share"),
     "train/kl_forward": Metric("Train", "kl_forward={:.4f}", "Student against teachers"),
     "train/kl_reverse": Metric("Train", "kl_reverse={:.4f}", "Student against teachers"),
     "train/teacher_gap/mean": Metric(
@@ -85,7 +88,7 @@ PREFIXES = {"time/": "timing/train/", "val/": "validation/", "train/mtp_": "trai
 """NeMo RL's for ours, of metrics whose NeMo RL's name is not in the table."""
 
 PERCENTAGES = re.compile(r"train/mtp/mtp_\d+_acceptance_rate")
-"""What NeMo RL logs in percent, by its names; ours are shares."""
+"""Metrics that NeMo RL logs in percent, by its names; ours are shares."""
 
 
 def nemo_rl_names(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -99,12 +102,12 @@ def nemo_rl_names(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def shown_on(line: str, metrics: Mapping[str, float]) -> str:
-    """What a line of the console says of the metrics."""
+    """Text of a console line for these metrics."""
     return ", ".join(shown.text.format(metrics[name]) for name, shown in METRICS.items() if shown.line == line and name in metrics)
 
 
 def charts() -> list[tuple[str, list[str], str]]:
-    """The charts of the report: title, names of metrics, and "stack" if these add up."""
+    """The charts of the report: title, names of metrics (`*` is any environment), and "stack" if these add up."""
     found: dict[str, list[str]] = {}
     for name, shown in METRICS.items():
         if shown.chart:
@@ -113,7 +116,7 @@ def charts() -> list[tuple[str, list[str], str]]:
 
 
 def extreme_of(name: str) -> Literal["min", "max"] | None:
-    """How parts of a metric, of rows, ranks or updates, are combined by its name; None where they are added up, or averaged."""
+    """Reduction of a metric over rows, ranks or updates, by its name; None where parts are added up or averaged."""
     words = name.rpartition("/")[2].split("_")
     return "min" if "min" in words else "max" if "max" in words else None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is resident where in each phase of a run: the one table that policy ranks and colocated engines obey.
+"""Place of each kind of memory in each phase of a run: the one table that policy ranks and colocated engines obey.
 
 Dedicated engines share their memory with nobody: they keep weights and KV cache in all phases; and a policy without other models beside it
 keeps gradients and optimizer.
@@ -13,7 +13,7 @@ from typing import Literal, cast
 Phase = Literal["load", "train", "logprob", "teacher", "value", "train_value", "refit", "generate", "checkpoint"]
 Role = Literal["policy", "teacher", "critic"]
 ModelName = str
-"""A model that policy ranks may hold: the policy, and those beside it that compute the same rows, each in a layout of its own.
+"""A model that policy ranks may hold: the policy, and others that compute the same rows, each in a layout of its own.
 
 It is named by its role, or, where several have that, by role and name, as in "teacher:math".
 """
@@ -22,13 +22,13 @@ Place = Literal["device", "host", "none"]
 
 
 def role_of(model: ModelName) -> Role:
-    """What a model is there for."""
+    """Role of a model."""
     return cast("Role", model.partition(":")[0])
 
 
 @dataclass(frozen=True)
 class Residency:
-    """Where each kind of memory is during a phase. Without a GPU, device and host are the same memory and nothing moves."""
+    """Place of each kind of memory during a phase. Without a GPU, device and host are the same memory and nothing moves."""
 
     weights: Place = "device"
     """The policy's parameters and persistent buffers (the arena). Always on the device: CUDA frees no memory that another process maps, and
@@ -39,7 +39,7 @@ class Residency:
     engine_weights: Place = "none"
     kv_cache: Place = "none"
     teacher_weights: Place = "host"
-    """Of a model that is never trained, so that nothing else of it is kept."""
+    """Place of the weights of a model that is never trained; nothing else of it is kept."""
     critic_weights: Place = "host"
     critic_gradients: Place = "none"
     critic_optimizer: Place = "host"
@@ -56,7 +56,6 @@ class Residency:
 
 
 PHASES: dict[Phase, Residency] = {
-    # Models are built on the device.
     "load": Residency(engine_weights="device", teacher_weights="device", critic_weights="device"),
     "logprob": Residency(activations="device"),
     "train": Residency(gradients="device", optimizer="device", activations="device"),
@@ -72,19 +71,16 @@ PHASES: dict[Phase, Residency] = {
 }
 
 WORKERS: dict[Phase, Role] = {"teacher": "teacher", "value": "critic", "train_value": "critic"}
-"""The phases in which a model beside the policy computes, and in which role; runs without it leave them out."""
+"""The phases in which another model than the policy computes, and in which role; runs without it leave them out."""
 
 _WORK: frozenset[Phase] = frozenset({"logprob", "teacher", "value", "train_value", "train"})
 """The phases in which models compute and train the rows of a step."""
 
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    # Refit zero comes first, also in a resumed run; a policy without engines goes straight to work.
     "load": frozenset({"refit", *_WORK}),
-    # After refit zero a resumed run loads its checkpoint.
     "refit": frozenset({"load", "generate", "checkpoint"}),
     # An engine that was restarted is refitted before it goes on.
     "generate": frozenset({"refit", "checkpoint", *_WORK}),
-    # Logprobs, values and a teacher's logits come before any update.
     "logprob": _WORK,
     "teacher": _WORK,
     "value": _WORK,
@@ -96,7 +92,7 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 
 def enter(current: Phase | None, phase: Phase) -> Residency:
-    """What must be resident after entering `phase` from `current`.
+    """Residency after entering `phase` from `current`.
 
     A process starts from None, with `load`. Entering a phase again changes nothing.
 

@@ -23,7 +23,7 @@ from typing import NoReturn
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""What schedulers send before a time limit or a preemption, and terminals at Ctrl-C and when they close."""
+"""Signals of schedulers before a time limit or a preemption, and of terminals at Ctrl-C and when they close."""
 ENDED_EARLY = 75
 """Exit code: EX_TEMPFAIL of sysexits.h, by which launchers know that the job is to be queued again."""
 ENDED_AT_ONCE = 128 + signal.SIGINT
@@ -120,7 +120,7 @@ LISTENER = Listener()
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Whatever starts inside the `with` block blocks the stop signals. Handlers that a library replaces meanwhile are put back."""
+    """Blocks the stop signals for all that starts inside the `with` block. Puts back handlers that a library replaces meanwhile."""
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -133,10 +133,7 @@ def shielded() -> Iterator[None]:
 
 
 def shield_process(*, passes_on: bool) -> None:
-    """Lets this process live through stop signals, also where threads that it has already block none. Only its main thread can.
-
-    Processes that it starts are shielded like itself if it `passes_on` what it blocks.
-    """
+    """Lets this process live through stop signals, also where threads that it has already block none. Only its main thread can."""
     own = os.getpid()
 
     def ignore(number: int, _: FrameType | None) -> None:

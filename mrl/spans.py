@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each process of a run does when: one file a process, in Chrome's trace event format, which Perfetto opens.
+"""Timeline of each process of a run: one file a process, in Chrome's trace event format, which Perfetto opens.
 
 Times are those of the host's clock. Without `record_in`, a process records nothing. `show_in` keeps the last span beside that in a small
 file in memory, a sign of life that other processes of the host read even while this one hangs.
@@ -33,12 +33,11 @@ MAX_GAP_S, MAX_STRETCH_S = 0.05, 10.0
 MIN_MEASURED_S = 0.002
 # A thread that writes wakes up this often; hours of spans wait in memory while a file system does not answer.
 WRITE_INTERVAL_S, MAX_WAITING = 0.2, 50_000
-# At the end of a process, for a file system that does not answer.
 CLOSE_TIMEOUT_S = 10.0
 SIGNS, STACKS = "signs", "stacks"
 """Folders of a run's private folder: a sign of life for each process, and where a process writes its stacks on `STACK_SIGNAL`."""
 STACK_SIGNAL = signal.SIGRTMIN + 5
-"""Of the real-time signals, which no library of the run uses."""
+"""A real-time signal that no library of the run uses."""
 SIGN = struct.Struct("<QQd?16s160s")
 
 Fact = str | int | float
@@ -59,9 +58,7 @@ class Sign:
     name: str
     pid: int
     num_done: int
-    """Spans that it has finished."""
     since: float
-    """When the last span began or ended, a time of `time.monotonic`."""
     is_open: bool
     phase: str
     doing: str
@@ -75,7 +72,7 @@ class _Sign:
             # Room now: a page that finds none later ends the process.
             os.posix_fallocate(file.fileno(), 0, SIGN.size)
             self._memory = mmap.mmap(file.fileno(), SIGN.size)
-        # Kept open: the handler writes to its descriptor, whatever Python is at.
+        # Kept open: the handler writes to its descriptor, whatever Python is doing.
         self._stacks = (folder / STACKS / name).open("ab")
         faulthandler.register(STACK_SIGNAL, file=self._stacks)
         self._num_done, self._phase = 0, ""
@@ -98,7 +95,6 @@ class _Recorder:
         self._path = path
         self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._lock = threading.Lock()
-        # One clock for a span's beginning and end, whatever sets the host's clock in between.
         self._offset_s = time.time() - time.monotonic()
         self._lanes: dict[str, int] = {}
         self._stretches: dict[str, _Stretch] = {}
@@ -224,7 +220,7 @@ def add(name: str, start: float, lane: str = MAIN, /, **facts: Fact) -> None:
 
 
 def stretch(name: str, start: float, lane: str = MAIN, /, **facts: Fact) -> None:
-    """As `add`, for work in many short calls: those of a lane that follow closely upon each other are one span, until `end_stretch`."""
+    """Adds work in many short calls: calls of a lane that follow each other closely are one span, until `end_stretch`."""
     _show_end(name, lane, facts)
     if _recorder is not None:
         _recorder.stretch(name, start, time.monotonic(), lane, facts)
@@ -270,7 +266,7 @@ def memory_facts() -> dict[str, int]:
 
 
 def name_of(verb: str, *arguments: object) -> str:
-    """What a call of an actor's verb is called."""
+    """Name of a call of an actor's verb."""
     return f"enter {arguments[0]}" if verb == "enter" else verb
 
 

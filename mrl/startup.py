@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the start of a run takes, phase by phase: one budget per process, from the moment when its command began. Standard library only."""
+"""Seconds of a run's start, phase by phase: one budget per process, from the moment when its command began. Standard library only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PHASES = {
 
 _laps: dict[str, float] = {}
 _last = [mrl.STARTED]
-"""When the last phase ended; empty once the budget has been taken."""
+"""Time when the last phase ended; empty once the budget has been taken."""
 
 
 def lap(phase: str) -> None:

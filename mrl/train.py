@@ -78,7 +78,6 @@ def update_policy(run: Run[Supplier], step: Step, batches: Sequence[Batch]) -> d
         if config.trains_policy(step.number):
             run.session.enter("train")
             updates = [policies.call(PolicyVerbs.train_step, index)[0] for _ in range(config.num_passes) for index in range(len(batches))]
-            # Of the last pass, as in NeMo RL.
             metrics |= metrics_of_updates(updates[-len(batches) :])
     warn_of_bounded_ratios(metrics)
     metrics["train/num_logprob_passes"] = float(config.needs_old_logprobs + config.keeps_reference)
@@ -87,7 +86,7 @@ def update_policy(run: Run[Supplier], step: Step, batches: Sequence[Batch]) -> d
 
 
 def refit_engines(run: Run[Supplier], state: RunState, step: Step) -> None:
-    """Counts the step as trained, and has the engines sample from the new weights, every byte of them verified."""
+    """Counts the step as trained, and has the engines sample from the new weights, once checksums over all bytes agree."""
     run.folder.ledger.train(step.number, step.trained, step.dropped)
     state.step, state.metrics = step.number, step.metrics
     if run.config.has_engines:
@@ -105,7 +104,6 @@ def end_step(run: Run[Supplier], state: RunState, step: Step) -> None:
     run.decide_end(step.number, step.metrics)
     if run.is_save_due(step.number):
         with step.clock.phase("checkpoint"):
-            # The rollouts of the next step do not wait until the checkpoint is written.
             run.saver.begin(state, waits=run.is_over)
     step.metrics |= step.clock.metrics() | run.saver.take_metrics()
     if step.batches:

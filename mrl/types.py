@@ -32,12 +32,12 @@ class Prompt:
     row: str = "{}"
     """The other fields of the row, for its environment: a JSON object, as text."""
     teacher: str = ""
-    """Name of the model beside the policy that teaches what this is about; empty where nobody does."""
+    """Name of the teacher for this prompt; empty where there is none."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the engine samples tokens. `top_k` None keeps all tokens."""
+    """Sampling parameters of an engine. `top_k` None keeps all tokens."""
 
     temperature: float
     top_p: float
@@ -59,7 +59,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Proposals:
-    """What speculation did for a rollout: how often tokens were proposed, how many, and how many of them the model would have drawn."""
+    """Counts of a rollout's speculation: proposals, proposed tokens, and those of them that the model would have drawn."""
 
     num_rounds: int = 0
     num_tokens: int = 0
@@ -78,7 +78,7 @@ class Transcript:
     turns: tuple[Turn, ...]
     num_weight_versions: int
     routes: np.ndarray | None = None
-    """Of the tokens that went through the model while it sampled the last of `turns`."""
+    """Experts of the tokens that went through the model while it sampled the last of `turns`."""
     proposals: Proposals = Proposals()
 
 
@@ -91,7 +91,6 @@ class RolloutRequest:
     epoch: int
     seed: int
     token_ids: tuple[int, ...]
-    """The prompt."""
     sampling: SamplingParams
     earlier: object | None = None
     """The `Transcript` that a further turn continues; outside the engine's process a reference to it, opaque outside `mrl.cluster`."""
@@ -134,7 +133,7 @@ class Rollout:
 
     request: RolloutRequest
     weight_version: int
-    """Of the engine when the request, or its last turn, began: no token is older. Later weights may have sampled later tokens."""
+    """Version of the engine when the request, or its last turn, began: no token is older. Later weights may have sampled later tokens."""
     token_ids: np.ndarray
     """int32 [L], the tokens after the prompt: those of the model, stop tokens included, and between its turns those of the environment."""
     generator_logprobs: np.ndarray
@@ -166,7 +165,7 @@ class RolloutInfo:
     prompt_id: str
     rollout_index: int
     weight_version: int
-    """Of the oldest weights that sampled one of its tokens."""
+    """Version of the oldest weights that sampled one of its tokens."""
     prompt_length: int
     length: int
     """Number of tokens after the prompt."""
@@ -182,7 +181,7 @@ class RolloutInfo:
     further: tuple[RolloutInfo, ...] = ()
     """The other sequences of an agent's rollout: of sub-agents, retries, compacted conversations. They share its advantage."""
     is_further: bool = False
-    """Whether it is one of these."""
+    """True for one of these."""
 
     @property
     def sequences(self) -> tuple[RolloutInfo, ...]:
@@ -237,7 +236,6 @@ class Flaw:
     start: int
     """Index of the first of these tokens in `Rollout.token_ids`."""
     stop: int
-    """One past the last."""
 
 
 @dataclass(frozen=True)
@@ -253,29 +251,29 @@ class Verdict:
     components: Mapping[str, float] = field(default_factory=dict)
     """Parts of the reward, by name; empty if the environment gives one number."""
     flags: tuple[str, ...] = ()
-    """Events to count beside the reward, `invalid_tool_call` for example."""
+    """Events to count besides the reward, `invalid_tool_call` for example."""
     flaws: tuple[Flaw, ...] = ()
     observation: tuple[Mapping[str, str], ...] = ()
     """Messages with which the environment answers, if turns are left."""
     reason: str = ""
-    """Why the rollout is not valid, or how its text made its grader fail."""
+    """Reason why the rollout is not valid, or how its text made its grader fail."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further numbers, by name, which are no part of the reward."""
 
     @property
     def has_reward(self) -> bool:
-        """Whether `reward` counts in the baseline of its group: that of a flagged rollout does, although the rollout is masked."""
+        """True when `reward` counts in the baseline of its group: that of a flagged rollout does, although the rollout is masked."""
         return self.is_valid or self.status == "flagged"
 
 
 @dataclass(frozen=True)
 class RewardLoad:
-    """How the children of environments kept up with the rollouts, over some time."""
+    """Load of the children of environments over some time."""
 
     longest_queue: int = 0
     """Most tasks that waited for a child."""
     num_begun: int = 0
-    """How often children have begun a task."""
+    """Number of tasks that children have begun."""
     seconds: float = 0.0
     """In which a rollout waited for its verdict."""
     num_judged: int = 0
@@ -315,9 +313,8 @@ class FixedAdvantage:
 
 @dataclass(frozen=True)
 class TeacherTokens:
-    """What a teacher says of a rollout, at each of the N tokens that the policy generated: of its K likeliest tokens, or of the one there.
-
-    It stays with the rank that computed it; others see a reference.
+    """Teacher outputs of a rollout at each of the N generated tokens: of its K likeliest tokens, or of the one there. They stay with the
+    rank that computed them; others see a reference.
     """
 
     scores: np.ndarray
@@ -333,20 +330,17 @@ class TrainSequence:
     rollout: RolloutInfo
     advantage: float
     is_valid: bool
-    """Whether its tokens count in the loss."""
+    """True when its tokens count in the loss."""
     reward: float = 0.0
     fixed_advantages: tuple[FixedAdvantage, ...] = ()
-    """Where they overlap, the later one counts."""
+    """Token advantages that replace its own; the later one counts where they overlap."""
     teacher: object | None = None
     """Reference to the `TeacherTokens` of the rollout, if it has a teacher; on a policy rank these themselves."""
 
 
 @dataclass(frozen=True)
 class TokenSample:
-    """The beginning of a trained sequence token by token, for readers. Lists of one length, the prompt included.
-
-    Numbers are 0 at tokens that the model did not generate.
-    """
+    """The beginning of a trained sequence token by token, for readers. Lists of one length, the prompt included."""
 
     token_ids: list[int]
     is_generated: list[int]
@@ -372,7 +366,7 @@ class Batch:
     """Generated tokens of valid sequences over the whole batch: the denominator of a token-level loss."""
     num_valid_sequences: int
     metrics: dict[str, float]
-    """How full the rows are and how even the ranks: `train/*`."""
+    """Metrics of the rows' fill and the ranks' balance: `train/*`."""
 
 
 @dataclass
@@ -380,7 +374,6 @@ class RunState:
     """Progress of a run. Every checkpoint has it as JSON."""
 
     step: int = 0
-    """Number of finished steps."""
     weight_version: int = 0
     """Version of the weights in the engines: refits since the process started."""
     metrics: dict[str, float] = field(default_factory=dict)

@@ -42,30 +42,78 @@ FIXED = frozenset(
 COLUMNS = ("key", "type", "default", "meaning")
 
 
+# Sections that share a table: keys that differ in nothing but their section, or its default, are one row.
+GROUPS = {
+    "Algorithms": ("algorithm", "grpo", "ppo", "distillation", "sft", "dpo", "rm", "on_policy_distillation"),
+    "Losses and rewards": ("loss_fn", "value_loss_fn", "reward_penalties"),
+    "Models": ("policy", "value"),
+    "Data and environments": ("data", "env"),
+    "The run": ("checkpointing", "logger", "cluster", "deadlines", "profiler", "eval"),
+}
+
+
 def config_tables() -> str:
-    """The reference in docs/config.md, as Markdown: a table for each section of the run, a row for each key."""
-    own = [row for name in fields_of(RunConfig) for row in _rows(RunConfig, name, "") if section_of(fields_of(RunConfig)[name]) is None]
-    parts = [_table("The run", COLUMNS, own)]
-    for name, hint in fields_of(RunConfig).items():
-        if section_of(hint) is not None and name not in SAME_KEYS:
-            parts.append(_table(name, COLUMNS, _merged(_rows(RunConfig, name, ""))))
+    """The reference in docs/config.md, as Markdown: a table for each group of sections, a row for each key."""
+    parts, left = [], [name for name in fields_of(RunConfig) if name not in SAME_KEYS]
+    for title, names in GROUPS.items():
+        rows = [row for name in names for row in _rows(RunConfig, name, "")]
+        left = [name for name in left if name not in names]
+        parts.append(_table(title, COLUMNS, _with_defaults(rows)))
+    assert not left, f"sections of no group: {left}"
     return "\n".join(parts)
+
+
+def _with_defaults(rows: Iterable[tuple[str, str, str, str]]) -> list[tuple[str, ...]]:
+    """Joins rows of one type and meaning; their defaults stand in the order of the keys, or once if they are equal."""
+    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for key, kind, default, meaning in rows:
+        found.setdefault((kind, meaning), []).append((key, default))
+    return [
+        (", ".join(key for key, _ in keys), kind, ", ".join(defaults if len({*defaults}) > 1 else defaults[:1]), meaning)
+        for (kind, meaning), keys in found.items()
+        for defaults in [[default for _, default in keys]]
+    ]
 
 
 def dialect_tables() -> str:
-    """The tables of docs/dialect.md, as Markdown."""
-    parts = [_table("Keys with another name", ("NeMo RL", "here"), [(f"`{old}`", f"`{new}`") for old, new in RENAMED.items()])]
+    """The tables of docs/dialect.md, as Markdown. `--check` says of each key of a file why, and the way out."""
     values = [(f"`{key}`", f"`{old}`", f"`{new}`") for (key, old), new in VALUES.items()]
-    parts.append(_table("Values with another name", ("key", "NeMo RL", "here"), values))
-    translated = [(f"`{old}`", f"`{new}`: the same value") for old, new in SAME_VALUE.items()]
-    translated += [(f"`{old}`", f"`{new}`, by a rule") for old, new in BY_RULE.items()]
-    by_rules = (", ".join(f"`{old}`" for old in sorted((*REWRITTEN, *TEMPLATE_VARIABLES))), "by rules of `mrl/config/dialect/rules.py`")
-    parts.append(_table("Keys that are translated", ("NeMo RL", "here"), [*sorted(translated), by_rules]))
-    parts.append(_foreign("Keys without effect", NO_EFFECT))
-    parts.append(_foreign("Keys that are refused", REFUSED))
-    refused = [(f"`{key}`", f"`{value}`", entry.reason, entry.way_out) for (key, value), entry in GPU_VALUES.items()]
-    parts.append(_table("Values that are refused", ("key", "value", "reason", "way out"), refused))
-    return "\n".join(parts)
+    by_rules = [(f"`{old}`", "by rules of `mrl/config/dialect/rules.py`") for old in sorted((*REWRITTEN, *TEMPLATE_VARIABLES))]
+    named = [*_renamed({**RENAMED, **SAME_VALUE}), *_renamed(BY_RULE, " by a rule"), *_merged(by_rules)]
+    without = [(_section(key), _written(key, entry)) for key, entry in sorted(NO_EFFECT.items())]
+    sections = {name: ", ".join(key for section, key in without if section == name) for name, _ in without}
+    refused = [(f"`{key}` ({value})", entry.reason) for (key, value), entry in GPU_VALUES.items()]
+    refused += [(_written(key, entry) + _other_values(entry), entry.reason) for key, entry in sorted(REFUSED.items())]
+    return "\n".join(
+        [
+            _table("Values with another name", ("key", "NeMo RL", "here"), _merged(values)),
+            _table("Keys with another name", ("NeMo RL", "here"), named),
+            _table("Keys without effect", ("section", "keys"), sections.items()),
+            _table("Keys and values that are refused", ("keys (values)", "why"), _merged(refused)),
+        ]
+    )
+
+
+def _renamed(names: Mapping[str, str], how: str = "") -> list[tuple[str, ...]]:
+    """Rows of old and new names; those of one section that keep their last part are one row."""
+    rows = []
+    for old, new in sorted(names.items(), key=lambda item: item[1]):
+        section, _, last = new.rpartition(".")
+        rows.append((f"`{old}`", (f"`{section}.…`" if old.rpartition(".")[2] == last else f"`{new}`") + how))
+    return _merged(rows)
+
+
+def _written(key: str, entry: Foreign) -> str:
+    return f"`{key}{'.*' if entry.is_section else ''}`"
+
+
+def _section(key: str) -> str:
+    return ".".join(key.split(".")[: 2 if key.startswith("policy.") and key.count(".") > 1 else 1])
+
+
+def _other_values(entry: Foreign) -> str:
+    """The values of a key that are refused."""
+    return f" (all but {', '.join(_yaml(value) for value in entry.same)})" if entry.same else ""
 
 
 def unread_keys(readers: Mapping[str, object]) -> set[str]:
@@ -74,7 +122,7 @@ def unread_keys(readers: Mapping[str, object]) -> set[str]:
 
 
 def markers(section: type = RunConfig, prefix: str = "") -> dict[str, Range | Only]:
-    """By dotted key, the numbers or the only value that the field's type allows."""
+    """Limits by dotted key: the numbers or the only value that the field's type allows."""
     found: dict[str, Range | Only] = {}
     for name, hint in fields_of(section).items():
         if prefix + name in SAME_KEYS:
@@ -144,14 +192,6 @@ def _default(field: dataclasses.Field) -> str:
     return "required" if field.default in (dataclasses.MISSING, "???") else f"`{_yaml(field.default)}`"
 
 
-def _foreign(title: str, entries: Mapping[str, Foreign]) -> str:
-    rows = []
-    for key, entry in sorted(entries.items()):
-        accepted = "any" if entry.same is None else ", ".join(f"`{_yaml(value)}`" for value in entry.same)
-        rows.append((f"`{key}{'.*' if entry.is_section else ''}`", accepted, entry.reason, entry.way_out or "–"))
-    return _table(title, ("keys", "values accepted", "why", "otherwise"), _merged(rows))
-
-
 def _merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Joins rows that differ in nothing but their first cell, the key."""
     keys: dict[tuple[str, ...], list[str]] = {}
@@ -161,7 +201,7 @@ def _merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
-    lines = [f"## {title}", "", f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    lines = [f"## {title}", f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
     return "\n".join([*lines, *(f"| {' | '.join(map(_cell, row))} |" for row in rows)]) + "\n"
 
 

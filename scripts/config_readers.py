@@ -21,7 +21,7 @@ ACCESSORS = ("mrl.config.schema", "mrl.config.rules.data")
 # They check and print keys, which changes nothing in a run.
 NOT_PRODUCT = ("mrl.config", "mrl.check", "mrl.plan")
 LIMITS = "mrl.plan.deadlines"
-"""What a run keeps to, though the plan shows it, too."""
+"""Limits that a run keeps, though the plan shows them, too."""
 
 Types = frozenset[str]
 Place = tuple[str, str]
@@ -122,7 +122,7 @@ class _Definitions:
 
 
 def _reads(tree: ast.Module, known: _Definitions) -> dict[Place, set[Place]]:
-    """What each function of a module reads."""
+    """Keys that each function of a module reads."""
     walker = _Walker(known)
     walker.visit(tree)
     return walker.reads

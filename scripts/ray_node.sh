@@ -39,7 +39,7 @@ read_lepton() {
     if [[ -z ${COMMAND:-} ]]; then
         require NUM_NODES GPUS_PER_NODE CONFIG_PATH CHECKPOINT_DIR
         if [[ $CHECKPOINT_DIR != /* ]]; then
-            echo "WARNING: CHECKPOINT_DIR=$CHECKPOINT_DIR is lost with the container, and no other node sees it; name a folder of the mounted storage"
+            fail "CHECKPOINT_DIR=$CHECKPOINT_DIR is lost with the container, and no other node sees it; name a folder of the mounted storage"
         fi
         COMMAND="$(lepton_program) --config $CONFIG_PATH cluster.num_nodes=$NUM_NODES cluster.gpus_per_node=$GPUS_PER_NODE checkpointing.checkpoint_dir=$CHECKPOINT_DIR"
     fi
@@ -166,6 +166,9 @@ RAY_DASHBOARD_PORT=${RAY_DASHBOARD_PORT:-8265}
 if [[ -n ${LEPTON_JOB_NAME:-} ]]; then read_lepton; fi
 NODE_RANK=${NODE_RANK:-${JOB_COMPLETION_INDEX:-}}
 require NODE_RANK NUM_NODES GPUS_PER_NODE HEAD_HOST COMMAND
+if [[ $COMMAND =~ checkpointing\.checkpoint_dir=([^/[:space:]][^[:space:]]*) ]]; then
+    fail "COMMAND: checkpointing.checkpoint_dir=${BASH_REMATCH[1]} is lost with the container, and no other node sees it; name a folder of the mounted storage"
+fi
 ((NODE_RANK < NUM_NODES)) || fail "NODE_RANK=$NODE_RANK is not below NUM_NODES=$NUM_NODES"
 UNITS_PER_NODE=${UNITS_PER_NODE:-$((GPUS_PER_NODE > 0 ? GPUS_PER_NODE : 1))}
 check_devices

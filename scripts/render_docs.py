@@ -14,7 +14,8 @@ from pathlib import Path
 from scripts.config_page import config_tables, dialect_tables
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-# A page marks the place of docs/data/PART.json by `<!-- data: PART -->`, or `<!-- data: PART worst N by COLUMN -->` for some rows.
+# A page marks the place of docs/data/PART.json by `<!-- data: PART -->` (or `PART,PART`), or `<!-- data: PART worst N by COLUMN -->` for
+# some rows.
 FAULTS_BLOCK = re.compile(r"(<!-- reliability -->\n)(?:.*?\n)??(<!-- end of reliability -->)", re.DOTALL)
 CONFIG_BLOCK = re.compile(r"(<!-- config -->\n)(?:.*?\n)??(<!-- end of config -->)", re.DOTALL)
 DIALECT_BLOCK = re.compile(r"(<!-- dialect -->\n)(?:.*?\n)??(<!-- end of dialect -->)", re.DOTALL)
@@ -26,12 +27,28 @@ def render_page(text: str, data_folder: Path) -> str:
     text = CONFIG_BLOCK.sub(lambda match: match[1] + config_tables() + match[2], text)
     text = DIALECT_BLOCK.sub(lambda match: match[1] + dialect_tables() + match[2], text)
     text = FAULTS_BLOCK.sub(lambda match: match[1] + faults_table(data_folder) + match[2], text)
-    return BLOCK.sub(lambda match: match[1] + render_part(data_folder / f"{match[2]}.json", int(match[3] or 0), match[4]) + match[5], text)
+    return BLOCK.sub(
+        lambda match: match[1] + _render_parts(match[2].split(","), data_folder, int(match[3] or 0), match[4]) + match[5], text
+    )
+
+
+def _render_parts(parts: list[str], data_folder: Path, num_rows: int, column: str) -> str:
+    """The tables of a block, and one line with its parts that nobody has run yet."""
+    paths = [data_folder / f"{part}.json" for part in parts]
+    missing = ", ".join(path.stem for path in paths if not path.exists())
+    there = [path for path in paths if path.exists()]
+    if len(parts) > 1 and all(_is_of_tests(path) for path in there):
+        tables = (
+            [_table([["part", "tests passed", "seconds", "measured"], ["---"] * 4] + [_tests(path) for path in there])] if there else []
+        )
+    else:
+        tables = [render_part(path, num_rows, column) for path in there]
+    return "\n".join([*tables, *([f"Not yet run: {missing}.\n"] if missing else [])])
 
 
 def parts_of(text: str) -> list[str]:
     """The parts whose tables a page shows."""
-    return [match[2] for match in BLOCK.finditer(text)]
+    return [part for match in BLOCK.finditer(text) for part in match[2].split(",")]
 
 
 def render_part(path: Path, num_rows: int = 0, column: str = "") -> str:
@@ -39,8 +56,6 @@ def render_part(path: Path, num_rows: int = 0, column: str = "") -> str:
 
     With `num_rows`, only the rows with the largest numbers in `column`, whatever their sign.
     """
-    if not path.exists():
-        return "Not yet run.\n"
     data = json.loads(path.read_text(encoding="utf-8"))
     rows = data["rows"]
     if num_rows:
@@ -49,22 +64,47 @@ def render_part(path: Path, num_rows: int = 0, column: str = "") -> str:
     columns = list(dict.fromkeys(name for row in data["rows"] for name in row))
     lines = [[name.replace("_", " ") for name in columns], ["---"] * len(columns)]
     table = _table(lines + [[_cell(row.get(name)) for name in columns] for row in rows])
-    host, most = data["host"], f"The {len(rows)} largest of {len(data['rows'])} rows; `docs/data/{path.name}` has all. " if num_rows else ""
+    most = f"The {len(rows)} largest of {len(data['rows'])} rows; `docs/data/{path.name}` has all. " if num_rows else ""
+    return f"{table}\n{most}{_origin(data)}\n"
+
+
+def _is_of_tests(path: Path) -> bool:
+    return all(row.keys() == {"passed", "seconds"} for row in json.loads(path.read_text(encoding="utf-8"))["rows"])
+
+
+def _tests(path: Path) -> list[str]:
+    """One row for a part of tests, whose names are in its file."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return [
+        path.stem,
+        str(len(data["rows"])),
+        str(sum(row["seconds"] for row in data["rows"])),
+        f"{data['date']}, commit `{data['commit']}`",
+    ]
+
+
+def _origin(data: dict) -> str:
+    """Sentence with date, commit, command and host of a measurement."""
+    host = data["host"]
     machine = f"{host['cpu']}, {host['num_cores']} cores, {host['memory_gib']} GiB"
-    return f"{table}\n{most}Measured {data['date']} at commit `{data['commit']}` by `{data['command']}` on {machine}.\n"
+    return f"Measured {data['date']} at commit `{data['commit']}` by `{data['command']}` on {machine}."
 
 
 def faults_table(data_folder: Path) -> str:
-    """Each fault that is injected on purpose, with the test that shows what comes of it, and when that has run."""
-    lines = [["fault", "injection", "outcome", "test", "date"], ["---"] * 5]
+    """Each fault that is injected on purpose, by kind, with the test that shows what comes of it, and when that has run."""
+    kinds: dict[str, list[tuple[str, str, str]]] = {}
     for row in json.loads((DOCS / "reliability.json").read_text(encoding="utf-8")):
-        test = f"`{row['test']}`" if row["test"] else "none yet"
         measured = data_folder / f"{row['part']}.json" if "part" in row else None
         date = "–" if not row["test"] else "CI" if measured is None else "not yet run"
         if measured is not None and measured.exists():
             # Of a test that has been run without the others of its part, the row says when.
             date = row.get("date") or json.loads(measured.read_text(encoding="utf-8"))["date"]
-        lines.append([row["fault"], row["injection"], row["outcome"], test, date])
+        test = f"`{row['test']}`" if row["test"] else "none yet"
+        kinds.setdefault(row["fault"], []).append((f"{row['injection']}: {row['outcome']}", test, date))
+    lines = [["fault", "injection: outcome", "test", "date"], ["---"] * 4]
+    for fault, rows in kinds.items():
+        outcomes, tests, dates = (list(dict.fromkeys(column)) for column in zip(*rows, strict=True))
+        lines.append([fault, ". ".join(outcomes), ", ".join(tests), ", ".join(dates)])
     return _table(lines)
 
 

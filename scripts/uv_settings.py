@@ -41,7 +41,7 @@ def settings(listed: str) -> dict[str, str]:
 
 
 def variables(found: dict[str, str]) -> dict[str, str]:
-    """What uv's environment needs for these settings of pip."""
+    """Variables of uv's environment for these settings of pip."""
     named = {}
     for name, variable in VARIABLES.items():
         value = found.get(name, "")
@@ -58,7 +58,7 @@ def _exists(place: str) -> bool:
 
 
 def pip_variables() -> dict[str, str]:
-    """What uv's environment needs for the settings of this interpreter's pip."""
+    """Variables of uv's environment for the settings of this interpreter's pip."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True, timeout=60).stdout
     return variables(settings(listed))
 

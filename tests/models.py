@@ -166,7 +166,7 @@ def save_nemotron_h(folder: Path, seed: int = 0, **overrides: object) -> Path:
 
 
 def save_foreseeing(folder: Path, seed: int = 0, **overrides: object) -> Path:
-    """As `save_nemotron_h`, with one step of multi-token prediction that often names the token that the model draws next.
+    """Saves as `save_nemotron_h`, with one step of multi-token prediction that often names the token that the model draws next.
 
     Layers add little to the embedding of a token, so that the token after it mostly follows from it alone: for the model, and for its MTP
     layers.

@@ -20,7 +20,7 @@ MAX_EXCLUDED = 1e-3
 
 @dataclass(frozen=True)
 class Scores:
-    """What transformers says of the generated part of one sequence."""
+    """Scores by transformers of the generated part of one sequence."""
 
     logprobs: np.ndarray
     """float32 [L]: of each generated token, given all tokens before it."""

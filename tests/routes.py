@@ -34,7 +34,7 @@ def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 @torch.no_grad()
 def own_routes(model: PreTrainedModel, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """What the routers choose: ids [tokens, layers, experts per token], and by how much the last one leads, [tokens, layers]."""
+    """Choices of the routers: ids [tokens, layers, experts per token], and by how much the last one leads, [tokens, layers]."""
     chosen, leads = [], []
 
     def note(router: torch.nn.Module, arguments: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:

@@ -98,7 +98,6 @@ class VllmParallel:
 EngineDtypes = tuple[tuple[str, str], ...]
 """Name and dtype of tensors in the live model of an engine worker."""
 
-# Dtypes that a refit can cast weights to; any other would be a quantised weight.
 _CASTABLE = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -155,10 +154,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Family:
-    """All that this project knows of one Hugging Face model_type. Every method raises ValueError for a config that it cannot convert.
-
-    Layouts are remembered: equal arguments give the same object. Nobody changes a layout.
-    """
+    """All that this project knows of one Hugging Face model_type. Every method raises ValueError for a config that it cannot convert."""
 
     model: Callable[[HfConfig, int | None], Model]
     """Rules of a config; the second argument is the padded vocabulary size of a checkpoint."""

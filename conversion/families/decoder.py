@@ -16,7 +16,6 @@ COMMON_SUPPORTED: dict[str, tuple[object, ...]] = {
     "attention_dropout": (0.0, 0, None),
     "dual_chunk_attention_config": (None,),
     "hidden_act": ("silu",),
-    # vLLM builds an encoder from a model that is not causal.
     "is_causal": (True, None),
     "partial_rotary_factor": (1.0, 1, None),
     "quantization_config": (None,),
@@ -32,7 +31,6 @@ class Rope:
 
     base: float
     model: Mapping[str, object] = field(default_factory=dict)
-    """Arguments of GPTModel."""
     attributes: Mapping[str, object] = field(default_factory=dict)
     """Values that Megatron reads from a TransformerConfig without fields for them."""
 
@@ -46,9 +44,7 @@ class Moe:
     width: int
     topk: int
     router: Mapping[str, object] = field(default_factory=dict)
-    """Arguments of Megatron's router."""
     block: str = "mlp."
-    """Name of the block within a layer, for Hugging Face and vLLM."""
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -114,7 +110,6 @@ def check_no_window(hf_config: HfConfig) -> None:
     window = hf_config.get("sliding_window")
     if not isinstance(window, int) or hf_config.get("use_sliding_window") is False:
         return
-    # A config with this switch has a window only if it is on.
     switched = "use_sliding_window" in hf_config or "max_window_layers" in hf_config
     if hf_config.get("use_sliding_window") or (not switched and window < positive_integer(hf_config, "max_position_embeddings")):
         raise ValueError(f"config.json: sliding_window={window} is in use, which is not supported; only full attention is")

@@ -20,10 +20,8 @@ _SUPPORTED = decoder.COMMON_SUPPORTED | {
     "topk_method": ("noaux_tc", None),
 }
 
-# Rank of keys and values; widths of a head: without and with rotary positions, and of values.
 _LATENT_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
-# Megatron's names of YaRN's numbers, with transformers' defaults.
 _YARN = {
     "original_max_position_embeddings": ("original_max_position_embeddings", None),
     "beta_fast": ("beta_fast", 32.0),
@@ -45,7 +43,6 @@ def _decoder(hf_config: HfConfig) -> decoder.Decoder:
         topk=positive_integer(hf_config, "num_experts_per_tok"),
     )
     found = decoder.Decoder.of(hf_config, qk_norm=True, moe=moe, rope=decoder.Rope(decoder.rope_settings(hf_config)[0]))
-    # Latent attention gives every head its own key and value.
     return replace(found, num_kv_heads=found.num_heads)
 
 
@@ -130,7 +127,6 @@ def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
         qk_head_dim=plain,
         qk_pos_emb_head_dim=rotary,
         v_head_dim=value,
-        # The width of a head after attention.
         kv_channels=value,
         rotary_base=found.rope.base,
         **rope,

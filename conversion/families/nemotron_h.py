@@ -12,7 +12,6 @@ from conversion.families.common import DRAFTER, MTP, Family, HfConfig, Model, Ru
 from conversion.families.decoder import expert_rule
 from conversion.families.settings import check_settings, optional_integer, positive_integer, positive_number, sigmoid_router
 
-# Names of transformers 5 (`layers_block_type`) and letters of NVIDIA's files (`hybrid_override_pattern`).
 _LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "moe": "E", "mlp": "-"}
 
 # Settings that change the computation or the tensors, with the only values that Megatron, vLLM and our rules all support.
@@ -41,7 +40,6 @@ _SIZE_KEYS = (
     *("n_routed_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
 )
 
-# transformers' default layers of an MTP step.
 _MTP_PATTERN = "*E"
 
 # Megatron's Mamba mixer fixes this number in its code.

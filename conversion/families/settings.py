@@ -74,7 +74,6 @@ def sigmoid_router(hf_config: HfConfig, topk: int) -> dict[str, object]:
         moe_router_enable_expert_bias=True,
         moe_router_pre_softmax=False,
         moe_router_topk_scaling_factor=positive_number(hf_config, "routed_scaling_factor", 1.0),
-        # Group-limited routing with one group is routing without groups; Megatron takes None for that.
         moe_router_num_groups=None if groups == 1 else groups,
         moe_router_group_topk=None if groups == 1 else chosen_groups,
     )

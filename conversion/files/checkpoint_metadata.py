@@ -20,7 +20,6 @@ METADATA_FILE = ".metadata"
 MAX_METADATA_BYTES = 1 << 30
 """Ten times what a model of a trillion parameters on thousands of ranks has."""
 
-# The classes of such files, read as objects with attributes and nothing else. Older versions of torch had two of them elsewhere.
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": (
         *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
@@ -63,7 +62,6 @@ class _Unpickler(pickle.Unpickler):
         self._records = {(module, name): type(name, (PickledRecord,), {}) for module, names in _CLASSES.items() for name in names}
 
     def find_class(self, module: str, name: str) -> object:
-        # Python 2's name, which old pickle protocols still have.
         key = "builtins" if module == "__builtin__" else module, name
         found = self._records.get(key) or _VALUES.get(key)
         if found is None:

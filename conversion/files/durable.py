@@ -18,10 +18,8 @@ from conversion.files.owners import REMOVED, heartbeat, is_alive, owned, owned_n
 
 # A file system that is silent this long will not answer.
 IO_TIMEOUT_S = 3600.0
-# Of one small file.
 READ_TIMEOUT_S = WRITE_TIMEOUT_S = 600.0
 
-# Names in a folder that is being built: its plan, and its content.
 _PLAN, _CONTENT = "plan.json", "content"
 
 
@@ -51,10 +49,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replaces `path` by `text`: a reader sees the old or the new content, never a part. An error leaves the old content, and no part.
-
-    TimeoutError, an OSError: the file system does not answer.
-    """
+    """Replaces `path` by `text`: a reader sees the old or the new content, never a part. An error leaves the old content, and no part."""
     within(WRITE_TIMEOUT_S, f"write of {path}", _write_atomic, path, text)
 
 

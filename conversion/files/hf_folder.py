@@ -30,10 +30,8 @@ OF_THE_MODEL = ("generation_config.json", "*.py")
 TEMPLATES = ("*.jinja", "additional_chat_templates/*.jinja")
 COMPANIONS = ("*.json", "*.model", "*.model.v*", "*.txt", *TEMPLATES, *OF_THE_MODEL)
 """Tokenizer, chat templates, generation settings, and the code that `auto_map` names."""
-# Those among them that are about weights.
 _OF_WEIGHTS = ("*.index.json", "config.json", "manifest.json", ADAPTER_CONFIG)
 
-# Unsupported weight files, and how to convert them.
 _OTHER_WEIGHTS = {
     ADAPTER_CONFIG: "it holds adapters of the library PEFT alone: merge them into their base model with PEFT's merge_and_unload(), save "
     "that with save_pretrained, and name its folder",
@@ -166,7 +164,6 @@ def without_lost_code(config: Mapping[str, object], folder: Path) -> dict[str, o
     """The contents of config.json without an `auto_map` whose code is not in the folder: transformers could not load the model."""
     auto_map = config.get("auto_map")
     names = re.findall(r"([\w./-]+)\.\w+", json.dumps(auto_map)) if isinstance(auto_map, dict) else []
-    # "owner/name--module.Class" is code of another repository.
     lost = sorted({f"{name}.py" for name in names if "--" not in name and not (folder / f"{name}.py").exists()})
     if not lost:
         return dict(config)

@@ -84,7 +84,6 @@ def is_rounded(dtype: str, precision: str) -> bool:
 
 
 def _are_equal(stored: Stored, first: str, second: str) -> bool:
-    """Tells whether two tensors have the same dtype, shape and bytes."""
     (path, one), (other_path, other) = stored[first], stored[second]
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False

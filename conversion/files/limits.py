@@ -16,14 +16,12 @@ from typing import ParamSpec, TextIO, TypeVar
 
 # A console that takes nothing for so long has no reader, or lies on a file system that hangs.
 CONSOLE_TIMEOUT_S = 5.0
-# Lines that wait for it: a few MB.
 MAX_WAITING = 10_000
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _late: set[Future] = set()
-"""Answers of abandoned calls."""
 
 
 def is_waiting() -> bool:

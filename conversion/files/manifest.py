@@ -20,7 +20,6 @@ MANIFEST = "manifest.json"
 # Raised whenever the same Hugging Face folder would be written differently than before: other keys, shapes, or formats.
 TABLE_VERSION = 1
 FINISHED_SUFFIX = ".finished"
-"""Suffix of the records of finished files in an incomplete folder; see `FinishedFiles`."""
 
 # Syncs often, so that the disk writes while the rest of the file is made.
 SYNC_BYTES = 128 << 20
@@ -87,7 +86,6 @@ class HashedFile(AbstractContextManager["HashedFile"]):
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)
-        # One thread hashes, one syncs.
         self._pool = ThreadPoolExecutor(2)
         self._checksums, self._size = FileChecksums(), 0
         self._sync: Future[None] | None = None
@@ -147,7 +145,6 @@ class FinishedFiles(AbstractContextManager["FinishedFiles"]):
         Calls `write` only if there is no such file, or its content is not what was recorded. Syncs the file in the background.
         """
         beside = path.with_name(path.name + FINISHED_SUFFIX)
-        # Errors: the attempt died before or while it recorded the file.
         with suppress(OSError, ValueError, KeyError, TypeError):
             kept = json.loads(beside.read_text(encoding="utf-8"))
             expected, note = FileRecord(**kept["record"]), kept["note"]
@@ -182,7 +179,6 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "files": {name: asdict(record) for name, record in manifest.files.items()},
     }
     text = json.dumps(content, indent=1) + "\n"
-    # Checksum of the manifest with an empty checksum.
     own = hashlib.sha256(text.encode()).hexdigest()
     (folder / MANIFEST).write_text(text.replace(_NO_CHECKSUM, f'"sha256": "{own}"', 1), encoding="utf-8")
 

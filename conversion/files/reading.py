@@ -22,7 +22,6 @@ MAX_SMALL_BYTES = 256 << 20
 # A file that changes within one tick of the clock after it was hashed keeps its times (as in git's "racy" index).
 SETTLED_S = 2.0
 MAX_THREADS = 8
-# Reading a larger file takes seconds, and is logged.
 ANNOUNCED_BYTES = 10**9
 
 logger = logging.getLogger(__name__)
@@ -43,10 +42,7 @@ def open_file(path: Path) -> int:
 
 
 def read_file(path: Path, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
-    """The content of a regular file of at most `max_bytes`: an index, a config, a description of tensors.
-
-    TimeoutError, an OSError: the file system does not answer.
-    """
+    """The content of a regular file of at most `max_bytes`: an index, a config, a description of tensors."""
 
     def read() -> bytes:
         with os.fdopen(open_file(path), "rb") as file:
@@ -156,7 +152,6 @@ def file_hash(path: Path, memory: Path) -> str:
     if has_changed:
         raise ValueError(f"{path} changed while it was read; wait until its writer is done, and start again")
     memory.mkdir(parents=True, exist_ok=True)
-    # Model and memory may lie on one file server, whose clock may differ from ours.
     if time_of_folder(memory) - max(modified, changed) / 1e9 > SETTLED_S:
         write_atomic(record, digest)
     return digest

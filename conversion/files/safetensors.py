@@ -153,7 +153,6 @@ def write_safetensors(
     weight_map: dict[str, str] = {}
     with FinishedFiles() as finished:
         for index, group in enumerate(groups):
-            # Named as transformers does.
             file = SINGLE_FILE if len(groups) == 1 else f"model-{index + 1:05d}-of-{len(groups):05d}.safetensors"
             weight_map |= dict.fromkeys(group, file)
             # Wide elements first keep all of them aligned, as the safetensors library has it.
@@ -169,7 +168,6 @@ def write_safetensors(
 
 
 def _write_file(file: HashedFile, dtypes: Mapping[str, torch.dtype], source: BoxSource, report: Report) -> dict[str, tuple[str, int]]:
-    # transformers refuses files without the metadata.
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, dtype in dtypes.items():

@@ -81,7 +81,6 @@ class TorchDistFolder:
         self.folder = folder
         self._metadata = CheckpointMetadata(folder)
         self.keys = set(self._metadata.shapes)
-        """Keys of all tensors, optimizer state included."""
         self._chunks: dict[str, tuple[list[StoredChunk], list[int], int]] = {}
         self._stored: dict[StoredChunk, StoredTensor | None] = {}
         self._files: dict[str, int] = {}
@@ -122,7 +121,6 @@ class TorchDistFolder:
                     self._loaded = None
                     self._loaded = chunk, self._torch_load(chunk, "cpu")
                 part.copy_(box_view(self._loaded[1], inside))
-            # Other errors of the system are no fault of the checkpoint.
             except (FileNotFoundError, EOFError, RuntimeError, ValueError) as error:
                 raise ValueError(f"{self.folder}: {key} cannot be read: {error}") from error
 
@@ -169,7 +167,6 @@ class TorchDistFolder:
             return None
         tensor = self._torch_load(chunk, "meta")
         storage = tensor.untyped_storage()
-        # torch.load says where a storage lies when it does not read it.
         offset = getattr(storage, "_checkpoint_offset", None)
         if offset is None or not tensor.is_contiguous() or tensor.storage_offset() or storage.nbytes() != tensor.nbytes:
             return None
@@ -226,7 +223,6 @@ class _FilePart(io.RawIOBase):
     def __init__(self, file: int, start: int, length: int) -> None:
         self._file, self._start, self._length, self._position = file, start, length, 0
         self.error: OSError | None = None
-        """Error of the last failed read."""
 
     def readable(self) -> bool:
         return True
@@ -236,7 +232,6 @@ class _FilePart(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        # Like io.BytesIO: an error would look like a disk error.
         self._position = max(0, base + offset)
         return self._position
 
@@ -263,7 +258,6 @@ class CanonicalTensors:
                 assert piece.transform is None, "checkpoints hold canonical values"
                 self._holders.setdefault(piece.name, []).append((slot, piece))
         self.names = list(self._holders)
-        """Names in the order of the layout."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(max(stop for _, stop in bounds) for bounds in zip(*(piece.box for _, piece in self._holders[name]), strict=True))
@@ -279,5 +273,4 @@ class CanonicalTensors:
             common = intersect(piece.box, box)
             if common is not None:
                 local, part = place(common, piece.box, piece.local), box_view(target, counted_from(common, box))
-                # Leading dimensions of stacked experts have length 1.
                 self._source.read_into(slot.name, local, part[(None,) * (len(local) - part.ndim)])

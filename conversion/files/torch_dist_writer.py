@@ -52,7 +52,6 @@ from conversion.tensors import BoxSource, fill_from, read_ahead, torch_dtype
 MAX_CHUNK_BYTES = 1 << 30
 """Larger tensors are cut: one chunk is held in memory."""
 
-# megatron.core.dist_checkpointing requires this file.
 _MEGATRON_METADATA = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
 # Transformer Engine's modules have an `_extra_state` (scales of FP8), empty here; Megatron's loader insists on the keys.
@@ -120,7 +119,6 @@ def files_of_ranks(family: Family, hf_config: HfConfig, parallel: MegatronParall
             holders.setdefault(piece.name, []).append((slot.name, piece))
     taken: dict[tuple[str, Box], list[Box]] = {}
     files: list[dict[str, list[Box]]] = []
-    # The distinct coordinates of the smallest world of these sizes.
     world_size, sizes = parallel.pp * math.lcm(parallel.tp, parallel.ep * parallel.etp), replace(parallel, cp=1)
     for coords in dict.fromkeys(sizes.coords_of(rank, world_size) for rank in range(world_size)):
         read: dict[str, list[Box]] = {}
@@ -143,7 +141,6 @@ def files_of_ranks(family: Family, hf_config: HfConfig, parallel: MegatronParall
     for slot, content in layout.items():
         # Padding has no canonical source, so no rank's layout names it. It is stored with the last rows of the tensor.
         holder = next((file for file in reversed(files) if file.get(slot.name)), files[-1])
-        # Nor does a rank's layout name a reward head: the last rank stores it whole.
         holder.setdefault(slot.name, [full(content.shape)]).extend(content.padding)
     return [_chunks(layout, boxes, max_bytes) for boxes in files]
 
@@ -165,7 +162,6 @@ def _joined_up(boxes: list[Box], *, stacked: bool) -> list[Box]:
 
 def _chunks(layout: Layout, boxes: Mapping[str, list[Box]], max_bytes: int) -> list[Chunk]:
     chunks = []
-    # In the order of the layout: that of the source, which is then read front to back.
     for slot, content in layout.items():
         for whole in boxes.get(slot.name, []):
             for box in _limited(whole, max_bytes // DTYPE_BYTES[content.dtype]):

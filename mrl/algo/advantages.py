@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 # NeMo RL adds this to the standard deviation: rewards that are 1e-8 apart differ, and give small advantages.
 STD_EPSILON = 1e-6
-# NeMo RL's floor of the variance of reinforce_plus_plus.
 MIN_VARIANCE = 1e-8
 # Sums of advantages in float64 that are closer than this are equal and differ by rounding.
 ROUNDING = 1e-12
@@ -36,7 +35,7 @@ def train_sequences(
 
     The further sequences of an agent's rollout follow the first one, and share its advantage: the baseline is one over rollouts.
     Advantages are 0 where rollouts are not compared, until a critic or a teacher has judged the tokens. Rollouts that do not count keep
-    their place, with advantage 0. Whatever needs logprobs comes later: see `mrl.algo.token_advantages`.
+    their place, with advantage 0. What needs logprobs comes later: see `mrl.algo.token_advantages`.
     """
     # Malformed thinking first, so that in a turn with both flaws the invalid tool call wins.
     fixed: dict[FlawKind, float | None] = {
@@ -76,7 +75,6 @@ def _flaw_metrics(judged: Sequence[tuple[RolloutInfo, Verdict]], advantage_of: d
         spans = [(flaw.kind, (flaw.start, flaw.stop)) for flaw in verdict.flaws if flaw.kind in advantage_of]
         invalid = {span for kind, span in spans if kind == "invalid_tool_call"}
         num_invalid += len(invalid)
-        # A turn with both flaws counts as an invalid tool call.
         num_malformed += len({span for kind, span in spans if kind == "malformed_thinking"} - invalid)
     num_turns = sum(rollout.num_turns for rollout, _ in judged)
     return {
@@ -128,10 +126,7 @@ def _std(values: Tensor) -> Tensor:
 
 
 def batch_advantages(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[list[float]]:
-    """Advantages of every group of a step, in the order of its rollouts, by the estimator of the config; 0 for those without a reward.
-
-    `token_advantages` later normalises those of reinforce_plus_plus over the tokens of the step.
-    """
+    """Advantages of every group of a step, in the order of its rollouts, by the estimator of the config; 0 for those without a reward."""
     match config.adv_estimator.name:
         case "grpo" | "opd":
             advantages = [_against_group(group, shaped_rewards(group, config), config) for group in groups]
@@ -181,7 +176,6 @@ def _gdpo(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[Tensor]:
             rewards = [scale_reward(verdict.components.get(name, 0.0), config.reward_scaling) for verdict in group.verdicts]
             total_G += weight * _against_group(group, rewards, config)
         totals.append(total_G)
-    # Normalises rollouts with a reward to mean 0 and unbiased variance 1 over the batch; 0 if all are equal.
     has_reward = [_has_reward(group) for group in groups]
     flat_N = torch.cat([total_G[has_reward_G] for total_G, has_reward_G in zip(totals, has_reward, strict=True)])
     if len(flat_N) < 2 or flat_N.max() - flat_N.min() <= ROUNDING:

@@ -76,7 +76,6 @@ def discounted_sums(values_N: Tensor, decay_N: Tensor) -> Tensor:
     """x with x[t] = values[t] + decay[t] * x[t + 1], and 0 after the end; in log2(N) passes."""
     sums_N, decay_N, reach = values_N.clone(), decay_N.clone(), 1
     while reach < len(sums_N):
-        # Each sum spans `reach` terms, and `decay` is the product over all of them.
         sums_N[:-reach] += decay_N[:-reach] * sums_N[reach:].clone()
         decay_N = torch.cat([decay_N[:-reach] * decay_N[reach:], decay_N.new_zeros(reach)])
         reach *= 2
@@ -86,10 +85,7 @@ def discounted_sums(values_N: Tensor, decay_N: Tensor) -> Tensor:
 def gae_of_rows(
     rows: Sequence[ValuedRow], config: GaeConfig, add_over_ranks: Callable[[Tensor], Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Advantages and returns of all rows of a step, float32 [T] each; advantages normalised over its valid tokens if the config says so.
-
-    `add_over_ranks` adds a tensor over the data-parallel ranks, which all call this.
-    """
+    """Advantages and returns of all rows of a step, float32 [T] each; advantages normalised over its valid tokens if the config says so."""
     advantages, returns = (list(part) for part in zip(*(token_advantages_and_returns(row, config) for row in rows), strict=True))
     if config.normalize_advantages:
         advantages = normalize_over_tokens(advantages, [row.loss_mask_T for row in rows], add_over_ranks, added_to_variance=_EPSILON)

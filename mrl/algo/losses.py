@@ -30,9 +30,7 @@ class BatchSize:
     num_valid_tokens: float
     num_valid_sequences: float
     num_positive_tokens: float
-    """Valid tokens of sequences with a reward above 0."""
     num_tokens: float = 0
-    """Number of tokens without padding."""
     num_sequences: float = 0
 
 
@@ -47,7 +45,6 @@ class Tokens:
     advantages_T: Tensor
     is_valid_T: Tensor
     segments: Segments
-    """Segments of the tokens that count."""
     reference_logprobs_T: Tensor | None
     """Logprobs of the reference; None where the loss has no KL term."""
     loss_mask_T: Tensor

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses without rollouts: supervised fine-tuning, and preferences between pairs of answers. T packed tokens and B pairs of a row.
-
-Every sum is divided by a count over the global batch: rows and ranks add up to the same loss, however the batch is cut.
-"""
+"""Losses without rollouts: supervised fine-tuning, and preferences between pairs of answers. T packed tokens and B pairs of a row."""
 
 from __future__ import annotations
 

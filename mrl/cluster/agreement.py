@@ -78,7 +78,6 @@ def trainer_logprobs(policies: PolicyGroup, rollouts: Sequence[Rollout], config:
     sequences = [TrainSequence(RolloutInfo.of(rollout, rollout), advantage=0.0, is_valid=True) for rollout in rollouts]
     rows = [pack_row({index: sequences[index] for index in row}, **sizes) for row in plan]
     answers = policies.call(PolicyVerbs.logprobs_of_rows, rows)
-    # Only the ranks of the last pipeline stage know; all of them give the same answer.
     of_rows = next(answer for answer in answers.values() if answer)
     found: dict[int, np.ndarray] = {}
     for row, logprobs_T in zip(rows, of_rows, strict=True):

@@ -52,7 +52,7 @@ BLAME_WINDOW_S = 10.0
 
 
 def dead_daemons() -> str:
-    """Those of Ray's daemons that this process has started, or the head's, that have died, for a message; "" if none has."""
+    """Dead daemons of Ray, among those that this process started and the head's, for a message; "" if none is dead."""
     node = ray._private.worker._global_node  # pyright: ignore[reportAttributeAccessIssue]  no public call says it
     found = node.dead_processes() if node is not None else []
     dead = [f"{kind} (process {process.pid}, exit code {process.returncode})" for kind, process in found if kind in hangs.RAY_PROCESSES]
@@ -96,7 +96,7 @@ class Actors(Generic[V]):
         self.kind = kind
         self.target = target
         self.deadline_s = deadline_s
-        """Of calls that name no deadline of their own."""
+        """Default for calls that name no deadline."""
         self.handles: list = []
 
     def name(self, index: int) -> ActorName:

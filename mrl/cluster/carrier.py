@@ -21,7 +21,6 @@ OUTBOX = "outbox"
 LINK_SUFFIX = ".to"
 INTERVAL_S = 0.2
 MAX_BYTES = 2**22
-# At the end, for a file system that does not answer; a driver waits meanwhile.
 CARRY_TIMEOUT_S = 5.0
 # fallocate(2): what has been carried leaves the local disk, and the offsets of what follows stay.
 KEEP_SIZE, PUNCH_HOLE = 1, 2
@@ -31,7 +30,6 @@ def local_file(folder: Path, target: Path) -> Path:
     """A local file, below the run's private `folder`, whose content is carried behind that of `target`."""
     outbox = folder / OUTBOX
     outbox.mkdir(mode=0o700, exist_ok=True)
-    # An actor that is started again goes on with the file of the one before.
     link = outbox / f"{target.name}{LINK_SUFFIX}"
     if not link.is_symlink():
         link.symlink_to(target.absolute())

@@ -49,7 +49,7 @@ MAX_FRUITLESS_RESTARTS = 3
 
 
 Polled = tuple[list[RolloutInfo], float]
-"""What an engine did in one poll: the rollouts that it finished, and the seconds in which it had a rollout to work on."""
+"""Result of one poll of an engine: the rollouts that it finished, and the seconds in which it had a rollout to work on."""
 
 
 class EngineActor:
@@ -180,9 +180,9 @@ class EngineGroup(Actors[EngineVerbs]):
             ENGINE, len(placement.engines), self._poll, self._lose, news=self.news, max_fruitless_restarts=max_restarts
         )
         self.api_key = secrets.token_urlsafe(32)
-        """Of the engines' HTTP servers."""
+        """Key of the engines' HTTP servers."""
         self.base_urls = [""] * len(placement.engines)
-        """Where these are; empty without."""
+        """Addresses of these servers; empty without."""
         self.gateway: tuple[str, str] = ("", "")
         """URL and key of the run's gateway, if it has one."""
         self.on_addresses: Callable[[], None] = lambda: None

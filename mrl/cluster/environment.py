@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How processes of actors start: environment variables, from the config and from mrl's own shell, their log file, and caches.
+"""Start of actors' processes: environment variables, from the config and from mrl's own shell, their log file, and caches.
 
 Folders of compiled code of torch, Triton and vLLM are run as they are found, so nobody else may write to them. torch's own choice is a
 folder of the temporary folder whose name anybody can guess, and make first.
@@ -62,7 +62,7 @@ def importing() -> Iterator[None]:
 
 
 def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None) -> None:
-    """First call of every actor: ties its life to its parent's, sends its stdout and stderr to `log_file`, and its spans beside that.
+    """First call of every actor: ties its life to its parent's, sends its stdout and stderr to `log_file`, and its spans next to that.
 
     On the driver's node both go through the local disk, and the actor gives signs of life. `secrets` become environment variables here,
     because Ray writes those of an actor's options to its own logs.
@@ -72,7 +72,6 @@ def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None
     os.environ.update(secrets or {})
     caches_warning = keep_caches_private()
     folder, spans_file = session_folder(), log_file.with_suffix(spans.SUFFIX)
-    # Named as messages name the actor.
     stem = "reward-actor-0" if log_file.stem == "rewards" else log_file.stem.replace("rewards", "reward-actor")
     if folder is None and (name := os.environ.get(SIGNS)):
         spans.show_in(signs_folder(name), stem)
@@ -145,7 +144,6 @@ def _on_gpus(precision: str, given: Mapping[str, str], *, expandable_segments: b
 
 @cache
 def _log_change(processes: str, inherited: str, settings: str) -> None:
-    # Cached: one line for all engines.
     logger.info(
         "torch's allocator is set to %s in this shell; %s get %s, because policy ranks need expandable segments and engines cannot "
         "use them (PYTORCH_ALLOC_CONF in env_vars of policy.megatron_cfg or policy.generation.vllm_cfg overrules this)",
@@ -173,7 +171,6 @@ def keep_caches_private() -> str:
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         root = Path(tempfile.mkdtemp(prefix="mrl-compiled-", dir=session_folder()))
         warning = f"{HOME} cannot keep compiled code ({error}); this process compiles anew, into {root}"
-    # torch notes its own choice there, and a process hands it on.
     if Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")).name.startswith("torchinductor_"):
         del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     for variable, name in CACHES.items():

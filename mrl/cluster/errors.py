@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the driver raises when a process of the run fails, and advice on errors of libraries. Needs no Ray."""
+"""Errors of the driver when a process of the run fails, and advice on errors of libraries. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ BROKEN_NETWORK = (
     "(NCCL_SOCKET_IFNAME, FI_PROVIDER), NCCL_DEBUG=INFO says which is taken; "
     "EFA needs a security group whose rules for incoming and outgoing traffic name the group itself"
 )
-# The last two come from vLLM, when an engine starts.
 MEMORY_MESSAGES = ("CUDA out of memory", "No available memory for the cache blocks", "Free memory on device")
 
 

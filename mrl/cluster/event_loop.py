@@ -22,14 +22,12 @@ Ts = TypeVarTuple("Ts")
 CALL_TIMEOUT_S = 60.0
 # Halves the processor time of a rollout; garbage in circles of so many objects takes megabytes.
 GC_THRESHOLD = 50_000
-# So often a thread that waits looks at its limit, and shows progress.
 TICK_S = 0.25
 
 
 @cache
 def event_loop() -> asyncio.AbstractEventLoop:
     """The loop, which lives as long as the process."""
-    # Python's collector would look through thousands of coroutines, which live for minutes, after every 700 new objects.
     gc.set_threshold(GC_THRESHOLD)
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="rollouts", daemon=True).start()
@@ -37,7 +35,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def in_loop(function: Callable[[*Ts], T], *arguments: *Ts) -> T:
-    """What a function returns that the loop's thread calls."""
+    """Runs a function on the loop's thread and returns its result."""
 
     async def call() -> T:
         return function(*arguments)
@@ -47,7 +45,7 @@ def in_loop(function: Callable[[*Ts], T], *arguments: *Ts) -> T:
 
 @contextmanager
 def tasks_ended() -> Iterator[None]:
-    """At the end of the `with` block, ends all that is under way in the loop."""
+    """Ends all tasks of the loop at the end of the `with` block."""
 
     def end() -> None:
         for task in asyncio.all_tasks():
@@ -68,7 +66,7 @@ class News:
 
     def __init__(self) -> None:
         self.heard_at: dict[str, float] = {}
-        """When there was last a sign of life, by what is waited for."""
+        """Time of the last sign of life, by what is waited for."""
         self._error: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None
 
@@ -79,7 +77,7 @@ class News:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Whoever waits, now or later, raises the first error."""
+        """Raises the first error in every present and later wait."""
         self._error = self._error or error
         self._wake()
 

@@ -22,7 +22,7 @@ from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import ActorLost
 from mrl.cluster.event_loop import in_loop
 from mrl.cluster.payload import Packed, PayloadRef, describe, pack
-from mrl.cluster.rollouts import GENERATION, RequestBook, Work
+from mrl.cluster.rollouts import GENERATION, ActorWork, RequestBook
 from mrl.cluster.runtime import Placement
 from mrl.config.schema.run import RunConfig
 from mrl.plan.deadlines import start_deadline
@@ -42,7 +42,7 @@ GATEWAY = "gateway"
 ANSWER_S, GATHER_S = 1.0, 0.05
 # The loop answers at once, unless the kernel keeps it from its work.
 STUCK_S = 60.0
-# One call hands tasks in while another waits, and the addresses of engines come beside them.
+# One call hands tasks in while another waits, and a further one brings the addresses of engines.
 NUM_CALLS = 4
 MAX_FRUITLESS_RESTARTS = 3
 
@@ -58,24 +58,23 @@ class EndedRollout:
 
 @dataclass(frozen=True)
 class Progress:
-    """What the gateway has done since its last answer. Payloads come beside, sequence by sequence in the same order."""
+    """Results of the gateway since its last answer. Payloads come along, sequence by sequence in the same order."""
 
     ended: Mapping[str, tuple[list[RolloutInfo], Verdict, Sequence[int]]]
     num_answered: int
     """Requests of agents that engines have answered."""
     unreachable: set[int]
-    """Engines that have broken a connection."""
 
 
 class AgentRuns:
     """Rollouts of agents under way, and those that have ended. For the gateway's event loop.
 
-    Apart from the actor: Ray would run one with coroutines in an event loop of its own, beside which no signal is handled.
+    Apart from the actor: Ray would run one with coroutines in an event loop of its own, during which no signal is handled.
     """
 
     def __init__(self, runner: AgentRunner) -> None:
         self.runner = runner
-        self._work = Work[Ran]()
+        self._work = ActorWork[Ran]()
         self._num_told = 0
 
     async def take(self, tasks: Sequence[AgentTask]) -> tuple[Progress, Packed]:
@@ -154,7 +153,6 @@ class AgentGateway(Actors[GatewayActor]):
         self.agents = frozenset(config.env.agents)
         self.news = engines.news
         self.api_key = secrets.token_urlsafe(32)
-        """Of the gateway, for all that is no session."""
         self.url: str | None = None
         limits = {"max_fruitless_restarts": MAX_FRUITLESS_RESTARTS, "num_calls": 2}
         self.book = RequestBook[AgentTask, EndedRollout](GATEWAY, 1, self._run, self._restart, news=self.news, **limits)
@@ -214,7 +212,6 @@ class AgentGateway(Actors[GatewayActor]):
     def _start(self) -> ActorHandle[GatewayActor]:
         options = {**self.placement.options(self.placement.first_slots[0], {}), "max_concurrency": NUM_CALLS}
         actor = start_actor(GatewayActor, options, self.config, self._log_file)
-        # The address stays, whatever dies.
         port = None if self.url is None else int(self.url.rpartition(":")[2])
         self._starting = ask(actor, GatewayActor.ready, port, self.api_key, self.engines.api_key, list(self.engines.base_urls))
         return actor

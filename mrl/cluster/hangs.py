@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges from readings of a run's processes which of them hangs.
-
-Pure: clock and readings come from `mrl.cluster.watchdog`, or from a test.
-"""
+"""Judges from readings of a run's processes which of them hangs."""
 
 from __future__ import annotations
 
@@ -14,19 +11,16 @@ from dataclasses import dataclass, field
 
 # A process that uses less of a core, and reads and writes less, waits. Garbage collection, heartbeats and polling stay below.
 MIN_CORE_SHARE, MIN_IO_BYTES_PER_S = 0.05, 20_000
-# Work of a kind that has taken long before may take so many times as long before it is told.
 PATIENCE = 2.0
 DRIVER = "driver"
-# Processes of Ray that have no sign of life and without which nobody answers.
 RAY_PROCESSES = ("raylet", "gcs_server")
 STOPPED, UNINTERRUPTIBLE, SILENT = "Tt", "D", "?"
-# What torch says for Gloo, and what it says for NCCL.
 COLLECTIVE_TIMEOUT = re.compile(r"timed?[ -]?out|timeout", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class ProcessReading:
-    """What the kernel and its sign of life say of a process."""
+    """One process as the kernel and its sign of life show it."""
 
     name: str
     pid: int
@@ -34,17 +28,16 @@ class ProcessReading:
     state: str
     """One letter; see proc(5)."""
     cpu_s: float
-    """Of the process and of its children that give no signs."""
+    """CPU time of the process and of its children without signs."""
     io_bytes: int
     num_done: int = 0
-    """Spans that it has finished."""
     doing: str = ""
     since: float = 0.0
     phase: str = ""
 
     @property
     def key(self) -> tuple[str, int]:
-        """What no other process has."""
+        """Unique identity of a process on its host."""
         return self.node, self.pid
 
     def __str__(self) -> str:
@@ -63,12 +56,12 @@ class Wait:
 
 @dataclass(frozen=True)
 class Hang:
-    """Who hangs, or who works for long."""
+    """A process that hangs, or that works for long."""
 
     suspects: tuple[tuple[ProcessReading, str], ...]
     """Each with the reason; none if nobody does anything, and nobody is known to be waited for."""
     wait: str
-    """What the driver waits for, in words; "" if it is not known to wait."""
+    """Description of the driver's wait; "" if it is not known to wait."""
     silent_s: float
     is_hang: bool
     """False: all of them use their processors or the disk."""
@@ -81,14 +74,13 @@ class Hang:
 
 @dataclass
 class _Track:
-    """What earlier readings of a process say."""
+    """Changes between readings of a process."""
 
     moved_at: float
     sign: tuple[int, float]
     stuck_at: float | None = None
     """Since when it is in a state in which no process goes on by itself."""
     samples: deque[tuple[float, float, int]] = field(default_factory=deque)
-    """Moment, seconds of CPU, bytes of input and output."""
 
 
 class HangJudge:
@@ -101,7 +93,6 @@ class HangJudge:
         self._waited: dict[int, Wait] = {}
         self._last: list[ProcessReading] = []
         self.moved_at: float | None = None
-        """When any process last began or finished a span."""
 
     def see(self, now: float, readings: Sequence[ProcessReading], waits: Sequence[Wait]) -> Hang | None:
         """Takes the readings of a moment; who has hung for `notice_s`, if anybody has."""
@@ -120,7 +111,6 @@ class HangJudge:
         if not silent:
             return None
         silent_s = min(now - self._tracks[reading.key].moved_at for reading in silent)
-        # A rank that is stopped keeps the others waiting.
         if stuck := tuple(self.blame([reading.name for reading in silent])):
             return Hang(stuck, text, silent_s, is_hang=True)
         idle = [reading for reading in silent if not self._is_busy(reading)]
@@ -128,7 +118,7 @@ class HangJudge:
         return Hang(told, text, silent_s, is_hang=bool(idle))
 
     def blame(self, names: Collection[str]) -> list[tuple[ProcessReading, str]]:
-        """Those of `names`, and of Ray's own, that could not answer at the last reading: stopped, or stuck in the kernel."""
+        """Processes of `names`, and of Ray's own, that could not answer at the last reading: stopped, or stuck in the kernel."""
         found = [reading for reading in self._last if reading.name in (*names, *RAY_PROCESSES) or reading.state == SILENT]
         return [(reading, reason) for reading in found if (reason := self._stuck(None, reading))]
 
@@ -160,7 +150,7 @@ class HangJudge:
         return [reading for reading in found if now - self._tracks[reading.key].moved_at >= self._notice_s]
 
     def _stuck(self, now: float | None, reading: ProcessReading) -> str:
-        """Why a process cannot go on; "" if it can, or has not been so for `notice_s` at the moment `now`, or for two readings."""
+        """Reason why a process cannot go on; "" if it can, or has not been so for `notice_s` at the moment `now`, or for two readings."""
         track = self._tracks[reading.key]
         if track.stuck_at is None or (track.samples[-1][0] == track.stuck_at if now is None else now - track.stuck_at < self._notice_s):
             return ""
@@ -199,7 +189,7 @@ def ask(judge: HangJudge | None) -> None:
 
 
 def explained(names: Collection[str]) -> str:
-    """Who of `names` cannot answer, and why, for a message; "" if nothing speaks against any of them, or nobody watches."""
+    """Processes of `names` that cannot answer, with reasons, for a message; "" if nothing speaks against any of them, or nobody watches."""
     return ", ".join(f"{reading} {reason}" for reading, reason in (_judge.blame(names) if _judge is not None else []))
 
 

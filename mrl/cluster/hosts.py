@@ -20,7 +20,6 @@ GIB = 2**30
 SHARED_MEMORY = "/dev/shm"
 
 HostLog = Callable[[Mapping[str, float], float], None]
-"""Records the sample of a moment, in seconds since 1970."""
 
 
 class HostSampler:
@@ -29,7 +28,6 @@ class HostSampler:
     def __init__(self, is_actor: bool) -> None:
         """Counts the memory of this process and its descendants, or, if `is_actor`, of its parent's: an actor's is the node's raylet."""
         self._root = psutil.Process(os.getppid() if is_actor else os.getpid())
-        # All GPUs of the host, whichever of them this process may use; 0 without a driver.
         self._num_gpus = 0
         if pynvml is not None:
             with suppress(pynvml.NVMLError):
@@ -41,7 +39,6 @@ class HostSampler:
     def sample(self) -> dict[str, float]:
         """Percent of all processors since the last sample, GiB of memory; per GPU percent of the time at work, and GiB."""
         memory = psutil.virtual_memory()
-        # Pages that several processes share count once for each.
         resident_bytes = 0
         for process in [self._root, *self._root.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess):  # it has ended since it was listed

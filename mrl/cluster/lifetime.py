@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How processes of a run end: none survives its parent, and nothing of a run is left on its host.
+"""End of a run's processes: none survives its parent, and nothing of a run is left on its host.
 
 `python -m mrl.cluster.lifetime FOLDER` is the reaper: it waits for its driver to end, in whatever way, kills every process of the run and
 removes the run's session folder, through its carrier. Ray's own agents outlive a killed driver by up to a minute. Needs the standard
@@ -71,7 +71,6 @@ def processes_of(folder: str) -> list[int]:
                 is_marked = mark in (entry / "environ").read_bytes().split(b"\0")
                 is_zombie = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:1] == [b"Z"]
             except OSError:
-                # The process ended meanwhile, or belongs to somebody else.
                 continue
             if is_marked and not is_zombie:
                 found.append(int(entry.name))
@@ -90,13 +89,12 @@ def end_reaper(reaper: subprocess.Popen[bytes], folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a host has for this process."""
+    """Processors and memory that this process may use."""
 
     num_cores: int
     load: float
     """Processes that compute or want to, on all cores of the host, averaged over a minute."""
     free_bytes: int
-    """Of memory, within the limit of a container."""
 
     def __str__(self) -> str:
         return f"{self.num_cores} cores, load {self.load:.1f}, {self.free_bytes / 1e9:.1f} GB of memory free"

@@ -23,7 +23,6 @@ from mrl.cluster.watchdog import Stacks, read_all, read_signs, read_stacks
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-# A node that answers later has not answered.
 ANSWER_TIMEOUT_S = 5.0
 
 
@@ -87,13 +86,12 @@ class Lookouts:
                 if readings := _answer(lambda: ray.get(reference, timeout=ANSWER_TIMEOUT_S)):  # noqa: B023
                     self._readings[name], heard[name] = readings, now
             for name, since in heard.items():
-                # A first answer takes the start of a process.
                 if self._readings[name] and now - since > ANSWER_TIMEOUT_S + 2 * self._interval_s:
                     self._readings[name] = [ProcessReading(name, 0, name, SILENT, 0.0, 0)]
 
 
 def _answer(get: Callable[[], list]) -> list:
-    """What `get` returns; nothing if the actor has died, which Ray reports to those who wait for it."""
+    """Returns the result of `get`; nothing if the actor has died, which Ray reports to those who wait for it."""
     try:
         return get()
     except RayError:

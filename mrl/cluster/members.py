@@ -20,7 +20,7 @@ class Member:
     daemon: str = "raylet"
 
     def loss(self) -> str:
-        """Why nothing on the node can be reached any more; "" if the daemon takes connections."""
+        """Reason why nothing on the node can be reached any more; "" if the daemon takes connections."""
         try:
             socket.create_connection((self.address, self.port), timeout=CONNECT_TIMEOUT_S).close()
         except ConnectionRefusedError:
@@ -31,7 +31,7 @@ class Member:
 
 
 members: list[Member] = []
-"""Of the cluster that this process has joined; none of a private one."""
+"""Nodes of the cluster that this process has joined; none of a private one."""
 heads: list[Member] = []
 """The node of that cluster without whose daemon none of Ray's does anything new."""
 
@@ -42,7 +42,7 @@ def dead_head() -> str:
 
 
 def lost_nodes() -> str:
-    """Those nodes of the cluster that are lost, for a message; "" if none is."""
+    """Lost nodes of the cluster, for a message; "" if none is."""
     if not members:
         return ""
     with ThreadPoolExecutor(len(members)) as pool:

@@ -56,11 +56,7 @@ def joined_nodes() -> list[tuple[str, int]]:
 
 @contextmanager
 def cluster_nodes() -> Iterator[list[Node]]:
-    """Joins the cluster at RAY_ADDRESS for the `with` block; its nodes, lost ones too; hosts with several nodes get numbered names.
-
-    Raises:
-        NoCluster: there is none.
-    """
+    """Joins the cluster at RAY_ADDRESS for the `with` block; its nodes, lost ones too; hosts with several nodes get numbered names."""
     join_cluster()
     try:
         hosts: Counter[str] = Counter()
@@ -91,7 +87,7 @@ def _answer(question: Callable[..., object], name: str, arguments: tuple[object,
 
 
 def clock_offsets(nodes: list[Node], *, deadline_s: float) -> dict[str, tuple[float, float]]:
-    """By name, the seconds by which the clocks of nodes that answer are ahead of this one, and the uncertainty; of the quickest answer."""
+    """Seconds, by node, by which its clock is ahead of this one, and their uncertainty; taken from the quickest answer."""
     task = ray.remote(read_clock)
     offsets: dict[str, tuple[float, float]] = {}
     for node in nodes:
@@ -113,10 +109,7 @@ def read_clock() -> float:
 
 @contextmanager
 def watch_hosts(config: RunConfig, log: HostLog | None) -> Iterator[None]:
-    """Samples every node for the loggers, every `collection_interval` seconds inside the `with` block; None: nobody wants samples.
-
-    Nobody waits for a sample, and a node that does not answer lacks some.
-    """
+    """Samples every node for the loggers, every `collection_interval` seconds inside the `with` block; None: nobody wants samples."""
     settings = config.logger
     if not settings.monitor_gpus or log is None:
         yield
@@ -163,7 +156,6 @@ class NodeSamplers:
 
 
 def _options(node_id: str, **more: int) -> dict[str, object]:
-    """Options of a task or an actor that runs on this node or not at all."""
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False), **more}
 
 

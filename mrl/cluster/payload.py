@@ -61,9 +61,9 @@ def pull(infos: Sequence[RolloutInfo], *, timeout_s: float) -> list[Rollout]:
 
 
 def pull_teacher(sequences: Sequence[TrainSequence], *, timeout_s: float) -> list[TeacherTokens | None]:
-    """What the teacher says of each sequence, pulled from where it was computed; None where nobody teaches. Otherwise as `pull`."""
+    """Pulls each sequence's teacher outputs from where they were computed; None where nobody teaches. Otherwise as `pull`."""
     payloads = [sequence.teacher for sequence in sequences if isinstance(sequence.teacher, PayloadRef)]
-    fetched = _fetch(payloads, TeacherTokens, f"what teachers say of {len(payloads)} rollouts", timeout_s=timeout_s)
+    fetched = _fetch(payloads, TeacherTokens, f"teacher outputs of {len(payloads)} rollouts", timeout_s=timeout_s)
     return [fetched[sequence.teacher] if isinstance(sequence.teacher, PayloadRef) else None for sequence in sequences]
 
 
@@ -111,7 +111,7 @@ def put_batch(examples: ExampleBatch) -> Batch:
 
 
 def describe(rollout: Rollout, payload: PayloadRef | None = None) -> RolloutInfo:
-    """What the driver learns of a rollout; without `payload`, the receiver fills in the reference."""
+    """Summary of a rollout for the driver; without `payload`, the receiver fills in the reference."""
     return RolloutInfo.of(rollout, payload)
 
 

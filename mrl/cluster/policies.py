@@ -45,15 +45,13 @@ Ts = TypeVarTuple("Ts")
 
 POLICY_RANK = "policy rank"
 MEETING_FILE = "ranks"
-"""In the session folder of a run of one node: the store in which its ranks meet."""
-# So often a thread that waits beside the loop looks whether somebody waits for it.
 LOOK_S = 0.25
 RankRows = tuple[tuple[int, ...], ...]
 """Rows of one dp rank, as indices into the batch."""
 
 
 class PolicyActor:
-    """One policy rank: the policy, and the models beside it, which the driver reaches by name."""
+    """One policy rank: the policy and further models, which the driver reaches by name."""
 
     def __init__(self, log_file: Path, secrets: Mapping[str, str]) -> None:
         start_actor_process(log_file, secrets)
@@ -61,7 +59,7 @@ class PolicyActor:
         self.listener: socket.socket | None = None
 
     def address(self, ports: range) -> tuple[str, int]:
-        """Where all ranks meet, at this one; keeps the port until then."""
+        """Address at which all ranks meet this one; keeps the port until then."""
         self.listener = hold_port(ports)
         return ray.util.get_node_ip_address(), self.listener.getsockname()[1]
 
@@ -128,7 +126,7 @@ class PolicyActor:
         return put_arrays(self._spanned(model, verb, partial(ON_TOKENS[verb], self.models[model]), *arguments) or [])
 
     def teach(self, model: ModelName, k: int) -> tuple[list[int], Packed]:
-        """Indices of the sequences that this rank answers for, and what the teacher says of each; see `mrl.policy.beside.teach`."""
+        """Indices of the sequences that this rank answers for, and the teacher outputs of each; see `mrl.policy.beside.teach`."""
         from mrl.policy.beside import teach
 
         found = self._spanned(model, "teacher", teach, self.models[model], k)
@@ -181,7 +179,6 @@ class Ranks:
             log_file = log_folder / f"policy-rank-{rank}.log"
             self.handles.append(start_actor(PolicyActor, placement.options(rank, variables), log_file, secrets))
         if config.cluster.num_nodes == 1:
-            # A store that listens knows no secret: every user of the host could write to it.
             self.master = str(placement.folder / MEETING_FILE), 0
         else:
             master = {ActorName(POLICY_RANK, 0): ask(self.handles[0], PolicyActor.address, config.cluster.master_ports)}
@@ -227,7 +224,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         is_awaited: threading.Event,
         is_abandoned: threading.Event,
     ) -> dict[int, T]:
-        """As `call`, from another thread than the loop's: however long the ranks do what that asks of them, until `is_awaited`.
+        """Does as `call`, from another thread than the loop's: however long the ranks do what that asks of them, until `is_awaited`.
 
         InterruptedError: `is_abandoned` before. Ray ends a process in which a thread calls it after it has been shut down.
         """
@@ -254,12 +251,10 @@ class PolicyGroup(Actors[PolicyVerbs]):
     def set_batches(self, batches: Sequence[Batch]) -> None:
         """Sets the batches of a step's updates, in order. Every rank pulls the payloads of its own rows; see `PolicyRank.set_batch`."""
         for position, batch in enumerate(batches):
-            # Stored once for the ranks that train the same rows: Ray would serialise an argument once for each of them.
             sequences = [put({index: batch.sequences[index] for row in rows for index in row}) for rows in batch.rows]
             pending = {}
             with self.in_order:
                 for rank, dp_rank in enumerate(self.dp_ranks):
-                    # Ray hands a rank what the reference stands for.
                     mine = cast("dict[int, TrainSequence]", sequences[dp_rank]), batch.rows[dp_rank], batch.logprob_rows[dp_rank]
                     pending[self.name(rank)] = ask(self.handles[rank], PolicyActor.set_batch, self.model, *mine, position > 0)
             self.wait(pending, deadline_s=None, what="set_batch")
@@ -267,10 +262,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
     def call_on_tokens(
         self, verb: TokenVerb, batches: Sequence[Batch], given: Mapping[int, PayloadRef] | None = None
     ) -> dict[int, PayloadRef]:
-        """Calls a function that takes or returns arrays of sequences; they move from rank to rank, here are references to them.
-
-        Both are by place in the step, in the order of its batches, so that models may have other batches of the same sequences.
-        """
+        """Calls a function that takes or returns arrays of sequences; they move from rank to rank, here are references to them."""
         firsts = list(accumulate([0, *(len(batch.sequences) for batch in batches)]))
 
         def part(dp_rank: int) -> list[dict[int, PayloadRef]] | None:
@@ -295,10 +287,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         }
 
     def teach(self, sequences: Sequence[TrainSequence], k: int) -> list[TrainSequence]:
-        """The sequences, each with a reference to what this model says of the tokens that were generated; see `mrl.policy.beside.teach`.
-
-        What it computes stays in its processes, whose node hands it on to the ranks that train on it.
-        """
+        """The sequences, each with a reference to this model's outputs for the generated tokens; see `mrl.policy.beside.teach`."""
         self.set_batches([make_batch(sequences, self.config)])
         pending, payloads = {}, {}
         with self.in_order:
@@ -339,9 +328,9 @@ def check_shared(root: Path, actors: list, *, deadline_s: float, patience_s: flo
         answers = wait_all(pending, deadline_s=deadline_s + patience_s, what="look at the shared cache")
         for name, (node, has_found) in answers.items():
             if not has_found:
-                reason = f"node {node} cannot see {canary}, or cannot write beside it"
+                reason = f"node {node} cannot see {canary}, or cannot write next to it"
             elif not is_answered(canary, name, patience_s=patience_s):
-                reason = f"the node of the driver cannot see what node {node} wrote beside {canary}"
+                reason = f"the node of the driver cannot see what node {node} wrote next to {canary}"
             if reason:
                 raise RuntimeError(
                     f"{root}: this cache is not shared: {reason}; set {env.MRL_CACHE.name} to a folder that all nodes share, "

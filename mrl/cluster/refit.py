@@ -43,8 +43,8 @@ from mrl.refit.pull import VerifyReport
 
 logger = logging.getLogger(__name__)
 
-# Ranks and workers leave an attempt at this part of the limit, so that whoever has not answered by then hangs, and at the latest this long
-# after the driver has given it up.
+# Ranks and workers leave an attempt after this part of the limit: an actor silent after that is treated as hung. They leave within
+# `LEAVE_S` of an attempt that the driver gives up.
 OWN_SHARE = 0.9
 LEAVE_S = 10.0
 
@@ -124,7 +124,7 @@ class Refitter:
             self._point_at_sources([index])
 
     def worker_refits(self, engine: int) -> list[WorkerRefit]:
-        """What each worker of a colocated engine needs: the schedule's inputs, and the memory of the trainer ranks that it reads."""
+        """Inputs of each worker of a colocated engine: the schedule's inputs, and the memory of the trainer ranks that it reads."""
         return [WorkerRefit(self.inputs, slot, handles_for(self.schedule, slot, self._handles)) for slot in self.slots[engine]]
 
     def _refit(self, engines: Sequence[int], *, witness: Digests | None = None, died: int | None = None) -> RefitReport:
@@ -194,7 +194,7 @@ class Refitter:
         try:
             answers = wait_all(pending, deadline_s=self.deadline_s, what="refit", on_failure=self._give_up)
         except RuntimeError as error:
-            # Whoever fails leaves the group, which is of no use to the others then.
+            # A failed member breaks the group for all.
             self._address = None
             # After a death those that live still have to leave; after another error they had the time.
             is_death = isinstance(error, ActorLost)
@@ -232,7 +232,7 @@ class Refitter:
 
 
 def unanswered(pending: Mapping[ActorName, ray.ObjectRef], *, within_s: float) -> list[ActorName]:
-    """Those actors that do not answer."""
+    """Actors that do not answer in time."""
     _, silent = ray.wait(list(pending.values()), num_returns=len(pending), timeout=within_s)
     return [name for name, reference in pending.items() if reference in silent]
 

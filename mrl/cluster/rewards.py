@@ -28,7 +28,7 @@ from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import ActorLost, DeadlineExceeded
 from mrl.cluster.event_loop import News, Silence, in_loop
 from mrl.cluster.payload import Packed, PayloadRef, pack, pull
-from mrl.cluster.rollouts import RequestBook, Work
+from mrl.cluster.rollouts import ActorWork, RequestBook
 from mrl.cluster.runtime import Placement
 from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.run import RunConfig
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 REWARDS = "reward actor"
 VERDICTS = "rewards"
-"""What the driver waits for while rollouts are judged."""
+"""Name of the driver's wait for verdicts."""
 # An actor that has no verdict answers so often, as a sign of life.
 ANSWER_S = 1.0
 # Verdicts that come within so long of the first are answered together: a step needs all of them, a rollout of several turns its own.
@@ -68,7 +68,7 @@ Unjudged = tuple[RolloutInfo, Prompt]
 Ended = tuple[Verdict, Ending]
 """The verdict on a rollout that has ended, and why it has."""
 Judged = tuple[dict[str, Ended], list[str], RewardLoad]
-"""What an actor has done since its last answer: rollouts that have ended, by request id, and those that go on, in the order of their
+"""Verdicts of an actor since its last answer: rollouts that have ended, by request id, and those that go on, in the order of their
 packed transcripts."""
 
 
@@ -93,7 +93,7 @@ class Judge:
         self.decode = lambda token_ids: cast(str, tokenizer.decode(list(token_ids)))
         self.rules = rules_of(config, self.decode, tokenizer.all_special_tokens)
         self.scorer = Scorer(self._build, masks_flagged=config.env.should_mask_flagged_samples)
-        self.work = Work[Ended | Transcript]()
+        self.work = ActorWork[Ended | Transcript]()
         # All that uses the tokenizer: one thread at a time may.
         self._texts = ThreadPoolExecutor(1, "texts")
 
@@ -123,7 +123,7 @@ class Judge:
                 self.work.begin(self._judge(info.request_id, prompt.env_name, task, rollout, remarks))
 
     def _make_tasks(self, unjudged: Sequence[Unjudged]) -> list[tuple[Task, Rollout | None, Remarks | None]]:
-        """Of each rollout the task; itself, if it may have further turns; and what is wrong with its form."""
+        """The task of each rollout; itself, if it may have further turns; and what is wrong with its form."""
         start = time.monotonic()
         tasks = []
         for (_, prompt), rollout in zip(
@@ -197,7 +197,7 @@ class Rewards(Actors[RewardActor]):
         # A verdict takes as long as its environment allows; beyond that, a silent actor is not waited for.
         self.silence_s = config.deadlines.reward_s + longest_verdict_s(config)
         self.decides = config.max_rollout_turns > 1
-        """Whether rollouts may have several turns: then an actor decides after each one."""
+        """True when rollouts may have several turns: then an actor decides after each one."""
         num_actors = len(placement.first_slots)
         self.news = news or News()
         # A second call hands rollouts in while the first waits for verdicts.
@@ -259,7 +259,7 @@ class Rewards(Actors[RewardActor]):
         return in_loop(take)
 
     def take_metrics(self) -> dict[str, float]:
-        """How the workers have kept up since the last call."""
+        """Metrics of the workers' load since the last call."""
 
         def take() -> RewardLoad:
             load, self._load = self._load, RewardLoad()

@@ -63,7 +63,7 @@ RAY_LIMITS = {
     "RAY_agent_register_timeout_ms": 1000,
     "RAY_gcs_rpc_server_reconnect_timeout_s": 1,
 }
-"""What Ray gives its own processes to start, by the units of a second, and the others after the death of its head, in which a run saves.
+"""Time that Ray gives its own processes to start, and the other processes after the death of its head, in which a run saves.
 Its defaults, of 15 to 60 s, are too short for a busy host."""
 MAX_REASON = 300
 
@@ -87,7 +87,7 @@ def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[P
     watchdog = start_watchdog(config, folder, log_folder)
     # The driver raises the first failure of a group call with its reason; Ray would print those of all other ranks on top.
     os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
-    # Ray gives its workers niceness 15: beside any other work on the host, ranks would miss each other's deadlines.
+    # Ray gives its workers niceness 15: with any other work on the host, ranks would miss each other's deadlines.
     os.environ["RAY_worker_niceness"] = "0"
     # Ray starts a Python process for each CPU ahead of time. Our actors have environments of their own, so that none takes one of these.
     os.environ["RAY_prestart_worker_first_driver"] = "0"
@@ -201,9 +201,7 @@ def _keep_others_out(folder: Path) -> None:
     # A shell may have tokens off for another cluster; Ray switches them on when the variable is absent.
     os.environ.pop("RAY_AUTH_MODE", None)
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_file)
-    # A process that has had a cluster before would offer that one's token.
     AuthenticationTokenLoader.instance().reset_cache()
-    # At every start Ray logs that token authentication is on, and how to switch it off.
     logging.getLogger("ray").setLevel(logging.ERROR)
     # Ray's metrics ask nobody for a token. It replaces a `_node_ip_address` of 127.0.0.1 by the host's own, unless it takes the platform
     # for one without clusters: a constant, read from RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER at its import (ray/_private/services.py in 2.60).
@@ -246,7 +244,6 @@ class Placement:
     def __init__(self, config: RunConfig, folder: Path, *, timeout_s: float) -> None:
         """Reserves the slots; raises RuntimeError if they do not fit within `timeout_s`, or only with an engine across two nodes."""
         self.folder = folder
-        """The session folder, on the node of this process."""
         self.num_slots = config.num_slots
         self.num_policy_ranks = config.num_policy_ranks
         self.engines = engine_slots(config)
@@ -266,7 +263,6 @@ class Placement:
         self._bundles = sorted(range(self.num_slots), key=lambda bundle: nodes[names[bundle]])
         self.node_of: dict[int, int] = {slot: nodes[names[bundle]] for slot, bundle in enumerate(self._bundles)}
         self.first_slots = [slot for slot in range(self.num_slots) if slot == 0 or self.node_of[slot] != self.node_of[slot - 1]]
-        """The first slot of each node."""
         hosts = {node["NodeID"]: str(node["NodeManagerHostname"]) for node in ray.nodes()}
         self._hosts = [hosts[names[bundle]] for bundle in self._bundles]
         if (engine := find_engine_across_nodes(self.node_of, self.engines)) is not None:
@@ -274,7 +270,6 @@ class Placement:
                 f"Ray put slots {engine.slots} of engine {engine.engine_index} on several nodes, but an engine fits into one; "
                 "check that every node offers the same number of slots"
             )
-        # Cores by node that Slurm or a container leaves to the processes which Ray starts there.
         self._num_cores: dict[int, int] = {}
         if config.cluster.gpus_per_node:
             task, slots = ray.remote(usable_cores), enumerate(self.first_slots)
@@ -288,7 +283,6 @@ class Placement:
 
     def num_threads(self, slot: int) -> int:
         """CPU threads of the policy rank on `slot`, for optimizer steps and copies in host memory."""
-        # One on hosts without GPUs, where results must not depend on how a sum is split.
         return share_of_cores(slot, self.node_of, self._num_cores) if self._num_cores else 1
 
     def options(self, slot: int, environment: dict[str, str]) -> dict[str, object]:

@@ -45,7 +45,7 @@ class PolicySession:
 
     @property
     def trained_models(self) -> Mapping[ModelName, PolicyGroup]:
-        """What a checkpoint holds."""
+        """Models that a checkpoint holds."""
         return {"policy": self.policies}
 
     def saving(self) -> AbstractContextManager[None]:
@@ -72,15 +72,12 @@ class RolloutSession:
 
     @property
     def trained_models(self) -> Mapping[ModelName, PolicyGroup]:
-        """What a checkpoint holds."""
+        """Models that a checkpoint holds."""
         groups = {"policy": self.policies, **self.models_beside}
         return {model: groups[model] for model in self.config.trained_models}
 
     def enter(self, phase: Phase, worker: ModelName | None = None) -> None:
-        """Brings all models into a phase in which one works, and colocated engines, which yield their memory. Dedicated ones go on.
-
-        `worker` names it where several have its role; the others stay out of the way.
-        """
+        """Brings all models into a phase in which one works, and colocated engines, which yield their memory. Dedicated ones go on."""
         deadline_s = self.policies.deadline_s
         if self.engines.are_colocated:
             self.engines.enter(phase, deadline_s=deadline_s)
@@ -93,12 +90,11 @@ class RolloutSession:
             place = PHASES[phase_of(model)].of(model)
             return place.optimizer == "device", place.weights == "device"
 
-        # Those that yield their memory come before those that take it.
         for model in sorted(models, key=takes):
             models[model].call(PolicyVerbs.enter, phase_of(model), deadline_s=deadline_s)
 
     def make_room(self) -> None:
-        """Has the models beside the policy leave the devices, as engines need the memory from here on."""
+        """Has all models but the policy leave the devices, as engines need the memory from here on."""
         for group in self.models_beside.values():
             group.call(PolicyVerbs.enter, "refit")
 
@@ -121,7 +117,6 @@ class RolloutSession:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Inside the `with` block all models that are trained are in the phase in which they begin to save. Engines keep their weights."""
-        # The policy saves between a refit or a validation and the next rollouts.
         deadline_s = checkpoint_deadline(self.config).seconds
         # The policy saves from where it is: engines need not make room for it.
         with self.without_cache(deadline_s) if len(self.trained_models) > 1 else nullcontext():
@@ -153,7 +148,6 @@ class RolloutSession:
 
 
 Session = PolicySession | RolloutSession
-"""The processes of a run, as the training loop sees them."""
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the driver asks of a policy rank and of an engine. Light: `mrl.policy` and `mrl.rollout`, which have these verbs, are heavy."""
+"""Verbs by which the driver calls a policy rank and an engine. Light: `mrl.policy` and `mrl.rollout`, which have these verbs, are heavy."""
 
 from __future__ import annotations
 

@@ -37,17 +37,12 @@ from mrl.signals import LISTENER
 logger = logging.getLogger(__name__)
 
 LOG = "watchdog.log"
-# At most: short limits of tests look more often. A look takes milliseconds.
 INTERVAL_S, LOOKS_A_NOTICE = 5.0, 10
-# Handlers answer at once, unless their process is stuck.
 STACKS_S, PY_SPY_TIMEOUT_S, STACKS_TIMEOUT_S = 1.0, 10.0, 15.0
-# For a terminal, or a table of the kernel, that does not answer.
 CONSOLE_TIMEOUT_S = 5.0
-# Of hundreds of ranks that all wait, the first ones; the file with their stacks has all.
 MAX_NAMED = 4
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 Stacks = list[tuple[ProcessReading, str]]
-"""The text of each process's stacks."""
 FRAME = re.compile(r'File "(?:.*/)?([^"/]+)", line (\d+) in (\S+)')
 
 
@@ -65,7 +60,7 @@ class Process:
 
 
 def read_process(pid: int, task: str = "") -> Process | None:
-    """What /proc/PID/stat says, or that of a task of the process, see proc(5); None if it has ended."""
+    """Reads /proc/PID/stat, or that of a task of the process, see proc(5); None if it has ended."""
     try:
         head, _, rest = Path(f"/proc/{pid}/{task}stat").read_text(errors="replace").rpartition(")")
     except OSError:
@@ -118,7 +113,6 @@ def read_all(root: int, signs: dict[int, spans.Sign]) -> list[ProcessReading]:
             task = f"task/{threading.get_native_id()}/"
             mine = read_process(pid, task)
             spent.append((-(mine.cpu_s if mine is not None else 0.0), -read_io(pid, task)))
-        # What Ray starts and nobody has named yet works for itself.
         own = spent if found.command not in RAY_PROCESSES else []
         cpu_s, io_bytes = found.cpu_s + sum(cpu for cpu, _ in own), read_io(pid) + found.fault_bytes + sum(io for _, io in own)
         if name or found.state in STOPPED:
@@ -153,7 +147,7 @@ def read_stacks(folder: Path) -> Stacks:
 
 
 def writes_stacks(pid: int) -> bool:
-    """Whether a process handles `STACK_SIGNAL`, which would end any other: one that has got the id of a process that has ended."""
+    """True when a process handles `STACK_SIGNAL`, which would end any other: one that has got the id of a process that has ended."""
     try:
         handled = re.search(r"^SigCgt:\s+(\w+)$", Path(f"/proc/{pid}/status").read_text(errors="replace"), re.MULTILINE)
     except OSError:
@@ -275,7 +269,7 @@ class Watchdog:
             self._end(f"{self._asked[1]} asked the run to end {now - self._asked[0]:.0f} s ago, and it hangs: {reason}")
 
     def _never_ends(self, finding: Hang | None) -> bool:
-        """Whether the driver is in a wait without a limit. A file system may answer yet, and let it save."""
+        """True when the driver is in a wait without a limit. A file system may answer yet, and let it save."""
         is_known = finding is not None and all(reading.state != UNINTERRUPTIBLE for reading, _ in finding.suspects)
         return is_known and not hangs.waits
 
@@ -292,7 +286,7 @@ class Watchdog:
             self._say(logging.WARNING, f"The run hangs: {text}")
 
     def _keep_stacks(self) -> tuple[dict[tuple[str, int], str], Path]:
-        """Where each process is, by the key of its reading, and the file with the stacks of all of them."""
+        """Writes the stacks of all processes to a file; returns where each is, by the key of its reading, and the file."""
         stacks = read_stacks(self._folder)
         if self._lookouts is not None:
             with suppress(TimeoutError):  # without the raylet of this node, whose stop is told without them
@@ -315,7 +309,6 @@ class Watchdog:
         with suppress(TimeoutError):  # to read about a process that hangs may hang; the reaper comes after this process
             within(CONSOLE_TIMEOUT_S, "/proc", kill_processes, str(self._folder))
         self._say(logging.ERROR, f"The attempt ended: {reason}. Logs of the actors: {self._log_folder}. The same command resumes.")
-        # Another thread may be printing, behind which this line waits.
         flush_console()
         os._exit(1)
 
@@ -335,12 +328,10 @@ def described(finding: Hang, places: Mapping[tuple[str, int], str]) -> str:
 
 def innermost(stacks: str) -> str:
     """The collective, or else the function, in which the main thread of a process is; "" if the text of its stacks does not say."""
-    # The handler runs in the main thread, wherever that is.
     threads = stacks.split("\n\n")
     main = next((text for text in threads if text.startswith(("Current thread", "Thread")) and "most recent call first" in text), "")
     current = next((text for text in threads if text.startswith("Current thread")), main)
     frames = [f"{name} ({file}:{line})" for file, line, name in FRAME.findall(current)]
-    # Wrappers of torch stand around a collective.
     collectives = [frame for frame in frames if "distributed_c10d" in frame and not frame.startswith("wrapper")]
     return next(iter(collectives or frames), "")
 

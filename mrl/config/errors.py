@@ -17,11 +17,9 @@ Config = TypeVar("Config")
 
 REDACTED = "<redacted>"
 COMMAND_LINE = "command line"
-"""The origin of an override's setting."""
 
 _MENTIONED = re.compile(r"\b[a-z_]+(?:\.\w+)+(?==)")
 _PART = re.compile(r"[^.\[\]]+")
-# Not a part of a path or of another value.
 _KEY_OF_POLICY = re.compile(r"(?<![\w./=-])policy\.")
 
 
@@ -97,7 +95,6 @@ class Problems:
         return ". Also: ".join([first, *(text.partition(": ")[2] if own else text for text in rest)]) if rest else first
 
     def _set_last(self, keys: Sequence[str]) -> str:
-        """The key that the user set last; the first of several."""
         return min(keys, key=lambda key: self._rank(self._origins.get(key, "")))
 
     def _rank(self, origin: str) -> int:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of the fields of the config schema: numbers with their ranges, values without a choice, and defaults that follow other keys.
-
-The schema needs only the standard library. Loading a config validates it by these types with pydantic.
-"""
+"""Types of the fields of the config schema: numbers with their ranges, values without a choice, and defaults that follow other keys."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ def required() -> Any:
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, the ends included unless open. Beside a type in `Annotated`, pydantic checks it."""
+    """Numbers from `low` to `high`, the ends included unless open. pydantic checks it in `Annotated`."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -71,7 +68,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Only:
-    """The one value of a key that mrl has so far, and why. Beside a type in `Annotated`, pydantic checks it."""
+    """The one value of a key that mrl has so far, and why. pydantic checks it in `Annotated`."""
 
     value: object
     reason: str

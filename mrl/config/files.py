@@ -33,7 +33,6 @@ MAX_DIGITS = 1000
 MAX_DESCRIBED = 80
 """Characters of a value in a message: a chat template would fill the screen."""
 
-# NeMo RL's folders of configs: a missing file below one is looked for among the packaged ones.
 _NEMO_RL_FOLDERS = ("examples/configs", "examples/nemo_gym")
 
 _DIGITS = re.compile(r"[-+.:_0-9a-fA-FoxX]+")
@@ -53,7 +52,6 @@ class Setting:
     value: object
     origin: str
     written_as: str = ""
-    """The key's older name, if that was written."""
 
 
 Settings = dict[Key, Setting]
@@ -66,7 +64,7 @@ def split_key(dotted: str) -> Key:
 
 
 def packaged_configs() -> Path:
-    """Folder of the configs that come with mrl: inside the package when installed, beside it in a checkout."""
+    """Folder of the configs that come with mrl: inside the package when installed, next to it in a checkout."""
     package = Path(mrl.__file__).parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"

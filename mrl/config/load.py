@@ -87,7 +87,6 @@ def read_run(
             raise ConfigError([f"{name} says how to evaluate, and nothing of training; run `python -m mrl.evaluate {name}`"])
         place_evaluation(settings)
     if to_evaluate:
-        # An evaluation always judges rollouts, and asks all held-out prompts.
         settings[("algorithm",)] = Setting("grpo", "python -m mrl.evaluate")
         settings["grpo", "max_val_samples"] = Setting(None, "python -m mrl.evaluate")
         settings.pop(("policy", "train_global_batch_size"), None)  # by default the samples of a step
@@ -134,7 +133,6 @@ def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None,
 
 def resolved_yaml(config: RunConfig) -> str:
     """The config with every value written out, as YAML that `load_config` reads; secrets are replaced by `<redacted>`."""
-    # What `OmegaConf.to_yaml` writes, without its nodes, which take ten times as long to make.
     return yaml.dump(_plain(config), Dumper=get_omega_conf_dumper(), default_flow_style=False, allow_unicode=True, sort_keys=False)
 
 
@@ -174,7 +172,6 @@ def choose_algorithm(settings: Settings) -> list[str]:
     if ("algorithm",) in settings and settings["algorithm",].value == "distillation":
         given = ["distillation"]
     if given[:1] == ["distillation"]:
-        # The rollouts of a step, unless the config gives the number for an update.
         size = "${mul:${distillation.num_prompts_per_step}, ${distillation.num_generations_per_prompt}}"
         settings.setdefault(("policy", "train_global_batch_size"), Setting(size, "section distillation"))
         given = given[:1]
@@ -187,10 +184,7 @@ def choose_algorithm(settings: Settings) -> list[str]:
 
 
 def _sort_out(settings: Settings, problems: list[str]) -> tuple[Settings, Settings, set[str]]:
-    """The settings of known keys, those of unknown keys, and the known keys at which a section and a value are mixed up.
-
-    Adds a problem for every mix-up, and one for every unknown section.
-    """
+    """The settings of known keys, those of unknown keys, and the known keys at which a section and a value are mixed up."""
     known: Settings = {}
     unknown: Settings = {}
     misplaced: set[str] = set()
@@ -205,7 +199,6 @@ def _sort_out(settings: Settings, problems: list[str]) -> tuple[Settings, Settin
             problems.append(f"{describe(key, setting)}: {fault}")
         else:
             unknown[key] = setting
-            # The shortest unknown prefix of the key.
             start = next((key[:end] for end in range(1, len(key)) if key[:end] not in beginnings), key)
             starts.setdefault(start, []).append(key)
     for start, keys in starts.items():
@@ -274,7 +267,6 @@ def nearest_key(key: Key) -> str | None:
     closest = [name] if name in names else difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     if not closest:
         return None
-    # Other models have the policy's keys, too, but are rarely meant.
     meant = [other for other in names[closest[0]] if split_key(other)[0] not in LIKE_POLICY] or names[closest[0]]
     return difflib.get_close_matches(prefix + name, meant, n=1, cutoff=0.0)[0]
 

@@ -178,7 +178,6 @@ def find_wrong_weights(config: RunConfig) -> list[str]:
                 continue
             family(read_config(folder / "config.json"))
         except (OSError, ValueError):
-            # Other rules report missing weights and unreadable configs.
             continue
         try:
             check_hf(folder)
@@ -245,7 +244,6 @@ class ModelSizes:
     expert_ffn: int = 0
     shared_ffn: int = 0
     latent: int = 0
-    """Width in which routed experts work; 0 = hidden."""
     mamba_heads: int = 0
     mamba_head_dim: int = 0
     mamba_groups: int = 0
@@ -256,7 +254,6 @@ class ModelSizes:
     max_sequence_length: int = 0
     num_parameters: int = 0
     num_mtp_steps: int = 0
-    """Number of multi-token prediction steps; 0 without."""
 
     @property
     def mamba_inner(self) -> int:
@@ -383,10 +380,7 @@ def _rope(source: Mapping[str, object]) -> dict[str, object]:
 
 
 def find_override_problems(folder: Path, overrides: Mapping[str, object]) -> list[str]:
-    """A problem for every override that nothing here reads, and for every one that does not fit the checkpoint.
-
-    The folder's own config.json must be trainable.
-    """
+    """A problem for every override that nothing here reads, and for every one that does not fit the checkpoint."""
     hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     merged = _Reads(overridden_config(hf_config, overrides))
     try:

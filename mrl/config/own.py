@@ -26,7 +26,6 @@ class Kind:
     methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Methods that an instance needs, with their parameters, if the object is a class."""
     is_async: bool = False
-    """True if it is an `async def`."""
 
 
 ESTIMATOR = Kind(("rewards", "groups"), "list[list[float]]")
@@ -87,7 +86,6 @@ def reward_parameters(function: Callable[..., object]) -> list[str]:
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     unknown = [parameter for parameter in needed if parameter not in REWARD_VALUES]
-    # Up to the first unknown name, which has a default, as do all parameters after it.
     known = [p.name for p in itertools.takewhile(lambda p: p.name in REWARD_VALUES, plain)]
     if not unknown and len(known) >= len(needed):
         return known

@@ -100,10 +100,7 @@ def check_arguments(config: RunConfig, problems: Problems) -> None:
 
 @functools.cache
 def arguments_of(library: Library) -> dict[str, list[str]]:
-    """Maps each argument to the kinds of values that it takes, as scripts/library_fields.py found them in the library.
-
-    Of parsers, their names; of attention, its head sizes.
-    """
+    """Maps each argument to the kinds of values that it takes, as scripts/library_fields.py found them in the library."""
     content = json.loads(Path(__file__).with_name("library_fields.json").read_text(encoding="utf-8"))
     return content[library]["fields"]
 

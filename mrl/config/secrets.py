@@ -108,10 +108,7 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 def start_logging(style: LogStyle = "plain", stream: TextIO | None = None) -> set[str]:
-    """Makes all loggers of this process write to `stream` (by default standard output) from INFO on, without secrets.
-
-    Returns the set of secrets to blank out besides those of the environment. Loading a config adds to it.
-    """
+    """Makes all loggers of this process write to `stream` (by default standard output) from INFO on, without secrets."""
     secrets: set[str] = set()
     output: TextIO = stream or sys.stdout
     handler = _Handler(output)

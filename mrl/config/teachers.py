@@ -40,10 +40,8 @@ class Own:
     """Settings of one teacher."""
 
     settings: Settings
-    """Settings as keys of `policy`."""
     model: ModelName
     origin: str = ""
-    """Place of the teacher's definition, for settings without an origin."""
 
 
 def read_teachers(
@@ -117,10 +115,7 @@ def _read(
     problems: list[str],
     origins: dict[str, str],
 ) -> PolicyConfig | None:
-    """The section of a teacher, in which keys that it leaves out have the policy's values; None, and problems, if it is not known.
-
-    `origins` gets those of the keys that the section sets itself.
-    """
+    """The section of a teacher, in which keys that it leaves out have the policy's values; None, and problems, if it is not known."""
     tree, never_shared = Tree(settings, secrets), [("model_name",), ("tokenizer",)]
     if own.model == TEACHER:
         never_shared.append(("hf_config_overrides",))
@@ -148,7 +143,6 @@ def _read(
         return None
     for key, origin in inner.facts.origins.items():
         is_set, origin = split_key(key) in own.settings or origin != origins.get(key), origin or own.origin
-        # What a YAML alias repeats of another section has a file, and no line.
         if key.startswith(f"{STUDENT}.") and is_set and (":" in origin or origin == COMMAND_LINE):
             origins[prefix_of(own.model) + key.removeprefix(f"{STUDENT}.")] = origin
     return inner.policy

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes text from outside harmless: from models, rows and reward functions. Standard library only."""
+"""Texts: those from outside made harmless (of models, rows and reward functions), and counts. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ CUT = "\n[cut]\n"
 
 # Controls but tab and newline (NUL, escapes of terminals), bidirectional embeddings, overrides and isolates, halves of surrogate pairs.
 _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the plural where it is not 1: `1 row`, `2 rows`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def safe_text(text: str, max_characters: int = MAX_TEXT_CHARACTERS) -> str:

@@ -37,7 +37,6 @@ _INDIRECT = re.compile(r"\$\{\s*\.|\$\{[^{}:]*\$\{|\[")
 """A reference that is relative, has another inside its name, or an index."""
 _NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{0,30})?([eE][-+]?\d{1,3})?")
 
-# The start of an error's type in pydantic -> the message for the config's author.
 _MESSAGES = {
     "int": "must be a whole number; correct the value",
     "float": "must be a number; correct the value",
@@ -94,7 +93,6 @@ class Tree:
             MissingMandatoryValue: it is required and not set.
         """
         written = self.written(dotted)
-        # OmegaConf's grammar takes milliseconds an expression, and most expressions are just the name of another key.
         for _ in range(MAX_DEPTH):
             if written is not _ABSENT and written != "???" and "${" not in repr(written):
                 return copy.deepcopy(written)
@@ -107,7 +105,6 @@ class Tree:
         except MissingMandatoryValue:
             raise
         except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
-            # OmegaConf appends the full key and the object's type on further lines.
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise Unresolved(f"{reason}; correct the expression") from error
 
@@ -229,7 +226,6 @@ def _adapter(hint: Any) -> TypeAdapter[object]:
 
 
 def _message(error: ValidationError) -> str:
-    """The first problem, and the way out."""
     first = error.errors(include_url=False)[0]
     where, context = "".join(f"[{part}] " for part in first["loc"]), first.get("ctx", {})
     if first["type"] == "value_error":
@@ -254,7 +250,6 @@ def _defaults(section: type) -> dict[str, Any]:
         if field.default_factory is dataclasses.MISSING:
             found[field.name] = field.default
         else:
-            # A copy: sections of one class have separate values.
             found[field.name] = copy.deepcopy(_defaults(inner)) if inner else field.default_factory()
     for name in LIKE_POLICY if section is RunConfig else ():
         found[name] = {key: _moved(value, name) if isinstance(value, dict) else value for key, value in found[name].items()}

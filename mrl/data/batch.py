@@ -87,17 +87,14 @@ def max_row_tokens(policy: PolicyConfig, stage: Literal["train", "logprob"], gro
 
 
 def plan_metrics(plan: RowPlan, lengths: Sequence[int], policy: PolicyConfig, cost: SequenceCost, group_size: int = 1) -> dict[str, float]:
-    """How full the rows of a plan are, and how even the ranks, as `train/*`."""
+    """Fill of a plan's rows and balance of the ranks, as `train/*`."""
     padded = [padded_length(length, policy.sequence_multiple) for length in lengths]
     num_rows = sum(len(rows) for rows in plan)
     in_rows = sum(padded_length(max(1, sum(padded[index] for index in row)), policy.row_multiple) for rows in plan for row in rows)
     return {
         "train/num_microbatches": float(len(plan[0])),
-        # Of the tokens that the rows could hold.
         "train/packing_efficiency": sum(lengths) / (num_rows * max_row_tokens(policy, "train", group_size)),
-        # Of the tokens that are computed.
         "train/padding_fraction": 1.0 - sum(lengths) / in_rows,
-        # The busiest data-parallel rank against the mean: 1 where all take equally long.
         "train/dp_balance_tokens": max(planning.rank_shares(plan, padded, float)),
         "train/dp_balance_cost": max(planning.rank_shares(plan, padded, cost.of)),
     }

@@ -40,7 +40,7 @@ MAX_NORMALIZED_BYTES = 11
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a question becomes a conversation: the user's message with `{}` for the question, the system's, and values for the template."""
+    """Conversion of a question to a conversation: the user's message, `{}` for the question, the system's, and values for the template."""
 
     prompt: str = "{}"
     system_prompt: str | None = None
@@ -78,7 +78,7 @@ def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
 
 
 def _is_plain(folder: Path) -> bool:
-    """Whether AutoTokenizer would only find the plain class of all fast tokenizers, after an import of torch and its compiler."""
+    """True when AutoTokenizer would only find the plain class of all fast tokenizers, after an import of torch and its compiler."""
     files = [folder / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")]
     if not all(path.is_file() for path in files):
         return False

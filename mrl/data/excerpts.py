@@ -16,11 +16,8 @@ from mrl.data.fields import MAX_LINE_BYTES
 from mrl.data.records import TABLES, Record, begins_as_array, records, table_record
 
 NUM_ENDS = 16
-"""Rows from either end of a file."""
 NUM_BETWEEN = 32
 MAX_WHOLE_ROWS = 1000
-"""Files of so few rows are read whole."""
-# Rows of agents may have megabytes each, which are tokenised.
 MAX_BYTES = 1 << 20
 # Packed files and JSON arrays have no place to jump to; so much of them is read in a second.
 MAX_STREAM_BYTES = 128 << 20
@@ -34,11 +31,11 @@ class Excerpt:
     """Rows of one file, in its order."""
 
     records: list[Record]
-    """Those of a very large file have the number 0."""
+    """Records; those of a very large file have the number 0."""
     is_whole: bool = False
-    """Whether these are all rows."""
+    """True when these are all rows."""
     is_cut: bool = False
-    """Whether nothing of the end of the file is among them."""
+    """True when the end of the file is missing."""
 
 
 def excerpt(path: Path) -> Excerpt:
@@ -58,7 +55,6 @@ def excerpt(path: Path) -> Excerpt:
 
 
 def _bounded(found: list[Record], num_rows: int = -1, *, is_cut: bool = False) -> Excerpt:
-    """The excerpt without rows between the first and the last that would make it too many bytes."""
     kept, left = [], MAX_BYTES
     for index, record in enumerate(found):
         left -= len(record.line)
@@ -68,7 +64,6 @@ def _bounded(found: list[Record], num_rows: int = -1, *, is_cut: bool = False) -
 
 
 def _chosen(num_rows: int) -> list[int]:
-    """Indices of the rows to look at, in rising order."""
     if num_rows <= MAX_WHOLE_ROWS:
         return list(range(num_rows))
     between = random.Random(0).sample(range(NUM_ENDS, num_rows - NUM_ENDS), NUM_BETWEEN)
@@ -89,7 +84,6 @@ def _of_table(path: Path) -> Excerpt:
 
 
 def _of_stream(path: Path) -> Excerpt:
-    """The excerpt of a file that is read from its beginning."""
     found, num_bytes = list[Record](), 0
     if not path.name.lower().endswith(".gz") and path.stat().st_size > 2 * MAX_STREAM_BYTES:
         return Excerpt([], is_cut=True)
@@ -102,7 +96,6 @@ def _of_stream(path: Path) -> Excerpt:
 
 
 def _of_lines(path: Path, first: list[Record]) -> list[Record]:
-    """Rows of a file of lines that begins with `first`, and has many more."""
     found = dict[int, bytes]()
     with os.fdopen(open_file(path), "rb") as file:
         size, draw = os.fstat(file.fileno()).st_size, random.Random(0)
@@ -120,7 +113,6 @@ def _lines_behind(file: IO[bytes], place: int, num_lines: int | None = None) -> 
     file.seek(place)
     lines, start = dict[int, bytes](), place + len(file.readline(MAX_LINE_BYTES + 1))
     while len(lines) != num_lines and (line := file.readline(MAX_LINE_BYTES + 1)):
-        # The start of an overlong line is not known.
         if line.strip() and start - place <= MAX_LINE_BYTES:
             lines[start] = line
         start += len(line)

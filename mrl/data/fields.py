@@ -13,11 +13,11 @@ SHAREGPT_ROLES = {"system": "system", "human": "user", "gpt": "assistant", "tool
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "environment")
 Fields = dict[str, object]
 Message = dict[str, object]
-"""`role`, `content` (a text, or None beside tool calls), and what else OpenAI's chat format gives a message, e.g. `tool_calls`."""
+"""`role`, `content` (a text, or None with tool calls), and what else OpenAI's chat format gives a message, e.g. `tool_calls`."""
 
 
 class RowError(Exception):
-    """What is wrong with one row."""
+    """A fault of one row."""
 
 
 def json_object(line: bytes) -> Fields:
@@ -127,7 +127,6 @@ def message_of(entry: object, name: str) -> Message:
         calls = [{"type": "function", "function": entry["function_call"]}]
     if content is None and not calls:
         raise RowError(f"{name} has no content")
-    # Tables hold every key that any row has.
     message: Message = {key: value for key, value in entry.items() if value is not None and key not in ("tool_calls", "function_call")}
     message |= {"role": role, "content": None if content is None else content_text(content, f"{name}.content")}
     if calls:
@@ -170,7 +169,7 @@ def content_text(content: object, name: str) -> str:
 
 
 def _parsed(text: str) -> object:
-    """What a text of JSON holds; the text, if it is none."""
+    """Content of a text of JSON; the text itself, if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

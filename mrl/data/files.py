@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files hold a data set: one file, a folder that `datasets` saved, a folder of files, or a data set of the Hugging Face Hub."""
+"""Files of a data set: one file, a folder that `datasets` saved, a folder of files, or a data set of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMS = (".parquet", ".arrow", ".jsonl", ".json")
-"""Where a folder has a data set in several forms, all have the same rows: the first of these is read."""
+"""Forms in order of preference: a folder that has several holds the same rows in each."""
 
 
 def find_data_files(dataset: DatasetConfig, *, setting: str) -> list[Path]:
@@ -53,7 +53,7 @@ def _local_files(path: Path, dataset: DatasetConfig, setting: str) -> list[Path]
 
 
 def is_here(dataset: DatasetConfig, *, setting: str) -> bool:
-    """Whether `find_data_files` finds a data set without a download."""
+    """True when `find_data_files` finds a data set without a download."""
     if os.path.exists(dataset.source):
         return True
     try:
@@ -115,7 +115,6 @@ def _files_of_split(folder: Path, split: str, setting: str) -> list[Path]:
 
 def _snapshot(hub_id: str, dataset: DatasetConfig, setting: str, *, is_local: bool) -> Path:
     split = dataset.split or known_dataset(dataset.dataset_name).split
-    # Files of the split train may have any name.
     names = [f"*{suffix}" for suffix in SUFFIXES] if split == "train" else [f"*{split}*"]
     if is_local:
         return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=names, local_files_only=True))

@@ -8,11 +8,10 @@ from mrl.data.fields import ROLES, Fields, Message, RowError, calls_of, content_
 REQUEST = "responses_create_params"
 """Key of the request in a row."""
 KEYS = ("role", "tool_calls", "tool_call_id")
-"""Of a message in a request, what a template sees beside its content."""
+"""Fields of a message that a template sees besides its content."""
 ORDER = ("name", "description", "parameters")
-"""Of a function's fields, as templates get them from Gym."""
+"""Fields of a function, as templates get them from Gym."""
 LEADING = ("system", "developer")
-"""Roles of a message that stands before a conversation."""
 
 
 def gym_conversation(fields: Fields) -> tuple[list[Message], list[Fields]]:
@@ -51,7 +50,7 @@ def gym_conversation(fields: Fields) -> tuple[list[Message], list[Fields]]:
 def _gym_tool(tool: object, name: str) -> Fields:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise RowError(f"{name} must be an object of type function")
-    # The Responses API has a function's fields beside the tool's type, the chat format has them below `function`.
+    # The Responses API has a function's fields next to the tool's type, the chat format has them below `function`.
     function = tool["function"] if isinstance(tool.get("function"), dict) else tool
     rest = [key for key in function if key not in (*ORDER, "type", "strict")]
     kept = {key: without_nulls(function[key]) for key in (*ORDER, *rest) if function.get(key) is not None}
@@ -59,7 +58,6 @@ def _gym_tool(tool: object, name: str) -> Fields:
 
 
 def _joined(said: Message, more: Message) -> Message:
-    """One message of the assistant, of two that follow each other."""
     calls = [call for message in (said, more) for call in _list(message.get("tool_calls"))]
     content = f"{said['content'] or ''}{more['content'] or ''}"
     return {"role": "assistant", "content": content or None, **({"tool_calls": calls} if calls else {})}

@@ -51,10 +51,7 @@ def prompts_of_step(step: int, *, prompts_per_step: int, num_prompts: int, seed:
 def prompts_left(
     consumed: Container[PromptKey], num_prompts: int, id_at: Callable[[int], str], *, num_epochs: int, seed: int, shuffle: bool = True
 ) -> Iterator[tuple[int, int]]:
-    """`(epoch, prompt_index)` of what `num_epochs` passes over the prompts have not consumed, in the order of an unbroken run.
-
-    `id_at(prompt_index)` names a prompt.
-    """
+    """`(epoch, prompt_index)` of what `num_epochs` passes over the prompts have not consumed, in the order of an unbroken run."""
     for epoch in range(num_epochs):
         for index in epoch_order(num_prompts, seed=seed, epoch=epoch, shuffle=shuffle).tolist():
             if (epoch, id_at(index)) not in consumed:
@@ -104,10 +101,7 @@ def num_steps_of(config: RunConfig, num_rows: int) -> int:
 
 
 def find_few_rows(config: RunConfig) -> list[str]:
-    """Says that the data sets that are here have fewer rows than one step takes. Reads no more rows than that takes.
-
-    Rows are counted, not checked. A data set that is not here is another rule's to report.
-    """
+    """Says that the data sets that are here have fewer rows than one step takes. Reads no more rows than that takes."""
     try:
         size = config.rollouts.num_prompts_per_step if config.has_engines else config.policy.train_global_batch_size
         sets = config.data.train_sets

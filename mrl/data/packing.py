@@ -15,12 +15,12 @@ import torch
 from mrl.types import TeacherTokens, TokenSample, TrainSequence
 
 MAX_SAMPLED_TOKENS = 4096
-"""Of a sequence that readers look at, so that a step's texts stay small."""
+"""Limit for a sequence that is kept for readers, so that a step's texts stay small."""
 
 
 @dataclass(frozen=True)
 class PackedTeacher:
-    """What the teacher says of the tokens of one row, at the positions that predict them; 0 where the label was not generated."""
+    """Teacher outputs for the tokens of one row, at the positions that predict them; 0 where the label was not generated."""
 
     scores_TK: torch.Tensor
     token_ids_TK: torch.Tensor
@@ -54,7 +54,7 @@ class PackedRow:
     """1 where the label is a generated token, valid or not."""
     generator_logprobs_T: torch.Tensor
     advantages_T: torch.Tensor
-    """Of the label's sequence; 0 where that is not valid."""
+    """Advantage of the label's sequence; 0 where that is not valid."""
     fixed_advantages_T: torch.Tensor
     """The advantages of tokens that do not have that of their sequence; NaN at all others."""
     cu_seqlens: torch.Tensor
@@ -67,16 +67,15 @@ class PackedRow:
     routes: PackedRoutes | None = None
     """The engine's choices of experts; None without router replay."""
     teacher: PackedTeacher | None = None
-    """None where nobody teaches."""
     old_logprobs_T: torch.Tensor | None = None
-    """As the other values below set by passes of the step, on the device of the last pipeline stage alone."""
+    """Set by passes of the step, as the values below, on the device of the last pipeline stage alone."""
     reference_logprobs_T: torch.Tensor | None = None
     values_T: torch.Tensor | None = None
     """The critic's, before its updates."""
     returns_T: torch.Tensor | None = None
-    """What the critic learns; NaN at tokens that do not count."""
+    """Targets of the critic; NaN at tokens that do not count."""
     entropy_T: torch.Tensor | None = None
-    """Of the policy's distributions before the updates, for readers: a train step of the policy loss leaves it here."""
+    """Entropy of the policy before the updates, for readers; a train step of the policy loss leaves it here."""
 
     @property
     def sequence_rewards(self) -> torch.Tensor:
@@ -167,7 +166,7 @@ def pack_row(sequences: Mapping[int, TrainSequence], *, divisible_by: int, seque
 
 
 def pack_teacher(sequences: Sequence[object | None], is_generated_T: np.ndarray) -> PackedTeacher | None:
-    """What the teacher says of a row, from what it says of its sequences, in order; None if it says nothing of any."""
+    """Joins the teacher outputs of a row's sequences, in order; None if no sequence has any."""
     found = [sequence for sequence in sequences if isinstance(sequence, TeacherTokens)]
     if not found:
         return None
@@ -180,7 +179,7 @@ def pack_teacher(sequences: Sequence[object | None], is_generated_T: np.ndarray)
 
 
 def split_teacher(row: PackedRow, scores_TK: torch.Tensor, token_ids_TK: torch.Tensor) -> dict[int, TeacherTokens]:
-    """What a teacher says of the sequences of a row, by index into the batch, from what it says of every position; see `PackedRow`."""
+    """Splits the teacher outputs of all positions by sequence, by index into the batch; see `PackedRow`."""
     bounds, found = row.cu_seqlens.tolist(), {}
     for index, start, stop in zip(row.sequence_indices, bounds, bounds[1:], strict=False):
         is_generated = row.generated_mask_T[start:stop] > 0
@@ -231,7 +230,6 @@ def token_samples(row: PackedRow, wanted: Collection[int]) -> dict[int, TokenSam
     for index, start, length in zip(row.sequence_indices, row.cu_seqlens.tolist(), row.lengths, strict=False):
         if index not in wanted:
             continue
-        # Position t has the values of token t+1; the first token has none.
         stop = start + min(length, MAX_SAMPLED_TOKENS) - 1
         is_generated = row.generated_mask_T[start:stop]
         old = None if old_logprobs_T is None else [0.0, *(old_logprobs_T[start:stop].cpu() * is_generated).tolist()]

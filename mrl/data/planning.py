@@ -37,7 +37,7 @@ class SequenceCost:
     per_token: float
     per_token_squared: float
     scan_per_token: float = 0.0
-    """Of the scans of Mamba layers, which `of` leaves out: rows have always been planned without them."""
+    """Cost of Mamba scans, which `of` leaves out: rows have always been planned without them."""
 
     def of(self, length: int) -> float:
         """Operations for a sequence of `length` tokens."""
@@ -62,7 +62,6 @@ def cost_of_model(hf_config: Mapping[str, object], mtp_steps: int = 0) -> Sequen
     transformer = found.megatron_arguments(hf_config)["transformer"]
     num_experts, top_k = (int(str(transformer.get(name, 0) or 0)) for name in ("num_moe_experts", "moe_router_topk"))
     shapes, mtp = found.canonical(hf_config), found.mtp(hf_config)
-    # A step has the layers of one, and the output layer once more.
     share = mtp_steps / int(str(hf_config["num_nextn_predict_layers"])) if mtp else 0.0
     elements = queries = scans = 0.0
     for name, shape in shapes.items():
@@ -204,7 +203,6 @@ def first_fit_shuffle(lengths: Sequence[int], row_tokens: int) -> Rows:
 
 def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> Rows:
     """The longest first, each into the first row with room. At most 11/9 of the fewest rows, and one more."""
-    # Row by row, the longest that still fits: the same rows, without a search through all of them.
     return _filled([], _sorted(lengths), row_tokens)
 
 
@@ -232,7 +230,7 @@ def modified_first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> Ro
 PACKERS: dict[str, Callable[[Sequence[int], int], Rows]] = {
     packer.__name__: packer for packer in (concatenative, first_fit_shuffle, first_fit_decreasing, modified_first_fit_decreasing)
 }
-"""By the name that NeMo RL gives the algorithm."""
+"""Keys by NeMo RL's name of the algorithm."""
 
 
 def _sorted(lengths: Sequence[int]) -> list[Item]:

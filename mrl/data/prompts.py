@@ -48,7 +48,7 @@ class PromptData:
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """How long a prompt may be, in tokens: data.max_input_seq_length (None: only the context counts) and the room in the context.
+    """Limits of a prompt's length, in tokens: data.max_input_seq_length (None: only the context counts) and the room in the context.
 
     `max_new_tokens` of the length of the context or more means whatever the prompt leaves.
     """
@@ -58,7 +58,7 @@ class PromptLimits:
     max_new_tokens: int
 
     def reason_against(self, length: int) -> str | None:
-        """Why a prompt of this length is refused; None if it fits."""
+        """Reason to refuse a prompt of this length; None if it fits."""
         if self.max_input_length is not None and length > self.max_input_length:
             return f"the prompt has {length} tokens, data.max_input_seq_length allows {self.max_input_length}; raise that or drop the row"
         reserved = self.max_new_tokens if self.max_new_tokens < self.context_length else 1
@@ -84,15 +84,12 @@ class Rendered:
 
 
 def load_prompts(config: RunConfig) -> PromptData:
-    """The prompts of a run. Reads all training and validation rows, and keeps those that can be asked.
-
-    A ValueError names the setting or file that is wrong, or up to 20 bad rows of a data set.
-    """
+    """The prompts of a run. Reads all training and validation rows, and keeps those that can be asked."""
     tokenizer = tokenizer_of(config)
 
     def finish(prompt_id: str, rendered: Rendered) -> Prompt:
         (token_ids,) = tokenize([rendered.text], tokenizer)
-        # The model gets the question as it is; people, and graders beside the model's text, get both made safe alike.
+        # The model gets the question as it is; people and graders get question and model's text made safe alike.
         question, answer = safe_text(rendered.question), safe_text(rendered.answer)
         return Prompt(prompt_id, token_ids, question, answer, rendered.env_name, rendered.row, rendered.teacher)
 
@@ -112,7 +109,7 @@ def load_prompts(config: RunConfig) -> PromptData:
 
 
 def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> Reader[Rendered]:
-    """How a run reads the prompts of a data set. Without a tokenizer they are not rendered, and may be too long."""
+    """Reader of a data set's prompts. Without a tokenizer they are not rendered, and may be too long."""
     generation, env_names = config.policy.generation, environment_names(config.env)
     limits = PromptLimits(config.data.max_input_seq_length, generation.vllm_cfg.max_model_len, generation.max_new_tokens)
     chat = load_chat_format(dataset, config.data.default, key, template_kwargs=config.policy.tokenizer.chat_template_kwargs)
@@ -171,7 +168,7 @@ def _check_answer(answer: str, fields: Fields, dataset: DatasetConfig) -> None:
 
 
 def sampling_params(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
-    """How training samples rollouts.
+    """Sampling parameters of training.
 
     Without `stop_token_ids`, they stop at the end-of-sequence tokens of tokenizer and generation_config.json.
     """
@@ -209,5 +206,5 @@ def _token_ids(value: object) -> list[int]:
 
 
 def validation_sampling(sampling: SamplingParams, generation: GenerationConfig) -> SamplingParams:
-    """How validation samples: as training does, but for the `val_*` keys."""
+    """Sampling parameters of validation: those of training, except for the `val_*` keys."""
     return dataclasses.replace(sampling, temperature=generation.val_temperature, top_p=generation.val_top_p, top_k=generation.val_top_k)

@@ -24,7 +24,7 @@ from conversion.files.durable import write_atomic
 from mrl.config.errors import ConfigError
 from mrl.config.own import find
 from mrl.config.schema.data import PROCESSORS
-from mrl.config.texts import safe_text
+from mrl.config.texts import counted, safe_text
 from mrl.data.fields import Fields, RowError, json_object
 from mrl.data.order import epoch_order
 from mrl.data.records import Record, records
@@ -71,7 +71,7 @@ class Parsed(Generic[Value]):
 
 @dataclass(frozen=True)
 class Reader(Generic[Value]):
-    """How to read one data set; its config key and where it lies are for messages. `parse` raises RowError if it cannot use the row."""
+    """Reader of one data set; its config key and where it lies are for messages. `parse` raises RowError if it cannot use the row."""
 
     setting: str
     source: str
@@ -90,7 +90,6 @@ def with_processor(processor: str, parse: Callable[[Fields], Parsed[Value]]) -> 
 
     def parse_processed(fields: Fields) -> Parsed[Value]:
         try:
-            # A row goes to its environment as JSON.
             row = json.loads(json.dumps(function(fields)))
         except Exception as error:  # the user's code
             raise RowError(f"processor {processor} failed with {type(error).__name__}: {error}") from error
@@ -173,7 +172,6 @@ class LeftOut:
     """All rows, those that are kept included."""
     bad: list[BadRow] = field(default_factory=list)
     without_environment: Counter[str] = field(default_factory=Counter)
-    """Rows by the agent or environment that they ask for."""
     too_long: dict[str, int] = field(default_factory=dict)
     """Tokens of rows that are too long, by place."""
     num_repeated: int = 0
@@ -278,7 +276,6 @@ def sort_out(
             try:
                 parsed = reader.parse(fields := json_object(record.line))
                 if parsed.identity is not None:
-                    # 8 bytes a row, where the text may be long.
                     text = parsed.identity.encode("utf-8", "surrogatepass")
                     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
                     if digest in seen:
@@ -335,25 +332,38 @@ def _with_progress(path: Path, setting: str) -> Iterator[Record]:
         logger.info("%s: %d rows of %s are read and checked (%.0f%%), about %.0f s left", setting, count, path, 100 * record.share, left_s)
 
 
+def _by_reason(bad: Sequence[BadRow]) -> Iterator[str]:
+    """A line for each reason, with the places of its first rows; and the number of reasons that are too many to show."""
+    places: dict[str, list[str]] = {}
+    for row in bad:
+        places.setdefault(row.reason, []).append(row.place)
+    for reason, (first, *others) in list(places.items())[:MAX_ERRORS]:
+        file = first.rpartition(":")[0] + ":"
+        shown = ", ".join(place.removeprefix(file) for place in others[: MAX_ERRORS - 1])
+        more = f" and {counted(len(others) - MAX_ERRORS + 1, 'more row')}" if len(others) >= MAX_ERRORS else ""
+        yield f"  {first}: {reason}" + (f"; also {shown}{more}" if others else "")
+    if len(places) > MAX_ERRORS:
+        yield f"  and {counted(len(places) - MAX_ERRORS, 'other reason')}"
+
+
 def complaints(left_out: LeftOut, name: str, data: DataConfig, *, is_whole: bool = True) -> tuple[list[str], list[str]]:
-    """Why a data set is refused, if it is, and what else is to be said of the rows that are left out. `name` is its key and place.
+    """Reasons to refuse a data set, and warnings about the rows that are left out. `name` is its key and place.
 
     Without `is_whole`, `left_out` is of some of its rows, and rules about shares of all rows refuse nothing.
     """
     num_rows, bad, refused, said = left_out.num_rows, left_out.bad, list[str](), list[str]()
     rows = "rows" if is_whole else "rows that were looked at"
     if bad and (data.on_bad_row == "refuse" or (is_whole and len(bad) > data.max_bad_row_share * num_rows)):
-        shown = "\n".join(f"  {row.place}: {row.reason}" for row in bad[:MAX_ERRORS])
-        more = f"\n  and {len(bad) - MAX_ERRORS} more" if len(bad) > MAX_ERRORS else ""
+        shown = "\n".join(_by_reason(bad))
         way_out = "correct or remove them, or set data.on_bad_row=skip"
         if data.on_bad_row == "skip":
             way_out = f"more than data.max_bad_row_share={data.max_bad_row_share:g} of {num_rows}; correct or remove them, or raise that"
         of = "" if is_whole else f" among {num_rows} {rows}"
-        refused.append(f"{name} has {len(bad)} bad rows{of}; {way_out}:\n{shown}{more}")
+        refused.append(f"{name} has {counted(len(bad), 'bad row')}{of}; {way_out}:\n{shown}")
     elif bad:
         said.append(f"{name}: {len(bad)} of {num_rows} {rows} are bad and left out, the first: {bad[0].place}: {bad[0].reason}")
     if left_out.without_environment:
-        counts = ", ".join(f"{asked}: {count} rows" for asked, count in left_out.without_environment.most_common())
+        counts = ", ".join(f"{asked}: {counted(count, 'row')}" for asked, count in left_out.without_environment.most_common())
         num_lost = left_out.without_environment.total()
         share = f"{num_lost} of {num_rows} {rows} ({num_lost / num_rows:.1%})"
         if data.drop_rows_without_environment:
@@ -378,10 +388,7 @@ def complaints(left_out: LeftOut, name: str, data: DataConfig, *, is_whole: bool
 
 
 def write_quarantine(data_sets: Sequence[LeftOut], folder: Path) -> None:
-    """Writes what was left out into `folder`, if anything was.
-
-    `<data set>.jsonl` has place, reason and line of each bad row, `left_out.json` all counts.
-    """
+    """Writes what was left out into `folder`, if anything was."""
     counts = {}
     for left_out in data_sets:
         if not (left_out.bad or left_out.without_environment or left_out.too_long or left_out.num_repeated):

@@ -24,9 +24,8 @@ from mrl.data.fields import MAX_LINE_BYTES, Fields
 TABLES = (".parquet", ".arrow")
 SUFFIXES = (*TABLES, ".jsonl", ".json", ".jsonl.gz", ".json.gz")
 MAX_EXPANSION = 50
-"""How often over rows may outgrow the packed file that they come from: ten times what text does."""
+"""Limit of rows' size over the packed file's: ten times that of text."""
 MAX_SMALL_EXPANSION = 1000
-"""The same up to `SMALL_BYTES`: a small table may say one thing in every row."""
 SMALL_BYTES = 64 << 20
 MAX_BLANK_LINES = 1_000_000
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -90,7 +89,7 @@ def records(path: Path) -> Iterator[Record]:
 
 
 def begins_as_array(path: Path) -> bool:
-    """Whether a `.json` file is one JSON array of rows rather than a row in each line."""
+    """True when a `.json` file is one JSON array of rows rather than a row in each line."""
     if not path.name.lower().endswith(".json"):
         return False
     with os.fdopen(open_file(path), "rb") as file:

@@ -56,7 +56,6 @@ def fit(
             errors.append(f"the chat template leaves {lost} out; use a template that writes it, or change the row")
         except RowError as refusal:
             errors.append(str(refusal))
-    # In some form a template says what it really does not take.
     raise RowError(". In another form: ".join(dict.fromkeys(errors)))
 
 
@@ -67,7 +66,7 @@ def write(
     *,
     add_generation_prompt: bool,
 ) -> str:
-    """What the chat template makes of a conversation; a RowError says that it refuses it."""
+    """Renders a conversation by the chat template. RowError: the template refuses it."""
     # Templates take what transformers' annotations leave out: contents and tools of any JSON.
     messages: Any = list(conversation.messages)
     extra: dict[str, Any] = {**(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
@@ -83,7 +82,7 @@ def write(
 def _forms(given: Conversation, template: str) -> Iterator[Conversation]:
     """The conversation in the forms that templates take, the commonest first.
 
-    Most walk through the arguments of calls as objects, some join them as JSON text; some want a text beside calls, if only an empty one;
+    Most walk through the arguments of calls as objects, some join them as JSON text; some want a text with calls, if only an empty one;
     many know fewer roles than a row may have, one name for thoughts, and tools and calls only as OpenAI writes them.
     """
     has_older = any(message["role"] in OLDER_ROLES for message in given.messages)
@@ -112,7 +111,7 @@ def _with_known_thoughts(messages: Sequence[Message], template: str) -> Sequence
 def _writes_none(
     conversation: Conversation, text: str, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, object] | None
 ) -> bool:
-    """True if the template writes the content that a message beside its calls has not as Python does: GLM 4.5's."""
+    """True if the template writes a missing content of a message with calls as Python's None: GLM 4.5's does."""
     if all(message["content"] is not None for message in conversation.messages):
         return False
     blank = Conversation(_blank(conversation.messages), conversation.tools)
@@ -132,7 +131,6 @@ def renamed(messages: Sequence[Message], names: Mapping[str, str]) -> list[Messa
 
 
 def _with_calls(message: Message, *, as_text: bool, wraps: bool) -> Message:
-    """The message with the arguments of its calls as objects or as texts."""
     calls: Any = message.get("tool_calls")
     if not calls:
         return message
@@ -148,7 +146,6 @@ def _with_calls(message: Message, *, as_text: bool, wraps: bool) -> Message:
 
 
 def _wrapped(function: Fields) -> Fields:
-    """A tool or a call as OpenAI writes them."""
     if "function" in function:
         return function
     inside = {key: value for key, value in function.items() if key not in ("id", "type")}
@@ -156,7 +153,7 @@ def _wrapped(function: Fields) -> Fields:
 
 
 def lost_part(conversation: Conversation, text: str, *, names_tools: bool = False) -> str | None:
-    """What of a conversation is not in its rendered text, in words; None if all is there, white space aside."""
+    """Describes what a rendered text lacks of its conversation; None if all is there, white space aside."""
     for _, what, arguments in _calls(conversation.messages):
         if isinstance(arguments, str):
             is_lost = arguments not in text
@@ -189,7 +186,7 @@ def lost_part(conversation: Conversation, text: str, *, names_tools: bool = Fals
 
 
 def _parts(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
-    """What has to stand in the text of a conversation, and what to call it.
+    """Parts that the text of a conversation must hold, with their names.
 
     Templates drop thoughts of earlier turns on purpose; those of a last message of the assistant are learned.
     """
@@ -209,7 +206,6 @@ def _parts(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
 
 
 def _calls(messages: Sequence[Message]) -> Iterator[tuple[str, str, object]]:
-    """Name, description and arguments of each call."""
     for index, message in enumerate(messages):
         calls: Any = message.get("tool_calls") or []
         for function in (call.get("function", call) for call in calls):
@@ -217,7 +213,6 @@ def _calls(messages: Sequence[Message]) -> Iterator[tuple[str, str, object]]:
 
 
 def _texts(arguments: object) -> Iterator[str]:
-    """The texts in arguments that are an object."""
     for entry in arguments.values() if isinstance(arguments, dict) else arguments if isinstance(arguments, list) else ():
         if isinstance(entry, str):
             yield entry
@@ -227,7 +222,7 @@ def _texts(arguments: object) -> Iterator[str]:
 
 @lru_cache(maxsize=8)
 def _shows_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Whether the template tells of tools. If not, it is said once: environments may need a row's tools all the same."""
+    """True when the template shows tools. If not, warns once: environments may need a row's tools all the same."""
     schema = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
     tools: Any = [{"type": "function", "function": {"name": _MARK, "description": "x", "parameters": schema}}]
     try:

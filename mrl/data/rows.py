@@ -50,11 +50,10 @@ class ParsedRow:
     reply: Message | None = None
     """The assistant's turn that the row shows; None where it shows none."""
     answer: str = ""
-    """What a right reply amounts to; empty where the row says it in other fields."""
+    """Expected answer; empty where the row has it in other fields."""
     tools: list[Fields] = field(default_factory=list)
     """In OpenAI's chat format."""
     rest: Fields = field(default_factory=dict)
-    """The other fields."""
     row_id: str | None = None
     env_name: str | None = None
     agent: str | None = None
@@ -81,7 +80,7 @@ class ParsedPair:
 
 
 def parse_row(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
-    """The row in the format that `dataset` names, else in the one that its keys tell; with the tools and the system message beside it."""
+    """The row in the format that `dataset` names, else in the one that its keys tell; with its tools and system message."""
     row = _parse_format(fields, dataset)
     if dataset.processor != GYM_PROCESSOR:
         row = replace(row, messages=_with_system(row.messages, fields, dataset))
@@ -153,7 +152,7 @@ def _parse_pair_format(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
 
 
 def other_kind(fields: Fields, dataset: DatasetConfig, *, reads_pairs: bool, reads_gym: bool) -> str:
-    """What a row seems to be that the algorithm does not read, as the end of a message; "" if its keys do not tell."""
+    """Kind of row that the algorithm does not read, as the end of a message; "" if the keys do not tell."""
     is_pair = {dataset.chosen_key, dataset.rejected_key} <= fields.keys() or bool({"overall_preference", "completions"} & fields.keys())
     if is_pair and not reads_pairs:
         return "; it looks like a pair of replies, which algorithm=dpo and algorithm=rm read"
@@ -222,7 +221,7 @@ def _row(fields: Fields, used: Sequence[str], messages: list[Message], reply: Me
 
 
 def gold_of(answer: str) -> str:
-    """What a right reply amounts to: of an answer with `GOLD_MARK` what follows it, if that is one thing; else the whole text."""
+    """Expected answer: the part after `GOLD_MARK` if there is one such part, else the whole text."""
     gold = answer.rpartition(GOLD_MARK)[2].strip()
     first, _, rest = gold.partition("\n")
     first = first.strip()
@@ -322,4 +321,3 @@ _FORMATS: dict[str, Callable[[Fields, DatasetConfig], ParsedRow]] = {
     "squad": _squad,
     "tulu3_sft_mixture": _chat,
 }
-"""Other formats, by the name of the data set."""

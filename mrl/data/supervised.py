@@ -55,7 +55,7 @@ class SupervisedData:
 
 @dataclass(frozen=True)
 class ConversationFormat:
-    """How a conversation becomes tokens; the fields are the config keys of these names."""
+    """Conversion of a conversation to tokens; the fields are the config keys of these names."""
 
     add_bos: bool
     add_eos: bool
@@ -65,10 +65,7 @@ class ConversationFormat:
 
 
 def load_examples(config: RunConfig) -> SupervisedData:
-    """The examples of a run. Reads all training and validation rows; leaves out rows that are too long, with a warning that counts them.
-
-    A ValueError names the setting or file that is wrong, or up to 20 bad rows of a data set.
-    """
+    """The examples of a run. Reads all training and validation rows; leaves out rows that are too long, with a warning that counts them."""
     tokenizer = tokenizer_of(config)
 
     def finish(example_id: str, example: Example) -> Example:
@@ -81,7 +78,7 @@ def load_examples(config: RunConfig) -> SupervisedData:
 
 
 def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> Reader[Example]:
-    """How a run reads the examples of a data set. Without a tokenizer they have no tokens, and may be too long."""
+    """Reader of a data set's examples. Without a tokenizer they have no tokens, and may be too long."""
     data, template_kwargs = config.data, config.policy.tokenizer.chat_template_kwargs
     chat = load_chat_format(dataset, data.default, key, template_kwargs=template_kwargs)
     how = ConversationFormat(
@@ -154,9 +151,7 @@ def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how
                 "the chat template writes a message differently once others follow it, so what belongs to it cannot be told; "
                 "set sft.only_unmask_final=true, or use another template"
             )
-        # With add_generation_prompt, what asks for an answer belongs to the text before it.
         texts += [render(index, add_generation_prompt=True) if index and how.add_generation_prompt else before, after]
-    # The template has written every special token that belongs there.
     whole, *parts = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     # Where the tokenizer merges the end of one text with the start of the next, the merged token belongs to the answer.
     targets = [(_num_common(before, whole), _num_common(after, whole)) for before, after in zip(parts[0::2], parts[1::2], strict=True)]

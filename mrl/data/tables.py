@@ -51,10 +51,7 @@ def table_rows(path: Path) -> Iterator[tuple[Fields, float]]:
 
 
 def chosen_rows(path: Path, choose: Callable[[int], Sequence[int]]) -> Iterator[tuple[int, Fields]]:
-    """Some rows of a `.parquet` or `.arrow` file, each with its number from 1: `choose` gives rising indices for the number of all rows.
-
-    Unpacks no row group that holds none of them.
-    """
+    """Some rows of a `.parquet` or `.arrow` file, each with its number from 1: `choose` gives rising indices for the number of all rows."""
     is_parquet = path.suffix.lower() == ".parquet"
     try:
         chosen, first = choose(_check_parquet(path) if is_parquet else _check_arrow(path)), 0
@@ -82,7 +79,6 @@ def _batches(path: Path) -> Iterator[tuple[int, Iterable[pyarrow.RecordBatch]]]:
 
 
 def _arrow_batches(source: pyarrow.NativeFile) -> Iterable[pyarrow.RecordBatch]:
-    # save_to_disk writes the stream format; others give the suffix to the file format.
     is_file = source.read(6) == b"ARROW1"
     source.seek(0)
     reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)

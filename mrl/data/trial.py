@@ -22,7 +22,7 @@ T = TypeVar("T")
 # Of the processor, so that a busy host changes nothing; templates take milliseconds.
 CPU_S = 5
 MEMORY_BYTES = 2**31
-"""On top of what this process has."""
+"""Memory on top of this process's own."""
 
 # A child that neither computes nor ends, which a template cannot bring about.
 STUCK_S = 300.0
@@ -38,10 +38,7 @@ class Overrun(Exception):
 
 
 def try_template(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, object] | None) -> None:
-    """Renders a few short conversations in a child. ValueError: that does not end, or takes more memory than any template needs.
-
-    What the template refuses is told with the rows that it refuses.
-    """
+    """Renders a few short conversations in a child. ValueError: that does not end, or takes more memory than any template needs."""
     try:
         within_limits(lambda: _render(tokenizer, dict(template_kwargs or {})), cpu_s=CPU_S)
     except Overrun as error:
@@ -52,7 +49,7 @@ def try_template(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[st
 
 
 def within_limits(function: Callable[[], T], *, cpu_s: int) -> T:
-    """What a function returns, or raises, in a child that may take so many seconds of a processor. Overrun: it takes more, or too much
+    """Runs a function in a child that may take so many seconds of a processor. Overrun: it takes more, or too much
     memory."""
     with tempfile.TemporaryFile() as file:
         if (child := os.fork()) == 0:

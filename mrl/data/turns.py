@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Ending = Literal["over", "out of context"]
-"""Why a rollout has no further turn: nobody says more, or it would not fit. The latter truncates the rollout."""
+"""Reason for the end of a rollout: nobody says more, or it would not fit. The latter truncates the rollout."""
 MARKUP = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
     *("<TOOLCALL>", "</TOOLCALL>", "[TOOL_CALLS]", "[ARGS]"),
@@ -52,10 +52,7 @@ class TurnFormat:
         return tuple(safe_text(text, MAX_TEXT_CHARACTERS // len(texts)) for text in texts)
 
     def next_turn(self, rollout: Rollout, verdict: Verdict, *, max_turns: int, max_model_len: int) -> Transcript | Ending:
-        """The transcript that the next turn continues, if the environment answers, and turns and context are left; else why not.
-
-        A ValueError says that the chat template does not take the environment's messages.
-        """
+        """The transcript that the next turn continues, if the environment answers, and turns and context are left; else why not."""
         if not verdict.observation or not verdict.is_valid or rollout.finish_reason != "stop":
             return "over"
         transcript = self.go_on(rollout, verdict.observation)

@@ -37,7 +37,6 @@ def diagnose(config: RunConfig | None) -> list[Finding]:
 
         inputs = check_inputs(config)
         if config.checkpointing.enabled:
-            # Every rank saves its part of a checkpoint.
             folders["checkpoints"] = Path(config.checkpointing.checkpoint_dir).absolute()
     hosts = diagnose_cluster(folders, config) if env.RAY_ADDRESS.read() else _this_host(folders, config)
     return hosts + inputs
@@ -108,7 +107,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         if options.config is None:
             raise
-        # A library that reads configs is broken: the findings about the installation say which.
         findings = [*diagnose(None), Finding("imports", "problem", f"the config cannot be read: {error}", "install what is missing")]
     logger.info("%s", as_json(findings) if options.json else "\n".join(table(findings)))
     return 1 if has_problem(findings) else 0

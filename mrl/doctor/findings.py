@@ -12,7 +12,6 @@ from typing import Literal
 
 Status = Literal["ok", "note", "problem"]
 """`note`: harmless in some cases; it does not count as a problem."""
-# A reader skips longer lists of names.
 MAX_NAMED, MAX_NODES_NAMED = 6, 3
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 import mrl
 
 PACKAGE = Path(mrl.__file__).parent
-# The first use of eight GPUs loads the kernels of every one of them; vLLM's import from a network file system takes a minute.
 PROBE_TIMEOUT_S = 180.0
 
 

@@ -14,7 +14,6 @@ from mrl.doctor.software import release
 
 # The quickstart's minimum in README.md.
 MIN_CORES, MIN_MEMORY_BYTES = 2, 8e9
-# Processes that want a core, for each core.
 MAX_LOAD = 2.0
 # Docker gives 64 MiB. Ray's object store takes 256 MiB of it on one node, and GPU processes exchange data through it.
 MIN_SHARED_BYTES, MIN_SHARED_GPU_BYTES = GIB, 16 * GIB
@@ -23,7 +22,6 @@ MIN_FILES, MIN_CLUSTER_FILES = 4096, 65535
 # A run on a laptop has about a thousand threads, a node of eight GPUs several thousand.
 MIN_PROCESSES, MIN_GPU_PROCESSES = 4096, 16384
 LIMITS = {"nofile": ("open files", "n"), "nproc": ("processes", "u"), "memlock": ("locked memory", "l")}
-"""Name and option of `ulimit`."""
 # RDMA pins the memory that it sends from.
 MIN_LOCKED_BYTES = 64 * GIB
 MIN_FREE_BYTES = 2 * GIB
@@ -98,7 +96,7 @@ def _capacity(capacity: Capacity) -> Finding:
         found = f"{capacity}; the smallest run needs {MIN_MEMORY_BYTES / 1e9:g} GB of memory"
         return Finding("capacity", "problem", found, "end what else runs here, or raise the memory of the job or container")
     if capacity.load > MAX_LOAD * capacity.num_cores:
-        remedy = "end what else runs here, or wait for it; a run is slow beside it, and Ray may need several tries to start"
+        remedy = "end the other programs here, or wait for them; they slow a run down, and Ray may need several tries to start"
         return Finding("capacity", "note", f"{capacity}: the cores are busy", remedy)
     return Finding("capacity", "ok", str(capacity))
 

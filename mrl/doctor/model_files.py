@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 DATA_FILES = ("train-split.jsonl", "val-split.jsonl")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-# The ending that `hf download` gives to unfinished files.
 UNFINISHED = ".cache/huggingface/download/**/*.incomplete"
 PLACEHOLDER = b'"_hf_placeholder"'
 AGAIN = "run the download again, which goes on where it was"
@@ -53,7 +52,7 @@ def check_model(folder: Path) -> list[Finding]:
     number = f"{num_parameters / 1e9:.3g} B" if num_parameters >= 1e8 else f"{num_parameters:,}"
     findings = [Finding("model", "ok", f"{folder}: {hf_config['model_type']}, {number} parameters")]
     if unfinished := len(list(folder.glob(UNFINISHED))):
-        findings.append(Finding("model", "problem", f"{folder}: {unfinished} files are downloaded in part; {AGAIN}"))
+        findings.append(Finding("model", "problem", f"{folder}: files downloaded only in part: {unfinished}; {AGAIN}"))
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         findings.append(Finding("model", "problem", f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}); {AGAIN}"))
     return findings + _check_weights(folder, hf_config, shapes)
@@ -80,7 +79,6 @@ def _check_weights(folder: Path, hf_config: HfConfig, shapes: Mapping[str, tuple
             problems.append(f"{path} is missing; {AGAIN}")
         except (OSError, ValueError) as error:
             problems.append(f"{error}; remove that file and {AGAIN}")
-    # A missing file already explains its missing tensors.
     if not problems:
         faults = {
             "are missing": shapes.keys() - stored.keys(),

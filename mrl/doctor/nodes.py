@@ -36,7 +36,6 @@ class NodeReport:
     look: NodeLook | None = None
     error: str = ""
     seen: Mapping[str, bool] | None = None
-    """Folders whose file from the node the head sees."""
     clock_ahead_s: float | None = None
     clock_uncertainty_s: float = 0.0
 
@@ -62,7 +61,6 @@ def report_nodes(
         for name, reply in replies.items():
             look = reply.answer if isinstance(reply.answer, NodeLook) else None
             sees = look.sees if look is not None else {}
-            # A node that could not write has left nothing to see.
             seen = {folder: is_answered(canaries[folder], name, patience_s=patience_s) for folder, can_see in sees.items() if can_see}
             ahead_s, uncertainty_s = clocks.get(name, (None, 0.0))
             reports.append(NodeReport(name, look, reply.error, seen, ahead_s, uncertainty_s))
@@ -114,7 +112,6 @@ def judge_cluster(reports: Sequence[NodeReport], *, lost: Sequence[str], num_exp
         gpus, remedy = _groups(facts, _spell_gpus), "ask for nodes of one kind, with one driver and one NCCL"
         findings.append(_alike("GPUs on the nodes", len(gpus) == 1, f"the same: {next(iter(gpus))}", _differing(gpus), remedy))
     known = [(report, report.clock_ahead_s) for report in reports if report.clock_ahead_s is not None]
-    # Time on the network is no fault of a clock.
     off = [f"{report.name} {ahead_s:+.1f} s" for report, ahead_s in known if abs(ahead_s) - report.clock_uncertainty_s > MAX_SKEW_S]
     if off:
         remedy = "start NTP (chronyc tracking, timedatectl) on these nodes"
@@ -153,7 +150,6 @@ def _shared(folder: str, reports: Sequence[NodeReport]) -> Finding:
 
 
 def _groups(looks: Mapping[str, HostFacts], value: Callable[[HostFacts], str]) -> dict[str, list[str]]:
-    """The nodes of every value, the most frequent value first."""
     found: dict[str, list[str]] = {}
     for name, facts in looks.items():
         found.setdefault(value(facts), []).append(name)

@@ -31,7 +31,6 @@ from mrl.envs import code, confine
 
 GIB = 2**30
 UNLIMITED = -1
-"""Value of `resource.RLIM_INFINITY`."""
 TEMPORARY = "temporary files"
 """Use of the disk on which Ray writes."""
 LIBRARIES = {"torch": "torch", "ray": "ray", "megatron-core": "megatron/core"}
@@ -56,7 +55,6 @@ SLURM_PORTS = {
     "MAX_WORKER_PORT": 2999,
 }
 HEAD_PORTS = ("RAY_HEAD_PORT", "RAY_DASHBOARD_PORT", "PORT", "RAY_CLIENT_SERVER_PORT", "DASHBOARD_PORT")
-"""Ports at which a head listens."""
 
 COMMAND_TIMEOUT_S = 5.0
 
@@ -144,7 +142,6 @@ class HostFacts:
     capacity: Capacity
     shared_memory: Disk
     disks: Mapping[str, Disk]
-    """Disks by the purpose of the folder."""
     limits: Mapping[str, Limit]
     """Limits `nofile`, `memlock` (bytes) and `nproc`."""
     network: Network
@@ -221,7 +218,6 @@ def build_tag(name: str, version: str) -> str:
 
 
 def _assigned(package: Path | None, name: str) -> str | None:
-    """The text that a package's version.py assigns to a name; None if it assigns something else, or the file is missing."""
     path = package / "version.py" if package else None
     if path is None or not path.is_file():
         return None

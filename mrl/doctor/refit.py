@@ -45,7 +45,6 @@ MAX_NEW_TOKENS = 128
 # need true float32 products (`FULL_FLOAT32` of mrl.env): with TF32 96 to 97 % of the tests' logprobs are beyond the limits.
 FP32_TOLERANCE, FP32_RELATIVE, MAX_OFF_SHARE = 1e-5, 1e-6, 0.01
 MAX_MULT_PROB_ERROR = {"float32": 1.001, "bfloat16": 1.10}
-# The limit where both use the same experts.
 MAX_REPLAYED_ERROR = {"float32": 1.001, "bfloat16": 1.02}
 
 # The doctor keeps no reference model and writes no checkpoint, so it asks for neither memory nor disk for them.
@@ -118,7 +117,6 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Refit
             f"{report.seconds:.3f} s with verification, {report.verified_bytes / report.seconds / 1e9:.3f} GB/s"
         )
 
-    # The last outcome says why an examination ended as `Failed`.
     with suppress(Failed), ExitStack() as processes:
         with stage(outcomes, START):
             placement = processes.enter_context(placed_slots(config))
@@ -200,10 +198,7 @@ def compare(
 
 
 def float32_products(policies: PolicyGroup, config: RunConfig) -> str:
-    """Describes how a float32 run multiplies, by library: as float32 (Triton: tf32x3), or as TF32, which exceeds the bounds of float32.
-
-    Measured on the policy ranks; Triton does in both kinds of processes what its variable says.
-    """
+    """Describes how a float32 run multiplies, by library: as float32 (Triton: tf32x3), or as TF32, which exceeds the bounds of float32."""
     measured = policies.apply(_float32_products)
     found = {library: " and ".join(sorted({rank[library] for rank in measured})) for library in measured[0]}
     if config.cluster.gpus_per_node:

@@ -22,7 +22,6 @@ def check_inputs(config: RunConfig) -> list[Finding]:
     problems = find_problems(config)
     if refused := [problem for problem in problems if not isinstance(problem, Unprovided)]:
         raise ConfigError(refused)
-    # The start of a run downloads models of the Hub.
     findings = [Finding("to be provided", "note" if is_downloaded(problem) else "problem", problem) for problem in problems]
     folders = {Path(section.model_name): None for section in config.sections.values()}
     present = [folder for folder in folders if (folder / "config.json").is_file()]
@@ -58,11 +57,9 @@ def judge_gpus(config: RunConfig, facts: HostFacts) -> list[Finding]:
 
 
 def _disks(config: RunConfig, folders: list[Path]) -> list[Finding]:
-    """Room for checkpoints, and for all models in the cache."""
     findings = []
     if config.checkpointing.enabled:
         demand = checkpoint_demand(config, read_model(Path(config.policy.model_name)).num_parameters)
-        # Checkpoints that do not fit are already among the findings "to be provided".
         if demand.needed_bytes <= demand.free_bytes:
             text = f"{demand.needed_bytes / 1e9:,.2f} GB are needed, {demand.free_bytes / 1e9:,.1f} GB free"
             findings.append(Finding("checkpoints to come", "ok", f"{existing_parent(config.checkpointing.checkpoint_dir)}: {text}"))

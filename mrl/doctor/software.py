@@ -39,7 +39,6 @@ class Wanted:
 def read_wanted() -> Wanted:
     """Reads what this mrl wants from its checkout, else from its installation."""
     root = Path(mrl.__file__).parent.parent
-    # Next to the package in a checkout, inside it when installed.
     project_file = root / "pyproject.toml"
     pins_folder = root if project_file.is_file() else Path(mrl.__file__).parent
     pins = {kind: read_pins(pins_folder / f"constraints-{kind}.txt") for kind in ("cpu", "gpu")}
@@ -96,7 +95,6 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def judge_software(facts: HostFacts, wanted: Wanted) -> list[Finding]:
-    # Without torch, the devices of the host decide which installation it should have.
     kind = "gpu" if facts.torch_cuda is not None or ("torch" not in facts.packages and facts.gpus is not None) else "cpu"
     findings = [Finding("python", "ok", facts.python)]
     if not is_in_range(facts.python, wanted.python):
@@ -111,7 +109,6 @@ def judge_software(facts: HostFacts, wanted: Wanted) -> list[Finding]:
         findings.append(Finding("apex", "problem", text, remedy))
     if facts.build_tags:
         right = f"cu{facts.torch_cuda.replace('.', '')}" if facts.torch_cuda else "cpu"
-        # Builds for GPUs from PyPI may carry no tag.
         wrong = [name for name, tag in facts.build_tags.items() if tag != right and not (facts.torch_cuda and not tag)]
         found = Finding("beside torch", "ok", ", ".join(f"{name} {facts.packages[name]}" for name in facts.build_tags))
         if wrong:
@@ -151,7 +148,6 @@ def _versions(facts: HostFacts, pins: Mapping[str, str], kind: str) -> Finding:
     if others:
         remedy = "install the tested ones, or run mrl.doctor CONFIG --refit first"
         return Finding("versions", "note", f"{found}; others: {some(others)}", remedy)
-    # A host that only runs mrl may lack the tools of development.
     return Finding("versions", "note" if absent else "ok", found)
 
 

@@ -39,7 +39,6 @@ GRACE_S = 10.0
 # How often a running program's files and threads are counted: between two looks a disk takes a few hundred MB more.
 LOOK_S = 0.05
 MAX_FILES = 64
-# Of one test that failed where others had filled the temporary folder or the limit of processes.
 MAX_TRIES, WAIT_S, MAX_RETRY_S = 3, 2.0, 0.5 * GRACE_S
 # Bytes that a program may print beyond four times the expected text: white space, more digits.
 SPARE_OUTPUT_BYTES = 1 << 20
@@ -83,10 +82,7 @@ def environment(config: EnvConfig) -> Environment:
 
 
 def make(test_timeout_s: float, timeout_s: float, may_escape: bool) -> Score:
-    """The reward function; a test may take `test_timeout_s`, all tests of a program `timeout_s`.
-
-    With `may_escape`, programs also run where the kernel cannot confine them, and their outcomes are flagged.
-    """
+    """The reward function; a test may take `test_timeout_s`, all tests of a program `timeout_s`."""
     return functools.partial(score, test_timeout_s=test_timeout_s, timeout_s=timeout_s, may_escape=may_escape)
 
 
@@ -127,7 +123,7 @@ def last_code_block(text: str) -> str | None:
 
 
 def run_test(program: str, given: str, expected: str, function: str, seconds: float, *, may_escape: bool = False) -> str | None:
-    """Why the program fails the test; None if it passes. `function` as for `mrl.envs.sandbox`.
+    """Reason why the program fails the test; None if it passes. `function` as for `mrl.envs.sandbox`.
 
     `given` is stdin, or one JSON value per line, the arguments; `expected` is stdout, or the returned value as JSON.
     """
@@ -159,7 +155,7 @@ def run_test(program: str, given: str, expected: str, function: str, seconds: fl
 def _try_test(
     program: str, stdin_text: str, expected: str, right: object, function: str, seconds: float, *, may_escape: bool
 ) -> tuple[str | None, bool]:
-    """Why the program fails the test (None if it passes), and whether that may be for want of what others took."""
+    """Reason why the program fails the test (None if it passes), and whether other processes may have caused it."""
     share = spawn.share()
     with scratch_folder() as folder:
         (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
@@ -200,7 +196,7 @@ def _compare(data: bytes, most: int, expected: str, right: object, function: str
 def _run(
     folder: Path, function: str, seconds: float, share: spawn.Share, files: Sequence[IO[str] | IO[bytes]], *, may_escape: bool
 ) -> tuple[str | None, bool]:
-    """Why the program in `folder` failed (None if it ended with exit code 0), and whether others had taken what it needed."""
+    """Reason why the program in `folder` failed (None if it ended with exit code 0), and whether others had taken what it needed."""
     stdin, stdout, stderr, result = files
     started, starting = os.pipe()
     limits = [str(seconds), str(share.num_bytes), str(share.num_tasks)]
@@ -258,7 +254,7 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, end: float, seconds: 
 
 
 def excess(folder: Path, max_bytes: int, pid: int | None = None) -> str | None:
-    """Why the files of a program are too much, those included that it has deleted and keeps open; None if they are not."""
+    """Reason why a program's files are too large, deleted ones that it keeps open included; None if they are not."""
     num_files = num_bytes = 0
     folders = [folder]
     while folders:
@@ -305,7 +301,7 @@ def python_files() -> tuple[str, ...]:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether two outputs have the same lines, apart from white space around them; numbers of a line compare by value."""
+    """True when two outputs have the same lines, apart from white space around them; numbers of a line compare by value."""
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (printed, expected))
     return len(ours) == len(theirs) and all(a == b or _same_numbers(a.split(), b.split()) for a, b in zip(ours, theirs, strict=True))
 

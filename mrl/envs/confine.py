@@ -40,7 +40,7 @@ fdatasync 75 83, msync 26 227, flock 73 32, sendto 44 206, recvfrom 45 207, send
 getsockopt 55 209, getsockname 51 204, getpeername 52 205, getrlimit 97 163, setrlimit 160 164, getrusage 98 165, uname 63 160,
 sysinfo 99 179, getrandom 318 278, wait4 61 260, waitid 247 95
 """
-"""System calls that a program may use beside `CHECKED_CALLS`: `name x86_64 aarch64`, `-` if an architecture lacks it."""
+"""System calls that a program may use besides `CHECKED_CALLS`: `name x86_64 aarch64`, `-` if an architecture lacks it."""
 
 CHECKED_CALLS = """
 open 2 -, openat 257 56, fcntl 72 25, ioctl 16 29, prctl 157 167, prlimit64 302 261, clone 56 220, kill 62 129, tgkill 234 131,
@@ -52,7 +52,7 @@ PROCESS_CALLS = """
 fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
 pidfd_send_signal 424 424
 """
-"""Calls that a worker without `processes` may not use, beside `clone`, `kill`, `tgkill` and `prlimit64` of others."""
+"""Calls that a worker without `processes` may not use, besides `clone`, `kill`, `tgkill` and `prlimit64` of others."""
 
 NEVER_CALLS = """
 ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, process_madvise 440 440, pidfd_getfd 438 438, kcmp 312 272,

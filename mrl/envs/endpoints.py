@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines' OpenAI-compatible endpoints, for reward functions and programs beside a run."""
+"""The engines' OpenAI-compatible endpoints, for reward functions and other programs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ FILE_NAME = "endpoints.json"
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Addresses of a run's engines (`http://HOST:PORT/v1` each), the run's key for them, and the model's name, which requests may omit.
-
-    `gateway_url` and `gateway_key` are those of the run's gateway, which stay the same; empty where it has none.
-    """
+    """Addresses of a run's engines (`http://HOST:PORT/v1` each), the run's key for them, and the model's name, which requests may omit."""
 
     base_urls: list[str]
     api_key: str
@@ -32,10 +29,7 @@ class Endpoints:
 
 
 def read_endpoints(file: str | Path | None = None) -> Endpoints:
-    """The endpoints of a run, from its `endpoints.json`; a reward function of the run need not name the file.
-
-    Read it again after a connection fails: an engine that was started anew may have another address.
-    """
+    """The endpoints of a run, from its `endpoints.json`; a reward function of the run need not name the file."""
     found = file or env.MRL_ENDPOINTS.read()
     if found is None:
         raise ValueError("no endpoints: set policy.generation.vllm_cfg.expose_http_server=true, or name the run's endpoints.json")

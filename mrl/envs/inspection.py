@@ -82,7 +82,6 @@ def inspect(rollout: Rollout, decode: Decode, rules: Rules) -> Remarks:
             flaws["invalid_tool_call"].append(Flaw("invalid_tool_call", turn.start, turn.stop))
     found = {
         "duplicated_reasoning": asked.penalize_duplicated_reasoning and is_repeated,
-        # A tool call is an answer.
         "empty_final_answer": asked.penalize_empty_final_answer and not answer,
         "unwanted_token": asked.penalize_unwanted_tokens and is_unwanted,
         "malformed_think_tag": asked.penalize_malformed_think_tag and is_malformed,

@@ -88,7 +88,7 @@ def _argument(arguments: Arguments, name: str, kind: type[T]) -> T:
 
 def _int(arguments: Arguments, name: str) -> int:
     value = arguments[name]
-    # Parquet makes floats of integers beside nulls.
+    # Parquet makes floats of integers in columns with nulls.
     return int(value) if isinstance(value, float) else _argument(arguments, name, int)
 
 
@@ -129,7 +129,6 @@ def _nth_paragraph(text: str, arguments: Arguments) -> bool:
 
 
 def _placeholders(text: str, arguments: Arguments) -> bool:
-    # Every closing bracket with an opening one before it, in its line.
     found = sum("[" in part for line in text.split("\n") for part in line.split("]")[:-1])
     return found >= _int(arguments, "num_placeholders")
 
@@ -180,7 +179,6 @@ def _two_responses(text: str, arguments: Arguments) -> bool:
 
 
 def _is_english(text: str) -> bool:
-    # Too short to tell is no reason against.
     return detect(text) in ("en", "") and text.isascii() or detect(text) == "en"
 
 
@@ -287,7 +285,6 @@ CHECKS: Mapping[str, Check] = {
     "keywords:palindrome": lambda text, a: any(word == word[::-1] for word in text.split()),
     "keywords:keyword_specific_position": _at_place,
     "keywords:start_end": _same_ends,
-    # Of a text without letters nobody can tell the language.
     "language:response_language": lambda text, a: detect(text) == _str(a, "language") or not any(map(str.isalpha, text)),
     "length_constraints:number_sentences": lambda text, a: _compare(len(sentences(text)), a, "num_sentences", "relation"),
     "length_constraints:number_paragraphs": lambda text, a: _number_paragraphs(text, _int(a, "num_paragraphs")),
@@ -334,4 +331,3 @@ CHECKS: Mapping[str, Check] = {
     "letters:letter_counting": lambda text, a: _compare(len(re.findall("[a-zA-Z]", text)), a, "N", "relation"),
     "letters:letter_counting2": _letters,
 }
-"""The checks, by Gym's id of the instruction."""

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 READ_CHARACTERS = 100_000
 
-# Scripts of one language, by the first word of Unicode's character names.
 SCRIPTS: Mapping[str, str] = {
     **{"HANGUL": "ko", "THAI": "th", "BENGALI": "bn", "TAMIL": "ta", "TELUGU": "te", "KANNADA": "kn", "MALAYALAM": "ml"},
     **{"GUJARATI": "gu", "GURMUKHI": "pa", "HEBREW": "he", "GREEK": "el", "CJK": "zh"},

@@ -29,7 +29,6 @@ def make(impl: str, is_strict: bool) -> Score:
     """The reward function of `env.math.math_verify_impl`; `is_strict` as `env.math.strict`."""
     if impl != "hf_math_verify":
         return lambda task: Outcome(*score_dapo(seen(task), task.expected))
-    # Here, so that the parent reads the declaration above without sympy.
     from mrl.envs.math_value import score
 
     return lambda task: Outcome(*score(seen(task), task.expected, is_strict=is_strict))

@@ -36,7 +36,6 @@ CHANGING = COMPUTING | frozenset(
 MEANT = dict.fromkeys(("all real numbers", "all reals", "real numbers"), "R") | dict.fromkeys(
     ("no solution", "no solutions", "no real solution", "no real solutions", "none", "empty set"), "emptyset"
 )
-"""Words that stand for a symbol."""
 UNIT_POWERS = {"2": "2", "square": "2", "squared": "2", "sq": "2", "3": "3", "cubic": "3", "cubed": "3"}
 ARTICLES = frozenset(("a", "an", "the", "on", "in", "at", "it", "is"))
 INDEX = re.compile(r"(?:_(?:\w|\{\w+\}))?")
@@ -46,7 +45,6 @@ GAP = re.compile(r"(?<!\d) | (?!\d)")
 MATRIX = re.compile(r"begin\{([pbB]?(small)?matrix|array)")
 INFINITY = atom(("symbol", "infty"))
 MAX_ITEMS, MAX_CHARACTERS = 1_000, 20_000
-# What an expression without a value raises.
 FAULTS = (ValueError, ZeroDivisionError, OverflowError, RecursionError)
 
 
@@ -55,11 +53,11 @@ class Value(NamedTuple):
 
     kind: Literal["sum", "relation", "word", "list", "seq", "set", "union", "matrix", "row", "all named", "named"]
     parts: tuple[Value, ...] = ()
-    """Of a set and a union in one fixed order; of a matrix its rows; of `all named` each `named`, which has one part."""
+    """Parts of a set or union in one fixed order; rows of a matrix; of `all named` each `named`, which has one part."""
     text: str = ""
     """The word; the sign of a relation; the name of what is named; of a seq its brackets, as in `(]`, or the colons of a ratio."""
     sum: Sum = ZERO
-    """Of a sum and a relation, of which it is the difference of the sides."""
+    """Difference of the sides, for a sum and a relation."""
 
 
 @dataclass
@@ -76,7 +74,6 @@ class Reading:
     takes_units: bool = False
     is_percent: bool = False
     name: str = ""
-    """Symbol that the value is given to."""
     is_contradiction: bool = False
     """True if it says of two different numbers that they are the same."""
 
@@ -89,7 +86,6 @@ class Reading:
 def read(text: str, *, takes_units: bool = False) -> Reading:
     """The reading of an answer; with `takes_units`, `5m` is 5 meters and no product."""
     is_money, text = "\\$" in text, plain(text[:MAX_CHARACTERS])
-    # 1 1/2 is not 11/2.
     reading = Reading(GAP.sub("", " ".join(text.replace('"', "").split())).rstrip("."), takes_units=takes_units)
     if DATE.fullmatch(reading.text):
         reading.values = [Value("word", text=words(reading.text))]
@@ -138,7 +134,6 @@ def split(tokens: Sequence[Token], texts: Iterable[str]) -> list[list[Token]]:
 
 def _items(tokens: Sequence[Token], reading: Reading) -> list[Value]:
     parts = [part for part in split(tokens, (*SEPARATORS, "and", "or")) if part]
-    # What a variable runs over, or is not, is no value.
     values = [part for part in parts if not (len(part) == 3 and part[1].text == "in" and part[2].text in NUMBERS)]
     values = values or [part[2:] for part in parts]  # x in R
     values = [part for part in values if all(token.name != "ne" for token in part)] or values
@@ -196,7 +191,6 @@ def _relation(tokens: Sequence[Token], reading: Reading) -> list[Value]:
 
 
 def _symbol(tokens: Sequence[Token]) -> str:
-    """The one symbol that a side is, with its index; empty if it is none."""
     first = tokens[0]
     if first.kind != "letter" and (first.kind != "command" or first.text not in GREEK):
         return ""
@@ -347,7 +341,6 @@ def _side(tokens: Sequence[Token], reading: Reading) -> Value:
 
 
 def _bracketed(tokens: Sequence[Token]) -> Sequence[Token] | None:
-    """The tokens between the first and the last one, if these are one pair of brackets."""
     if len(tokens) < 2 or tokens[0].text not in ("(", "[", "\\{", "langle") or tokens[-1].text not in (")", "]", "\\}", "rangle"):
         return None
     depths = accumulate((token.name in OPENING) - (token.name in CLOSING) for token in tokens[:-1])

@@ -32,8 +32,8 @@ class Leftover:
     """Arithmetic that expressions leave to do."""
 
     left: set[str] = field(default_factory=set)
-    """Like terms (`sum`), numbers to multiply (`product`), powers (`power`), fractions to reduce (`fraction`), roots (`root`), a number
-    before parentheses (`expand`)."""
+    """Forms left to simplify: like terms (`sum`), factors (`product`), powers (`power`), fractions to reduce (`fraction`), roots (`root`),
+    a number before parentheses (`expand`)."""
     functions: set[str] = field(default_factory=set)
     symbols: set[str] = field(default_factory=set)
     compounds: set[object] = field(default_factory=set)
@@ -109,7 +109,6 @@ class Expression:
                 start, before = self.at, set(self.left)
                 factor = self.factor()
                 if self._is_ten(start) and 1 <= abs(rational(value) or 0) < 10:
-                    # Scientific notation is a number.
                     self.left &= before
                     value = scaled(value, rational(factor) or 0)
                     continue
@@ -195,7 +194,6 @@ class Expression:
             quotients.append(self.merged(dict(monomial), inverse, coefficient / divisor))
             work.append(self.left - before)
             self.left &= before
-        # One term that has nothing in common with the divisor keeps the quotient in lowest terms.
         self.left |= set.intersection(*work) if work else set()
         return frozenset(term for quotient in quotients for term in quotient)
 
@@ -212,7 +210,6 @@ class Expression:
         powers = dict(one)
         for key, power in other.items():
             mine = powers.get(key, Fraction(0))
-            # Both x*sqrt(x) and sqrt(x)/x are final.
             is_root = {mine.denominator, power.denominator} == {1, 2} and max(mine, power, key=lambda value: value.denominator) > 0
             self.leave("power", is_left=mine != 0 and not is_root)
             powers[key] = mine + power

@@ -44,7 +44,6 @@ def agrees(answer: Reading, expected: Reading) -> bool | None:
         return False
     if answer.work.left - expected.work.left or (expected.work.symbols and "expand" in expected.work.left - answer.work.left):
         return False
-    # Of an equation that is no definition both sides count.
     wanted = expected.values[-1:] if expected.values[-1].kind == "relation" and not expected.name else expected.values
     if any(_same(mine, theirs) for mine in _candidates(answer, expected) for theirs in wanted):
         return True

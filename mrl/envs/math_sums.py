@@ -16,7 +16,6 @@ Monomial = frozenset[tuple[object, Fraction]]
 """Atoms (symbols, roots, functions, sums in parentheses) with their powers."""
 Term = tuple[Monomial, Fraction]
 Sum = frozenset[Term]
-"""Terms with their coefficients."""
 
 ZERO: Sum = frozenset()
 MAX_FACTORIAL = 1_000

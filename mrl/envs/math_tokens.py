@@ -23,7 +23,6 @@ _CHARACTERS = str.maketrans(
 
 
 def _by_spelling(lists: str) -> dict[str, str]:
-    """The first name of each list by all of its names."""
     return {name: names.split()[0] for names in lists.split(";") for name in names.split()}
 
 
@@ -45,11 +44,9 @@ _STYLE = re.compile(
 # Also of units: `m/s`.
 _WORDS = re.compile(r"[^\W\d_]+(?:(?: +|/)[^\W\d_]+)*+\.?")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!\s*+|\\[,;:!]|\\ |~)(?=\d{3}(?!\d))")
-# 1.234.567 and 1'234'567
 _GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\.\d{3}){2,}|(?:'\d{3})+)(?![\d.'])")
 _INFIX = re.compile(r"\{([^{}]*)\\(over|choose)(?![A-Za-z])([^{}]*)\}")
 _HALF_OF_DAY = re.compile(r"(:\d\d)(?:[\s~]|\\(?:text|mathrm)\{|\\[, ])*+([apAP])\.?\s?[mM](?![A-Za-z])\.?\}?")
-# As expected answers have it: `5 m/s`, `25 m^2`. `5m` may be a product.
 _UNIT = "|".join(sorted(UNITS, key=len, reverse=True))
 _RESPELLED = (
     (rf"(?<=\d) +((?:{_UNIT})/(?:{_UNIT}))$", r"\\text{ \1}"),
@@ -187,5 +184,4 @@ def _letters(run: str) -> list[Token]:
 def _word(text: str) -> Token:
     if text.lower() in _SPELLED:
         return _SPELLED[text.lower()]
-    # These separate the values of a list.
     return Token("sign" if text in ("and", "or") else "word", text)

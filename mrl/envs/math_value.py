@@ -26,13 +26,11 @@ from mrl.envs.task import RowFault
 NO_TIMEOUT = 0
 
 GOLD_TARGETS = [LatexExtractionConfig()]
-# The end of a text of any length: answers stand there.
 SEARCHED_CHARACTERS = 20_000
 ANSWER_TARGETS = [ExprExtractionConfig(), LatexExtractionConfig()]
 # Characters of mathematics to try to parse before the answer counts as wrong; each try costs at least the minimum.
 MAX_TRIED_CHARACTERS = 4_000
 MIN_TRIED_CHARACTERS = 50
-# math-verify's patterns, in the order in which it tries them.
 PATTERNS = sorted(
     ((priority, pattern, target) for patterns, target in get_extraction_regexes(ANSWER_TARGETS) for pattern, priority in patterns),
     key=lambda found: found[0],
@@ -44,14 +42,12 @@ NOT_FINAL = "not a final value: "
 LEFT_CHARACTERS, MAX_PHRASE_CHARACTERS = 100, 200
 BOXES = re.compile(r"\\(?:boxed|fbox)\s*+\{")
 PERCENT = re.compile(r"\s?\\?%")
-# A computation in plain text before an equals sign.
 COMPUTED = re.compile(r"[\d\s+\-*×÷/().^]*$")
 ANSWER_PHRASE = re.compile(r"(?i)answer(?:\s++is)?\s*+:?\s*+([^\n]*)")
 # Signs of Markdown around an answer: not the powers of programs.
 EMPHASIS = re.compile(r"(?<!\w)\*\*|\*\*(?!\w)|`|(?<![\w*])\*(?=[^\s*])([^\s*]{1,60})\*(?![\w*])|(?<!\w)__([^_\s]{1,60})__(?!\w)")
 SPELLED = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2007": " ", "`": ""})
 SCIENTIFIC = re.compile(r"[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,2}")
-# After `####`: the words of a heading, with or without a number before them.
 HEADING = re.compile(r"(?:\d+[.):]\s*)?[^\W\d_]{2}")
 OPERATION = re.compile(r"\\(?:[a-zA-Z]+)|[!|%']")
 WORD = re.compile(r"[^\W\d_]{2,}")
@@ -60,12 +56,10 @@ DIGITS_OF_BASE = re.compile(r"(?<!\d)(\d++)_(?:\{(\d+)\}|(\d+))")
 PLACES, DIGITS = 6, 4
 
 BOX = "\\boxed{"
-# Between boxes whose contents are one list.
 JOINT = re.compile(r"[\s$.]*+(?:,|;|\\q?quad|\\text\{\s*(?:and|or)\s*\}|and|or)(?:[\s$,]|and|or)*+")
 DECIMAL_COMMA = re.compile(r"(?<![\d,.])(?:0,\d+|\d+,(?:\d\d?|\d{4,}))(?![\d,]|\.\d)")
 MAX_BOXES = 32
 MAX_SEARCH_COST = 3.0e8
-"""Steps of math-verify's patterns, about half a second."""
 
 # The longest answer of MATH has some 160 characters and 6 levels, of GSM8K 9 digits.
 MAX_CHARACTERS = 1_000
@@ -86,7 +80,6 @@ FACTORIALS = ("factorial", "factorial2", "subfactorial", "gamma", "binomial", "f
 _PARTS = re.compile(r",|;|&|\\c[au]p|\\\\")
 _DIGITS = re.compile(r"\d+")
 _NUMBER_RUN = re.compile(r"[\d.\s+\-*×/^()÷,]+")
-# Functions that latex2sympy computes while it parses.
 _EAGER = re.compile(r"binom|choose|gcd|lcm|Gamma")
 _EAGER_COST = re.compile(r"\d{5}|\^|!|\*\*")
 
@@ -108,13 +101,11 @@ class Size:
     depth: int
     """Nesting of brackets. Which bars open and which close cannot be told, so two of them count as a level."""
     num_parts: int
-    """Elements of lists, sets and unions."""
     digit_run: int
     is_eager: bool
-    """Whether parsing it already computes with numbers that may be large."""
 
     def fits(self, expected: Size) -> bool:
-        """Whether it is small, or no larger than the expected answer."""
+        """True when the value is small, or no larger than the expected answer."""
         return all(mine <= max(most, theirs) for mine, most, theirs in zip(astuple(self), SMALL, astuple(expected), strict=True))
 
 
@@ -275,17 +266,13 @@ def _differ(values: list[object], expected: str) -> bool:
 
 
 def pieces(text: str, expected: Size) -> Iterator[Found]:
-    """The mathematics that math-verify would try, in its order: the last match of the pattern that comes first, and so on.
-
-    TooCostly says that the search takes too long, or that the mathematics is larger than an answer may be.
-    """
+    """The mathematics that math-verify would try, in its order: the last match of the pattern that comes first, and so on."""
     if search_cost(text) > MAX_SEARCH_COST:
         raise TooCostly
     left_to_try = MAX_TRIED_CHARACTERS + expected.characters
     for _, patterns in groupby(PATTERNS, key=lambda entry: entry[0]):
         matches = [(match, target) for _, pattern, target in patterns for match in pattern.finditer(text)]
         for match, target in sorted(matches, key=lambda found: (found[0].end(), -found[0].start()), reverse=True):
-            # What math-verify parses of a match: the contents of its boxes, or all of it.
             parts = [_up_to_closing_brace(box) for box in match[0].split(BOX)[1:]] or [match[0]]
             left_to_try -= sum(MIN_TRIED_CHARACTERS + len(part) for part in parts)
             if left_to_try < 0 or not all(size_of(part).fits(expected) for part in parts):
@@ -299,7 +286,6 @@ def _piece(match: re.Match[str], target: ExprExtractionConfig | LatexExtractionC
     start = min(map(match.start, bare), default=match.start())
     before = match.string[max(0, start - LEFT_CHARACTERS) : start].rstrip()
     if BOX in match[0]:
-        # Of boxes in running text the last one counts.
         raw = parts[-1] if "first_latexBoxed" in groups else ", ".join(parts)
     else:
         is_latex = isinstance(target, LatexExtractionConfig)
@@ -309,10 +295,7 @@ def _piece(match: re.Match[str], target: ExprExtractionConfig | LatexExtractionC
 
 
 def find_answer(text: str, size: Size, expected: str = "") -> list[object]:
-    """The answer that math-verify would take, and the text of its first try; only the text if nothing can be parsed.
-
-    TooCostly as in `pieces`, and for integrals, limits and many functions that the expected answer does not have: sympy takes seconds.
-    """
+    """The answer that math-verify would take, and the text of its first try; only the text if nothing can be parsed."""
     first: list[object] = []
     for piece in pieces(text, size):
         said = right_side(piece.raw)

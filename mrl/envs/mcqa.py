@@ -31,7 +31,6 @@ ANSWER = re.compile(
 )
 WIDE = {0xFEE0 + ord(letter): letter for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ:()"}
 """The letters and signs of Chinese and Japanese keyboards."""
-# More letters behind one make several answers; the text of an option may follow.
 MORE = re.compile(r"\s*+(?:,|/|&|\band\b|\bor\b|\\text\{\s*+(?:and|or)\s*+\}?)\s*+(?:\\text\{|\()?\s*+[A-Za-z](?![\w'])")
 # Behind a letter in a box that is no product, power or equation.
 BOX_ENDS = re.compile(r"\s*+(?:[.)\]},:;$*]|[-–—]\s++[A-Za-z]{2}|\\text|\\quad|\\ |$)")
@@ -63,7 +62,6 @@ def score(task: Task) -> Outcome:
     """1 if the chosen letter is the expected one: by `choose_as_gym` for rows with options, else by `choose`."""
     fields, text = task.fields, task.reply.strip()
     given = fields.get("options")
-    # The blend's rows are padded with nulls.
     options = {
         key.upper(): str(value)
         for option in (given if isinstance(given, list) else [])
@@ -107,7 +105,7 @@ def choose_as_gym(text: str, options: Mapping[str, str], patterns: list[re.Patte
 
 
 def boxed(text: str) -> str:
-    """What the last `\\boxed{}` holds, braces within included; empty if there is none, or it does not end."""
+    """Content of the last `\\boxed{}`, braces within included; empty if there is none, or it does not end."""
     inner, depth = text.rpartition("\\boxed{")[2] if "\\boxed{" in text else "", 1
     for index, character in enumerate(inner):
         depth += (character == "{") - (character == "}")

@@ -67,7 +67,6 @@ def make(function: str) -> Score:
         try:
             return outcome(found(*(VALUES[name](task) for name in names)))
         except Exception as error:
-            # From the kernel's refusal, or from the missing network?
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, PermissionError | socket.gaierror):
                 cause = cause.__cause__ or cause.__context__

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the run's parsers of thoughts and tool calls mean for the rewards of its rows."""
+"""Effect of the run's parsers of thoughts and tool calls on the rewards of its rows."""
 
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ from collections.abc import Callable
 
 MEMORY_BYTES = 1 << 30
 FILE_BYTES = 32 << 20
-# Deleted files that stay open take disk: so many of FILE_BYTES at most.
 NUM_OPEN_FILES = 32
 PR_SET_PDEATHSIG = 1
 
@@ -39,7 +38,6 @@ UNPACKED = "bisect collections functools heapq itertools math typing".split()
 def main() -> None:
     """Runs the program; an exit code other than 0 says that it failed."""
     program, function, seconds, file_bytes, num_tasks, result_fd, started_fd, may_escape, paths = sys.argv[1:]
-    # Not among the program's own names, of which one may be asked for.
     builtins.__dict__.update(prelude())
     limit(float(seconds), int(file_bytes), int(num_tasks))
     confine(paths.split(os.pathsep), may_escape=may_escape == "1")

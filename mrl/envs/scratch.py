@@ -73,7 +73,7 @@ def remove_folder(folder: Path) -> None:
     try:
         os.chmod(folder, 0o700)
         unguessed, num_moved = secrets.token_hex(8), 0
-        # Folders within folders move up beside their parents: no path grows long, and nothing recurses.
+        # Folders within folders move up next to their parents: no path grows long, and nothing recurses.
         while folders := [entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]:
             for inner in folders:
                 os.chmod(inner, 0o700)

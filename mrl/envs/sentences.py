@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 
-# Those of NLTK's model of English that are no initials of one person, and words that begin sentences in it.
 ABBREVIATIONS = frozenset(
     "a.c a.d a.m adm ala ariz aug ave bros c c.v calif cie co col colo conn corp cos ct d d.c dec dr e f feb fla fri ft g ga gen h ill inc "
     "jan jr k kan ky l l.a lt ltd m m.b.a maj messrs mg mich minn mr mrs ms n n.c n.d n.h n.j n.m n.y nev nov oct ok okla ore p p.m pa "

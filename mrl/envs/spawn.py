@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts processes where hostile programs run beside each other, and says how much of this host one of them may take."""
+"""Starts processes where hostile programs run at the same time, and says how much of this host one of them may take."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def start(popen: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[byte
 # As many programs as a node has children run at once: each may take this part of what is free, so that none takes all.
 PART = 8
 MAX_FILE_BYTES, MAX_THREADS, MIN_THREADS = 64 << 20, 128, 4
-# Below these the temporary folder counts as full, and the limit of processes as reached.
 SCARCE_BYTES, SCARCE_FILES, SCARCE_THREADS = 1 << 20, 16, 2
 # No number of children times MAX_THREADS reaches a larger limit.
 LARGE_LIMIT = 1 << 15
@@ -48,7 +47,6 @@ class Share:
     """The part of this host that one program may take."""
 
     num_bytes: int
-    """In its folder."""
     num_threads: int
     num_tasks: int
     """RLIMIT_NPROC, which counts all threads of the user; -1 leaves it."""
@@ -61,7 +59,6 @@ def share() -> Share:
     if free is None:
         return Share(num_bytes, MAX_THREADS, -1)
     num_threads = min(MAX_THREADS, max(MIN_THREADS, free // PART))
-    # The program's own process counts too.
     return Share(num_bytes, num_threads, used + num_threads + 1)
 
 
@@ -82,7 +79,6 @@ def free_bytes() -> int:
 def free_threads() -> tuple[int | None, int]:
     """Threads that this user may still start (None: more than programs can take), and how many it has."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    # Root is not counted.
     by_user = soft if os.geteuid() and soft != resource.RLIM_INFINITY and soft < LARGE_LIMIT else None
     by_group = _group_room()
     if by_user is None and by_group is None:

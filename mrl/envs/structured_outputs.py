@@ -65,7 +65,7 @@ def score(task: Task) -> Outcome:
 
 
 def _payload(task: Task, fields: Mapping[str, object]) -> object:
-    """What the one call of the row's tool hands over; a ValueError if there is none."""
+    """Arguments of the one call of the row's tool. ValueError: there is none."""
     calls = tool_calls(task.reply, declared_tools(fields), task.tool_parser)
     name, key = fields.get("tool_name"), fields.get("tool_payload_key")
     if len(calls) != 1 or calls[0].error or (name and calls[0].name != name) or (key and key not in calls[0].arguments):
@@ -117,7 +117,6 @@ TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
 def _scalar(value: object, kind: object) -> object:
-    """`value` as a number or truth value, if it is the text of one; else as it is."""
     if not isinstance(value, str) or not value:
         return value
     read = {"integer": int, "number": float, "boolean": lambda text: TRUTH.get(text.lower(), text)}.get(str(kind), str)
@@ -128,7 +127,7 @@ def _scalar(value: object, kind: object) -> object:
 
 
 def _xml(text: str, schema: object) -> object:
-    """Elements as objects of their attributes (`@name`), children, and text (`#text` beside these); equal names make a list."""
+    """Elements as objects of their attributes (`@name`), children, and text (`#text` if there are others); equal names make a list."""
     root: dict[str, object] = {}
     open_elements: list[tuple[dict[str, object], list[str]]] = [(root, [])]
 
@@ -179,7 +178,6 @@ def strict(schema: object) -> object:
     """The schema with every property required and no others allowed, in all objects within; as in Gym, what a list holds stays."""
     if not isinstance(schema, dict):
         return schema
-    # The values of these keys are data, not schemas.
     result = {key: value if key in ("enum", "const", "default", "examples", "required") else strict(value) for key, value in schema.items()}
     properties = schema.get("properties")
     if isinstance(properties, dict):
@@ -196,7 +194,6 @@ def _validator(schema_text: str) -> tuple[object, Draft202012Validator]:
         Draft202012Validator.check_schema(schema)
         made = strict(schema)
         assert isinstance(made, dict | bool)  # what a checked schema is
-        # References resolve to metaschemas and the schema itself; nothing is fetched.
         resource = DRAFT202012.create_resource(made)
         _resolve_all(REGISTRY.resolver_with_root(resource), resource)
         validator = Draft202012Validator(made, registry=REGISTRY)

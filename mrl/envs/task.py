@@ -39,11 +39,10 @@ class Task:
     """The model's turns, decoded without special tokens."""
     expected: str = ""
     prompt: str = ""
-    """The question as the row gives it."""
     row: str = "{}"
     """The row's other fields for its environment: a JSON object, as text."""
     has_parser: bool = False
-    """Whether NeMo Gym would grade what the run's reasoning parser leaves of the turns."""
+    """True when NeMo Gym would grade the turns as the run's reasoning parser leaves them."""
     tool_parser: str = DEFAULT_TOOL_PARSER
     """vLLM's name of the format in which the model calls tools."""
 
@@ -78,7 +77,7 @@ class Outcome:
     extracted: str = ""
     components: Mapping[str, float] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
-    """Names to count beside the reward; `mask_sample` keeps the rollout out of the loss."""
+    """Names to count besides the reward; `mask_sample` keeps the rollout out of the loss."""
     observation: tuple[Mapping[str, str], ...] = ()
     """Messages (`role`, `content`) that continue the conversation if turns are left. `reward` stands if none are."""
 
@@ -97,20 +96,16 @@ class Environment:
     """Arguments of the factory, in JSON's types."""
     num_workers: int = 1
     timeout_s: float = 10.0
-    """Seconds for one task."""
     row_fields: tuple[str, ...] = ()
-    """Fields of a row that the reward function reads."""
     search_path: tuple[str, ...] = ()
-    """Folders from which children import a user's own modules."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of the children beside those that every child has."""
     allowances: tuple[Allowance, ...] = ()
     """Rights of the children beyond computing and reading."""
     blames_text: bool = False
-    """Whether the function is written to judge any text at all, so that a text that makes it fail gets reward 0 and no mask. A user's own
+    """True when the function can judge any text at all, so that a text that makes it fail gets reward 0 and no mask. A user's own
     function may fail by its own mistake, or because a server that it asks does not answer."""
     name: str = ""
-    """What rows call it."""
+    """Name in rows."""
 
     def __str__(self) -> str:
         return str(self.options.get("function", self.factory))

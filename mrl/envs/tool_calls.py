@@ -23,15 +23,15 @@ class ToolCall:
     name: str
     arguments: Mapping[str, object]
     error: str = ""
-    """Why it cannot be carried out; then name and arguments are as far as they could be read."""
+    """Reason why it cannot be carried out; then name and arguments are as far as they could be read."""
 
 
 Types = Mapping[str, Mapping[str, object]]
-"""By tool and argument, what a row declares."""
+"""Types that a row declares, by tool and argument."""
 
 
 def declared_tools(fields: Mapping[str, object]) -> list[object]:
-    """The tools of a row, which has them beside its other fields, or in the request of NeMo Gym's form."""
+    """The tools of a row, which has them among its other fields, or in the request of NeMo Gym's form."""
     request = fields.get("responses_create_params")
     tools = fields.get("tools") or (request.get("tools") if isinstance(request, dict) else None)
     return tools if isinstance(tools, list) else []
@@ -68,7 +68,6 @@ def _call(block: str, types: Types) -> ToolCall:
         position = end + len(END_OF_PARAMETER)
         kind = types.get(name, {}).get(key)
         try:
-            # Models write Python's True as well.
             arguments[key] = value if kind in (None, "string") else json.loads(value.lower() if kind == "boolean" else value)
         except (ValueError, RecursionError):
             return ToolCall(name, arguments, error=f"argument {key}: {value!r:.100} is no {kind}")
@@ -166,4 +165,4 @@ READERS: Mapping[str, Callable[[str, Types], list[ToolCall]]] = {
     **dict.fromkeys(("llama3_json", "llama4_json"), _llama_json),
     "mistral": _mistral,
 }
-"""By the name of vLLM's parser; `mrl.config.schema.env` lists the names."""
+"""Parsers by their name in vLLM; `mrl.config.schema.env` lists the names."""

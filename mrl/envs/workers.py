@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many children score the rollouts of each environment on one node, and how long one verdict may take."""
+"""Number of children that score each environment's rollouts on one node, and the deadline of one verdict."""
 
 from __future__ import annotations
 

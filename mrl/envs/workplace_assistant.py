@@ -31,7 +31,6 @@ Tool = Callable[..., object]
 """Takes the office, and what `TOOLS` binds, by position, so that a model's arguments cannot replace them."""
 
 NOW = "2023-11-30 00:00:00"
-"""The time at which every conversation takes place."""
 PAGE_SIZE = 5
 TIME_CHARACTERS, DAY_CHARACTERS = 19, 10
 """Lengths of `2023-11-30 00:00:00` and of `2023-11-30`."""
@@ -51,9 +50,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 """Fields of each table; the first one identifies a record."""
 
 CHANGED = ("emails", "events", "tasks", "customers", "plots")
-"""Tables that tools change."""
 CASED = ("status", "list_name", "board")
-"""Fields whose case counts."""
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "tasks.list_name": ("Backlog", "In Progress", "In Review", "Completed"),
     "tasks.board": ("Back end", "Front end", "Design"),
@@ -65,7 +62,6 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     ),
     "plots.plot_type": ("bar", "line", "scatter", "histogram"),
 }
-"""The values that a field takes, where these are few."""
 
 CSV_FILES: Mapping[str, str] = {
     "emails": "emails.csv",
@@ -327,13 +323,12 @@ TOOLS: Mapping[str, Tool] = {
     f"{_CRM}_add_customer": partial(create, "customers", _NEEDED_OF_CUSTOMERS, _OTHERS_OF_CUSTOMERS),
     f"{_CRM}_delete_customer": partial(delete, "customers"),
 }
-"""By the names that rows of the Nemotron-3-Nano blend declare."""
+"""Tools by the names that rows of the Nemotron-3-Nano blend declare."""
 
 
 def environment(config: EnvConfig) -> Environment:
     """Declares `workplace_assistant`."""
     section = config.workplace_assistant
-    # Children start in the root folder.
     path = None if section.tables_path is None else os.path.abspath(section.tables_path)
     return built_in("workplace_assistant", section, "ground_truth", "tables", "tools", tables_path=path)
 
@@ -353,7 +348,6 @@ def load_tables(path: Path) -> Tables:
     for name, file in CSV_FILES.items():
         if (path / file).is_file():
             with (path / file).open(encoding="utf-8", newline="") as lines:
-                # The directory has no line of names.
                 tables[name] = [dict(row) for row in csv.DictReader(lines, fieldnames=FIELDS[name] if name == "directory" else None)]
     if not tables:
         raise ValueError(f"{path} has none of {', '.join(CSV_FILES.values())}")

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 import yaml
 
-# Names of services, and the length of a DNS label.
 NAME, MAX_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?"), 63
 SIZE = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTP]i|[kMGTP])?")
-# Kubernetes' names of GPUs and network cards.
 GPU, EFA = "nvidia.com/gpu", "vpc.amazonaws.com/efa"
 SECRET_KEY = "token"
 
@@ -39,14 +37,12 @@ class KubernetesJob:
     """Options of the manifest."""
 
     command: list[str]
-    """The command that the head runs."""
     num_nodes: int
     gpus_per_node: int
     name: str
     namespace: str
     image: str
     claim: str
-    """PersistentVolumeClaim that all nodes mount."""
     mount_path: str
     instance_type: str | None
     num_efa: int
@@ -66,6 +62,13 @@ class KubernetesJob:
                 raise ValueError(f"{option} {size}: Kubernetes writes sizes as 384Gi or 384G")
 
 
+def in_bytes(size: str) -> float:
+    """Bytes of a size as Kubernetes writes it, such as 384Gi."""
+    unit = size.lstrip("0123456789.")
+    power = "kMGTP".index(unit[0].replace("K", "k")) + 1 if unit else 0
+    return float(size.removesuffix(unit)) * (1024 if unit.endswith("i") else 1000) ** power
+
+
 def render(job: KubernetesJob) -> str:
     """The service by which nodes find the head, and the job; with commands in a comment that create the secrets they need."""
     labels = {"app": job.name}
@@ -77,7 +80,6 @@ def render(job: KubernetesJob) -> str:
         # Nodes look for the head before it is ready.
         "spec": {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True, "ports": [{"name": "ray", "port": 6379}]},
     }
-    # A token that lets a node join, and one of the Hugging Face Hub, if there is one.
     join_secret, hub_secret = f"{job.name}-ray", f"{job.name}-hf"
     indexed = {
         "apiVersion": "batch/v1",
@@ -141,7 +143,6 @@ def _pod(job: KubernetesJob, labels: dict[str, str], join_secret: str, hub_secre
         "subdomain": job.name,
         "hostNetwork": True,
         "dnsPolicy": "ClusterFirstWithHostNet",
-        # Time to save a checkpoint before the node goes.
         "terminationGracePeriodSeconds": 600,
         "nodeSelector": {"node.kubernetes.io/instance-type": job.instance_type} if job.instance_type else {},
         "tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}],

@@ -16,7 +16,6 @@ class SlurmJob:
     """Options of the job; None: the site's default."""
 
     command: list[str]
-    """The command that runs next to Ray's head."""
     num_nodes: int
     gpus_per_node: int
     log_folder: Path
@@ -28,7 +27,6 @@ class SlurmJob:
     container: str | None = None
     mounts: str | None = None
     is_gres_site: bool = True
-    """True if the job asks for GPUs by --gres, instead of --gpus-per-node."""
 
 
 def job_name(run_folder: Path) -> str:
@@ -39,7 +37,6 @@ def job_name(run_folder: Path) -> str:
 def submission(job: SlurmJob) -> tuple[list[str], dict[str, str]]:
     """The command line of `sbatch`, and the environment variables that ray.sub reads."""
     package = Path(mrl.__file__).parent
-    # Inside the package when installed, in scripts/ of a checkout.
     installed = package / "scripts/ray.sub"
     script = installed if installed.is_file() else package.parent / "scripts/ray.sub"
     variables = {

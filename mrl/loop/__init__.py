@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the training loop calls."""
+"""Parts of the training loop."""

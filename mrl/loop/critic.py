@@ -25,9 +25,9 @@ class JudgedStep:
     """A step's sequences as the critic has judged them."""
 
     batches: Sequence[Batch]
-    """Of the critic's own updates: the same sequences in the same order."""
+    """Batches of the critic's own updates: the same sequences in the same order."""
     values: Mapping[int, PayloadRef]
-    """By place in the step; the values stay on the ranks of the critic until those of the policy pull them."""
+    """Values by position in the step; they stay on the ranks of the critic until those of the policy pull them."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,7 @@ class Critic:
         return JudgedStep(own, group.call_on_tokens("compute_values", own))
 
     def learn(self, judged: JudgedStep, batches: Sequence[Batch]) -> dict[str, float]:
-        """Has the policy compute advantages, and the critic learn the returns that come of them.
-
-        `batches` are the policy's, with their log-probabilities. Returns the metrics of the advantages, and those of the critic's last
-        pass as `train/critic/*`.
-        """
+        """Has the policy compute advantages, and the critic learn the returns that come of them."""
         group = self.session.models_beside["critic"]
         returns = self.session.policies.call_on_tokens("compute_advantages", batches, judged.values)
         self.session.enter("train_value")

@@ -87,7 +87,6 @@ def prepare(config: RunConfig) -> Training[ExampleSupplier]:
     config = check_start(config)
     data = load_examples(config)
     training, num_steps = config.training, num_steps_of(config, len(data.train))
-    # Only the data tell how many steps an epoch has.
     num_steps = num_steps if training.max_num_steps < 0 else min(num_steps, training.max_num_steps)
     config = with_value(config, f"{config.algorithm}.max_num_steps", num_steps)
 

@@ -23,27 +23,23 @@ from mrl.config.model import (
 from mrl.config.rules.checks import find_problems
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import RunConfig
-from mrl.plan.hardware import local_gpu
+from mrl.plan.hardware import local_gpu, local_memory
 from mrl.plan.plan import prediction
 
 logger = logging.getLogger(__name__)
 
 
 def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
-    """The config with which the run starts, folders in place of names of the Hub; ValueError names every key or file at fault.
-
-    A run that trains on GPUs says what memory it is predicted to need, and is refused if that cannot fit.
-    """
+    """The config with which the run starts, folders in place of names of the Hub; ValueError names every key or file at fault."""
     problems = find_problems(with_cached_folders(config))
     if problems and all(isinstance(problem, Unprovided) for problem in problems):
-        # Nothing is wrong with the config itself: ask the network for what is missing.
         problems = find_problems(with_local_folders(config))
     if problems:
         raise ConfigError(problems)
     local = with_local_folders(config)
     if trains and local.cluster.gpus_per_node:
-        logger.info("%s", prediction(local, local_gpu()))
-    # Downloads models of the Hub once nothing else is wrong.
+        gpu = local_gpu()
+        logger.info("%s", prediction(local, gpu, local_memory() if gpu else None))
     if missing := [problem for problem in find_missing_weights(config) if not is_downloaded(problem)]:
         raise ConfigError(missing)
     download_weights(config)

@@ -44,10 +44,9 @@ class Step:
     clock: Clock
     trained: Sequence[PromptKey] = ()
     dropped: Sequence[PromptKey] = ()
-    """Prompts that the step consumes without training on them."""
     groups: Sequence[RolloutGroup] = ()
     batches: list[Batch] = field(default_factory=list)
-    """Those that the policy has learned from."""
+    """Batches that the policy has learned from."""
     tokens: dict[str, TokenSample] = field(default_factory=dict)
     """Some sequences of `batches` token by token, by request id."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -59,7 +58,7 @@ class Step:
 
     @property
     def sequences(self) -> list[TrainSequence]:
-        """Those that the policy has learned from."""
+        """Sequences that the policy has learned from."""
         return [sequence for batch in self.batches for sequence in batch.sequences]
 
     def note_update(self, batches: Sequence[Batch], metrics: Mapping[str, float], tokens: Mapping[str, TokenSample]) -> None:
@@ -70,7 +69,7 @@ class Step:
 
 
 class Supplier(Protocol):
-    """What differs between training on rollouts and on examples."""
+    """Differences between training on rollouts and on examples."""
 
     @property
     def session(self) -> Session: ...
@@ -107,7 +106,6 @@ class Run(Generic[S_co]):
     last_step: int
     critic: Critic | None = None
     is_over: bool = False
-    """Whether the run makes no further step."""
 
     @property
     def session(self) -> Session:
@@ -139,7 +137,7 @@ class Run(Generic[S_co]):
         return state
 
     def is_done(self, state: RunState) -> bool:
-        """Whether the run has made all of its steps; else the same command goes on."""
+        """True when the run has made all of its steps; else the same command goes on."""
         return state.step == self.last_step or not self.budget.is_over
 
     @contextmanager
@@ -181,13 +179,13 @@ class Run(Generic[S_co]):
         return {batch.sequences[index].rollout.request_id: sample for found in answers.values() for index, sample in found.items()}
 
     def is_validation_due(self, step: int) -> bool:
-        """Whether the run validates after `step`."""
+        """True when validation follows `step`."""
         training = self.config.training
         first = self.config.rollouts.val_start_at if self.config.has_engines else 0
         return (step >= first and is_due(step, training.val_period)) or (training.val_at_end and step == self.last_step)
 
     def is_save_due(self, step: int) -> bool:
-        """Whether the run saves a checkpoint after `step`, which may be its last."""
+        """True when a checkpoint follows `step`, which may be its last."""
         section = self.config.checkpointing
         return section.enabled and (self.is_over or is_due(step, section.save_period) or is_due(step, section.ft_save_period or 0))
 
@@ -198,16 +196,14 @@ class Training(Generic[S_co]):
 
     config: RunConfig
     num_steps: int
-    """Of the whole run, those before a resume included."""
     left_out: list[LeftOut]
-    """Rows of the data that the run leaves out."""
     identity: Identity
     open: Callable[[RunFolder, Budget], AbstractContextManager[Run[S_co]]]
     """Starts all processes, which live inside the `with` block."""
 
 
 def is_due(step: int, period: int) -> bool:
-    """Whether something that happens every `period` steps happens at `step`; a period of 0 is never."""
+    """True when an event of every `period` steps is due at `step`; a period of 0 is never."""
     return period > 0 and step % period == 0
 
 
@@ -238,7 +234,7 @@ class Budget:
 
     @property
     def is_over(self) -> bool:
-        """Whether a signal came, or the next step, if it took as long as the mean of those counted, would end after the limit."""
+        """True after a signal, or when the next step, at the mean time of those counted, would end after the limit."""
         if self._listener.first is not None:
             return True
         if self._limit_s is None:

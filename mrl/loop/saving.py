@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-# Asking hundreds of ranks takes milliseconds.
 POLL_INTERVAL_S = 0.5
 
 
@@ -46,7 +45,7 @@ class CheckpointSaver:
         self._session = session
         self._under_way: Future[None] | None = None
         self._is_awaited = threading.Event()
-        """Whether the driver waits for the save under way: only then its waits have deadlines, beside what the loop asks of the ranks."""
+        """Set while the driver waits for the save under way: only then do the save's calls have deadlines."""
         self._is_abandoned = threading.Event()
         self._thread: threading.Thread | None = None
         self._hidden_s: float | None = None
@@ -133,7 +132,6 @@ class CheckpointSaver:
             under_way.set_result(None)
 
     def _ask(self, verb: Callable[[PolicyVerbs, *Ts], T], *arguments: *Ts) -> list[tuple[ModelName, dict[int, T]]]:
-        """Calls a verb of each model that is trained; answers by rank."""
         limits = {"deadline_s": self._deadline_s, "is_awaited": self._is_awaited, "is_abandoned": self._is_abandoned}
         return [(model, group.call_behind(verb, *arguments, **limits)) for model, group in self._session.trained_models.items()]
 
@@ -191,10 +189,7 @@ class CheckpointSaver:
             self.begin(state, waits=True)
 
     def take_metrics(self) -> dict[str, float]:
-        """`time/checkpoint_hidden` of saves published since the last call, if any: seconds of writing for which nothing waited.
-
-        Raises what has ended the save under way.
-        """
+        """`time/checkpoint_hidden` of saves published since the last call, if any: seconds of writing for which nothing waited."""
         if self._under_way is not None and self._under_way.done():
             self.finish()
         hidden_s, self._hidden_s = self._hidden_s, None

@@ -12,7 +12,6 @@ from mrl.types import RolloutGroup, TrainSequence
 logger = logging.getLogger(__name__)
 
 NUM_EQUAL_STEPS = 3
-"""Steps in a row whose rewards are all equal before it is said; short steps may have equal rewards by chance."""
 
 
 class SignalWatch:

@@ -18,7 +18,7 @@ from mrl.config.errors import ConfigError
 from mrl.config.files import find_config
 from mrl.config.load import read_run
 from mrl.config.secrets import run_entry, start_logging
-from mrl.plan.hardware import GPUS
+from mrl.plan.hardware import GIB, GPUS
 from mrl.plan.longest_rows import describe_longest
 from mrl.plan.plan import (
     NUM_BEST,
@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--mean-tokens", type=float, help="tokens of a mean rollout with its prompt, for the times (default: half the longest)"
     )
+    parser.add_argument("--node-memory", type=float, metavar="GIB", help="host memory of a node, to compare with")
     parser.add_argument("--search", action="store_true", help="rank all layouts of trainer and engines on these GPUs")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")
@@ -79,12 +80,15 @@ def _plan(name: str, overrides: Sequence[str], options: argparse.Namespace, secr
         ):
             logger.info("%s", line)
         return 2
-    plan = make_plan(config, gpu, mean_tokens=options.mean_tokens)
+    node_memory = None if options.node_memory is None else options.node_memory * GIB
+    plan = make_plan(config, gpu, mean_tokens=options.mean_tokens, node_memory=node_memory)
     found = search_layouts(config, gpu, plan.refit, mean_tokens=options.mean_tokens) if options.search or plan.misfit else None
     lines = describe(plan)
     if plan.misfit:
         rows = describe_longest(config, plan.model, gpu)
         lines.append(f"Does not fit: {plan.misfit}" + (f"; {rows}" if rows else ""))
+    if plan.host_misfit:
+        lines.append(f"Does not fit: {plan.host_misfit}")
     if found and plan.misfit:
         lines += describe_candidates("Nearest layouts that fit:" if found.best else "No layout fits on these GPUs", nearest(found))
     if found and options.search:
@@ -96,16 +100,16 @@ def _plan(name: str, overrides: Sequence[str], options: argparse.Namespace, secr
         for line in lines:
             logger.info("%s", line)
     if options.html:
-        write_page(options.html, plan, found)
-    return 2 if plan.misfit else 0
+        write_page(options.html, plan, found, name)
+    return 2 if plan.misfit or plan.host_misfit else 0
 
 
 SCRIPTS = (HERE / "uplot.js", HERE / "page.js", Path(__file__).with_name("plan.js"), HERE / "start.js")
 
 
-def write_page(path: Path, plan: Plan, found: Layouts | None) -> None:
+def write_page(path: Path, plan: Plan, found: Layouts | None, name: str) -> None:
     """Writes the page, and replaces an older one at once."""
-    title = f"Plan of {plan.config.num_slots} {plan.gpu.name}"
+    title = f"Plan of {name}: {Path(plan.config.policy.model_name).name} on {plan.config.num_slots} {plan.gpu.name}"
     write_atomic(path, page([{"name": title, "lines": describe(plan), **as_data(plan, found)}], scripts=SCRIPTS))
 
 

@@ -19,14 +19,12 @@ class Row:
     """One microbatch on one rank, and how the rank computes it."""
 
     tokens: int
-    """Tokens of the row on a context-parallel rank."""
     tp: int = 1
     etp: int = 1
     is_sequence_parallel: bool = False
     imbalance: float = 1.0
     """Tokens that the busiest rank's experts get, over the mean."""
     recompute: frozenset[str] = frozenset()
-    """`full`, or modules of Megatron's `recompute_modules`."""
     offloaded: frozenset[str] = frozenset()
     """Tensors that wait on the host for the backward pass, as `letter.name`."""
     scores_length: int = 0
@@ -40,7 +38,6 @@ class Row:
         return self.tokens / self.tp if self.is_sequence_parallel else self.tokens
 
 
-# The tensors that a recomputed module does not keep, by the letter of its part.
 RECOMPUTED = {
     "core_attn": ("*.scores", "*.softmax"),
     "mlp": ("-.fc1", "-.activation"),
@@ -77,7 +74,6 @@ def backward_bytes(shape: ModelSizes, layer: str, row: Row) -> float:
     return again + max(sum(size for name, size in tensors.items() if name in _WIDE) for tensors in parts) + parts[0]["input"]
 
 
-# Tensors whose gradients are in memory together.
 _WIDE = ("scores", "qkv", "fc1", "activation", "dispatched", "in_proj", "scan")
 
 
@@ -108,7 +104,6 @@ def _experts(shape: ModelSizes, row: Row) -> dict[str, float]:
     received = row.sharded_tokens * shape.topk * row.etp * row.imbalance
     width, shared = BF16 * received * shape.expert_ffn / row.etp, BF16 * row.tokens * shape.shared_ffn / row.tp
     return {
-        # Logits, scores and probabilities in float32.
         "router": 3 * FP32 * row.sharded_tokens * shape.experts,
         "dispatched": BF16 * received * (shape.latent or shape.hidden),
         "fc1": width * shape.fc1_factor,

@@ -74,10 +74,7 @@ def start_deadline(config: RunConfig) -> Deadline:
 
 
 def train_deadline(config: RunConfig) -> Deadline:
-    """The deadline of each logprob pass, train step and switch of phases: deadlines.train_s, or by the operations of the longest one.
-
-    Of several models, the slowest one decides.
-    """
+    """The deadline of each logprob pass, train step and switch of phases: deadlines.train_s, or by the operations of the longest one."""
     return max((_train_deadline(config.of_model(model)) for model in config.sections), key=lambda found: found.seconds)
 
 
@@ -85,7 +82,6 @@ def _train_deadline(config: RunConfig) -> Deadline:
     policy, parts = config.policy, {f"{BUSY_S:g} s for a busy host": BUSY_S}
     num_sequences = TRAIN_PASSES * policy.train_global_batch_size * (2 if config.learns_pairs else 1)
     if config.has_engines:
-        # The pass before a step's first update covers all of its rollouts.
         num_sequences = max(num_sequences, config.rollouts.num_rollouts_per_step)
     # A refused layout may have no ranks.
     length, ranks, rest = policy.max_total_sequence_length, max(config.num_policy_ranks, 1), ""
@@ -104,10 +100,7 @@ def _train_deadline(config: RunConfig) -> Deadline:
 
 
 def checkpoint_deadline(config: RunConfig) -> Deadline:
-    """The deadline to save, to check and to load a checkpoint: deadlines.checkpoint_s, or by its bytes and the nodes that share them.
-
-    Models are written at the same time, so each may take the time of all.
-    """
+    """The deadline to save, to check and to load a checkpoint: deadlines.checkpoint_s, or by its bytes and the nodes that share them."""
     parts, missing = {f"{BUSY_S:g} s for a busy file system": BUSY_S}, list[str]()
     rate = min(config.cluster.num_nodes * NODE_BYTES_PER_S, SHARED_BYTES_PER_S)
     num_parameters: dict[ModelName, int] = {}

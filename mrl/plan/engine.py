@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from mrl.config.model import ModelSizes
 from mrl.plan.activations import BF16, FP32
 
-# Tokens of a block of the KV cache that vLLM's attention kernels take on a GPU.
 KERNEL_BLOCK = 16
 _CONVOLUTION = 4
 
@@ -19,9 +18,7 @@ class CacheLayout:
     """Blocks of vLLM's cache (vllm/v1/core/kv_cache_utils.py): all groups of layers draw blocks of one size from one pool."""
 
     block_tokens: int
-    """Tokens of a sequence in one block of an attention group."""
     block_bytes: int
-    """Size of one block, over the layers of a group, on one worker."""
     attention_groups: int
     state_groups: int
     states: int
@@ -48,7 +45,6 @@ def token_bytes(shape: ModelSizes, tp: int, element_bytes: int = BF16) -> int:
 
 def state_bytes(shape: ModelSizes, tp: int, element_bytes: int = BF16, ssm_bytes: int = BF16, num_proposed: int = 0) -> int:
     """State of a sequence in a Mamba layer on a worker: the end of the convolution's input, also for proposed tokens, and the scan's."""
-    # A single group is copied to every worker.
     groups = shape.mamba_groups if shape.mamba_groups == 1 else shape.mamba_groups // tp
     channels = shape.mamba_inner // tp + 2 * groups * shape.mamba_state
     scan = shape.mamba_heads // tp * shape.mamba_head_dim * shape.mamba_state

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs that a plan can be made for: usable memory, bandwidth, peak of dense bfloat16 products, and links."""
+"""GPUs that a plan can be made for: usable memory, bandwidth, peak of dense bfloat16 products, and links; and the memory of nodes."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,33 @@ GPUS = {
         Gpu("rtx5090-32g", 31.3, 1.792e12, 209.5e12, 32e9, 3e9),
     )
 }
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """One kind of node that a cloud rents out."""
+
+    gpu: str
+    num_gpus: int
+    memory_gib: int
+    """Host memory."""
+
+
+# AWS's instance types with EFA.
+NODES = {
+    "p4d.24xlarge": NodeKind("a100-40g", 8, 1152),
+    "p4de.24xlarge": NodeKind("a100-80g", 8, 1152),
+    "p5.48xlarge": NodeKind("h100-80g", 8, 2048),
+    "p5en.48xlarge": NodeKind("h200-141g", 8, 2048),
+    "p6-b200.48xlarge": NodeKind("b200-192g", 8, 2048),
+}
+
+
+def local_memory() -> float:
+    """Host memory that processes here may take: this host's, or the limit of the container."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    given = limit.read_text().strip() if limit.is_file() else "max"
+    return min(float("inf" if given == "max" else given), float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
 
 
 def local_gpu() -> Gpu | None:

@@ -73,7 +73,6 @@ def _in_each_section(config: RunConfig, change: Callable[[Section], Section]) ->
 
 
 def _cut(section: Section, tokens: int) -> Section:
-    """The section with rows of at most `tokens` tokens."""
     if name := _filling(section):
         filling = getattr(section, name)
         train, logprob = min(tokens, filling.train_mb_tokens), min(tokens, filling.logprob_mb_tokens)

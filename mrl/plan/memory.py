@@ -27,11 +27,9 @@ SLACK = 0.05
 _WORKSPACE = 32 * 2**20
 # Bytes of a logit without gradient: docs/measured/performance.md, "Memory of log-probabilities".
 _FORWARD_LOGIT = 5
-# The transient parts, by the beginning of their names.
 _PASSING = ("gradients", "optimizer", "activations", "logits or one layer")
 
 Parts = dict[str, float]
-"""Bytes by the part that takes them."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,6 @@ def work_of(config: RunConfig, model: PlanModel, pp_rank: int, role: Role = "pol
     widest = max(sum(part_bytes(shape, letter, forward_row).values()) for layer in set(shape.layers) for letter in layer)
     columns = min(chunk_tokens or forward_row.tokens, forward_row.tokens) * shape.vocabulary / row.tp
     forward = max(widest, _FORWARD_LOGIT * columns if has_logits else 0.0)
-    # The kernels' tensors are counted in bfloat16.
     wider = 1 if config.policy.precision == "bfloat16" else 2
     if steps:
         # For each MTP step the joined input, and the output layer's gathered input; during an update a copy of the embedding.
@@ -226,13 +223,15 @@ def stage_states(config: RunConfig, model: PlanModel, pp_rank: int, role: Role =
 
 
 def _has_head(config: RunConfig, role: Role) -> bool:
-    """Tells whether the model gives one number at each token, and no logits."""
     return config.algorithm == "rm" or role == "critic"
 
 
 def least_peak(rank: RankMemory) -> float:
     """Returns the least need of a rank's worst phase: without slack."""
     return max(sum(size for name, size in parts.items() if name != "slack") for parts in rank.phases.values())
+
+
+PAGE_CACHE = "model files in the page cache"
 
 
 def host_memory(config: RunConfig, model: PlanModel, states: States) -> Parts:
@@ -244,7 +243,7 @@ def host_memory(config: RunConfig, model: PlanModel, states: States) -> Parts:
     ranks = config.cluster.slots_per_node
     away = states.optimizer + states.host_optimizer if config.frees_training_memory else states.host_optimizer
     files = {each.folder: each.num_parameters for each in model.by_name.values()}
-    parts = {"optimizer off the GPUs": away * ranks, "model files in the page cache": float(sum(files.values()) * BF16)}
+    parts = {"optimizer off the GPUs": away * ranks, PAGE_CACHE: float(sum(files.values()) * BF16)}
     for name, work in works_beside(config, model).items():
         parts[f"weights of the {name}"] = work.states.weights * ranks
         if role_of(name) != "teacher":

@@ -27,10 +27,7 @@ class Stage:
 
 
 def microbatches_in_flight(pp_rank: int, pp: int, vpp: int, num_microbatches: int, group: int | None = None) -> list[float]:
-    """Returns each chunk's microbatches in flight, under 1F1B and its interleaved form (megatron/core/pipeline_parallel/schedules.py).
-
-    `group`: microbatches that pass a chunk in turn, pp of them if not given.
-    """
+    """Returns each chunk's microbatches in flight, under 1F1B and its interleaved form (megatron/core/pipeline_parallel/schedules.py)."""
     if vpp == 1:
         return [min(pp - pp_rank, num_microbatches)]
     group = group or pp

@@ -17,6 +17,7 @@ function bars(box, title, names, parts, limit) {
     if (!limit) return;
     const { ctx, bbox } = plot, y = plot.valToPos(limit, "y", true);
     ctx.save();
+    ctx.strokeStyle = axis({}).stroke;
     ctx.setLineDash([8, 6]);
     ctx.beginPath();
     ctx.moveTo(bbox.left, y);
@@ -27,7 +28,7 @@ function bars(box, title, names, parts, limit) {
   const plot = new uPlot({
     title, width: Math.max(240, box.clientWidth), height: 320, hooks: { draw: [line] }, cursor: { drag: { x: false, y: false } },
     scales: { x: { time: false, range: [-0.5, names.length - 0.5] }, y: { range: [0, highest] } },
-    axes: [{ splits: () => names.map((_, i) => i), values: (_, ticks) => ticks.map((tick) => names[tick]), grid: { show: false } }, { size: 62 }],
+    axes: [axis({ splits: () => names.map((_, i) => i), values: (_, ticks) => ticks.map((tick) => names[tick]), grid: { show: false } }), axis({ size: 62 })],
     series: [{ label: "bar", value: (_, __, ___, place) => (place === null ? "–" : `${names[place]} ${sums[place].toFixed(1)}`) }, ...series],
   }, [names.map((_, i) => i), ...order.map((i) => tops[i])], box);
   addEventListener("resize", () => plot.setSize({ width: box.clientWidth, height: 320 }));

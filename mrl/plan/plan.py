@@ -16,6 +16,7 @@ from mrl.plan.facts import IMBALANCE, PlanModel, read_model
 from mrl.plan.hardware import GIB, GPUS, Gpu
 from mrl.plan.longest_rows import describe_longest, section_at_work, with_least_rows
 from mrl.plan.memory import (
+    PAGE_CACHE,
     EngineMemory,
     Parts,
     RankMemory,
@@ -47,10 +48,11 @@ class Plan:
     model: PlanModel
     worst: RankMemory
     misfit: str | None
-    """Description of what does not fit; None if all does."""
     engine: EngineMemory | None
     host: Parts
     """Host memory of each node, by what holds it."""
+    host_misfit: str | None
+    """Description of the host memory that a node lacks; None if it has enough, or its memory is not given."""
     refit: RefitTraffic | None
     times: StepTimes
 
@@ -70,15 +72,25 @@ def problems_of(config: RunConfig) -> list[str]:
     return [problem for problem in find_problems(config) if not isinstance(problem, Unprovided)]
 
 
-def make_plan(config: RunConfig, gpu: Gpu, *, mean_tokens: float | None = None) -> Plan:
-    """The plan of a config that no rule refuses."""
+def make_plan(config: RunConfig, gpu: Gpu, *, mean_tokens: float | None = None, node_memory: float | None = None) -> Plan:
+    """The plan of a config that no rule refuses. `node_memory` is the host memory of a node, if it is known."""
     model = read_model(config)
     engine = engine_memory(config, model, gpu) if config.has_engines else None
     worst, misfit = worst_rank(config, model, gpu)
     refit = plan_refit(config, model) if config.has_engines else None
     times = step_times(config, model, gpu, engine, refit, mean_tokens=mean_tokens_of(config, mean_tokens))
-    return Plan(
-        config, gpu, model, worst, misfit, engine, host_memory(config, model, stage_states(config, model, worst.stage)), refit, times
+    host = host_memory(config, model, stage_states(config, model, worst.stage))
+    return Plan(config, gpu, model, worst, misfit, engine, host, find_host_misfit(host, node_memory), refit, times)
+
+
+def find_host_misfit(host: Parts, node_memory: float | None) -> str | None:
+    """Description of the host memory that a node of `node_memory` bytes lacks. The page cache does not count: the kernel gives it back."""
+    held = {name: size for name, size in host.items() if name != PAGE_CACHE}
+    if node_memory is None or sum(held.values()) <= node_memory:
+        return None
+    return (
+        f"a node needs at least {sum(held.values()) / GIB:.1f} GiB of host memory and has {node_memory / GIB:.1f} GiB: {spell_parts(held)}"
+        "; use nodes with more memory, or more nodes, so that each holds less"
     )
 
 
@@ -87,12 +99,12 @@ def search_layouts(config: RunConfig, gpu: Gpu, refit: RefitTraffic | None, *, m
     return search(config, read_model(config), gpu, refit, mean_tokens=mean_tokens_of(config, mean_tokens))
 
 
-def prediction(config: RunConfig, gpu: Gpu | None) -> str:
+def prediction(config: RunConfig, gpu: Gpu | None, node_memory: float | None = None) -> str:
     """One line for the start of a run. `gpu` is None if unknown; the largest of `GPUS` then decides whether all fits.
 
     Raises:
         ValueError: a phase exceeds the GPU by a clear margin: without slack, with balanced experts, and with rows that are sure to occur:
-            of one sequence where rows are padded, full ones where they are filled and the GPU is known.
+            of one sequence where rows are padded, full ones where they are filled and the GPU is known. Or a node lacks host memory.
     """
     asked, model = gpu or LARGEST, read_model(config)
     least = max(all_ranks(with_least_rows(config, keeps_full=gpu is not None), model, asked, imbalance=1.0)[0], key=least_peak)
@@ -108,6 +120,8 @@ def prediction(config: RunConfig, gpu: Gpu | None) -> str:
             + (f"; {rows}" if rows else "")
         )
     worst, _ = worst_rank(config, model, asked)
+    if lacking := find_host_misfit(host_memory(config, model, stage_states(config, model, worst.stage)), node_memory):
+        raise ValueError(f"cluster.num_nodes={config.cluster.num_nodes}: {lacking}")
     known = f"{gpu.name}: {gpu.memory_gib} GiB" if gpu else "this host has none to compare with; `python -m mrl.plan` takes --gpu"
     return f"Plan: phase {worst.peak_phase} needs most, about {worst.peak / GIB:.0f} GiB of a GPU ({known})" + (f"; {rows}" if rows else "")
 
@@ -203,8 +217,8 @@ def as_data(plan: Plan, found: Layouts | None = None) -> dict[str, object]:
         "num_parameters": plan.model.num_parameters,
         "stage": plan.worst.stage,
         "memory": plan.worst.phases,
-        "fits": plan.misfit is None,
-        "misfit": plan.misfit,
+        "fits": plan.misfit is None and plan.host_misfit is None,
+        "misfit": plan.misfit or plan.host_misfit,
         "engine": dataclasses.asdict(plan.engine) if plan.engine else None,
         "host": plan.host,
         "checkpoint_bytes": sum(saved_bytes(plan.config, plan.model).values()),

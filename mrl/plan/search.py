@@ -46,7 +46,6 @@ class Candidate:
     worst: RankMemory
     times: StepTimes
     exchange: float
-    """Seconds of `mrl.plan.times.exchange_seconds`."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ class Layouts:
     """Fastest first."""
     num_tried: int
     refused: Counter[str]
-    """Number of layouts by the reason why they are illegal or do not fit."""
 
 
 def worst_rank(config: RunConfig, model: PlanModel, gpu: Gpu) -> tuple[RankMemory, str | None]:
@@ -159,7 +157,6 @@ def _divisors(total: int) -> list[int]:
 
 
 def _illegal(config: RunConfig, sizes: ModelSizes, prefix: str) -> str | None:
-    """The first rule that a key below `prefix` breaks."""
     problems = Problems(config)
     layout.check_cluster(config, problems)
     layout.check_layout(config, sizes, problems)
@@ -168,7 +165,6 @@ def _illegal(config: RunConfig, sizes: ModelSizes, prefix: str) -> str | None:
 
 
 def _settings(values: dict[str, object]) -> dict[str, object]:
-    """The keys of a config that a layout sets."""
     settings = {KEYS[name]: value for name, value in values.items() if name != "recompute"}
     if "tp" in values:
         settings[_MEGATRON + "sequence_parallel"] = values["tp"] != 1

@@ -24,9 +24,7 @@ class Elements(NamedTuple):
 
     dense: int = 0
     experts: int = 0
-    """Elements of routed experts."""
     buffers: int = 0
-    """Persistent buffers in float32, which no optimizer changes."""
     frozen: int = 0
     """Elements of weights without gradient, such as MTP layers that are not trained, and the output layer of a model with a head."""
 
@@ -129,7 +127,6 @@ def _count(rules: Iterable[Rule], tp: int, ep: int, etp: int) -> Elements:
             start, stop = AxisRank(ep, 0, "expert_model_parallel_size").part(rule.cut.num_experts, "experts")
             experts += (stop - start) * math.prod(rule.cut.cut.megatron(AxisRank(etp, 0, "expert_tensor_parallel_size")).shape)
         elif rule.dtype is not None:
-            # Only buffers have a dtype of their own: the bias of routers.
             buffers += math.prod(rule.cut.megatron(AxisRank(tp, 0)).shape)
         else:
             dense += math.prod(rule.cut.megatron(AxisRank(tp, 0)).shape)

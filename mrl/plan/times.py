@@ -97,10 +97,8 @@ def decode_seconds(
 ) -> TimeRange:
     """Time in which an engine samples its rollouts: full until the last ones start, then the tail of the longest."""
     letters = "".join(shape.layers)
-    # Experts that no token chooses are not read.
     idle = (1 - shape.topk / shape.experts) ** at_once if shape.experts else 0.0
     experts = letters.count("E") * shape.experts * (shape.fc1_factor + 1) * (shape.latent or shape.hidden) * shape.expert_ffn * BF16 / tp
-    # A decode step reads one state and writes one.
     per_rollout = letters.count("*") * token_bytes(shape, tp) * mean / 2 + 2 * engine.layout.state_groups * engine.layout.block_bytes
     num_bytes = engine.weights - idle * experts + at_once * per_rollout
     step = seconds(num_bytes, gpu.bandwidth, DECODING).plus(LAYER_LATENCY.times(len(shape.layers)))
@@ -185,7 +183,6 @@ def step_times(
     megatron, gpus = config.policy.megatron_cfg, config.num_policy_ranks
     rollouts = config.rollouts.num_rollouts_per_step if config.has_engines else config.policy.train_global_batch_size
     tokens = rollouts * mean_tokens
-    # Full recomputation adds a forward pass, and pipeline stages wait for each other.
     recomputed = megatron.activation_checkpointing and megatron.recompute_granularity == "full"
     passes = 1 + (1 if megatron.peft.enabled else BACKWARD) + recomputed
     rows = max(1, num_microbatches(config)) * (megatron.virtual_pipeline_model_parallel_size or 1)

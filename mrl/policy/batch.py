@@ -133,7 +133,6 @@ def finish_batches(
     if parallel_state.is_pipeline_last_stage():
         if all(row.old_logprobs_T is not None for of_batch in rows for row in of_batch):
             rows, metrics = map(list, zip(*(_without_errors(of_batch, grpo.seq_logprob_error_threshold) for of_batch in rows), strict=True))
-        # Normalisation is over all updates of the step.
         step = [row for of_batch in rows for row in of_batch]
         penalties = None
         if loss is not None and loss.use_kl_in_reward:
@@ -190,7 +189,6 @@ def sequences_of(batches: list[list[tuple[PackedRow, Tensor | None]]]) -> list[d
 
 def share_from_last_stage(values: list) -> None:
     """Replaces the entries of the list by those of the last pipeline stage. Collective over all ranks."""
-    # Ranks are ordered with the pipeline outermost, so the last rank is in the last stage.
     dist.broadcast_object_list(values, src=dist.get_world_size() - 1)
 
 

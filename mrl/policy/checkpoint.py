@@ -55,10 +55,8 @@ LATEST_FILE = "latest_checkpointed_iteration.txt"
 COMMON_FILE = "common.pt"
 """Megatron's name of the file with the values of a checkpoint that are no tensors."""
 
-# More than common.pt and the metadata of any layout that was seen.
 PROBE_BYTES = 2**20
 
-# Keys that a run adds to its starting model.
 _ADDED = (f"{ADAPTERS}.", f"{REWARD_HEAD}.")
 
 # Optimizer state by parameter rather than by shard, the same keys whether or not the model has experts, and keys of its own for each layer.
@@ -89,7 +87,6 @@ def find_obstacle(weights_dir: Path) -> str:
 
 
 def _first_problem(problem: str) -> str:
-    """The first problem of any rank. Collective over all ranks."""
     problems = [""] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     return next(filter(None, problems), "")
@@ -117,7 +114,6 @@ def begin_save(
     sharded: ShardedStateDict = {"model": checkpoint_entries.written_here(weights), "others": others}
     if save_optimizer:
         if not (distributed := _distributed(state)):
-            # Every replica holds the whole state, and Megatron lets one of them write it.
             optimizer = state.optimizer.sharded_state_dict(weights, metadata=_metadata())
         elif len(distributed) == 1:
             optimizer = checkpoint_entries.optimizer_state(distributed[0], weights)
@@ -133,7 +129,6 @@ def begin_save(
     request = dist_checkpointing.save(sharded, str(folder), sharded_strategy=strategy, async_sharded_save=True, content_metadata=_FORMAT)
     if dist.get_rank() == 0:
         (folder / "hf_config.json").write_text(json.dumps(hf_config, indent=2))
-        # JSON is YAML, and needs no YAML library.
         (folder / "run_config.yaml").write_text(json.dumps({"model": _parallel_sizes(), **peft}, indent=2))
         (weights_dir / LATEST_FILE).write_text("0")
     return CheckpointWrite(folder, request, in_background=in_background)
@@ -176,12 +171,10 @@ class CheckpointWrite:
             for finish in self._request.finalize_fns:
                 finish()
         except CheckpointException as error:
-            # torch raises the error on all ranks.
             return WriteReport({}, 0.0, f"{self._folder}: {error}")
         return WriteReport(files, hidden_s=min(asked_at, written_at) - self._begun_at if self._in_background else 0.0)
 
     def _write(self) -> tuple[dict[str, FileRecord], float]:
-        """Writes this rank's files; returns them and the time of the end."""
         assert self._request.async_fn is not None
         try:
             with spans.span("write", "checkpoint writer"):
@@ -304,13 +297,11 @@ def _load_optimizer(source: TorchDistFolder, state: TrainState, weights: WeightE
     """Fills the optimizer's state, and leaves the checkpoint's settings in its parameter groups."""
     try:
         if distributed := _distributed(state):
-            # Allocates the tensors that are filled next.
             state.optimizer.load_state_dict(common)
             checkpoint_entries.read_optimizer_state(source, distributed, weights)
             for hybrid in hybrids(state.optimizer):
                 hybrid._sync_hdo_state_to_sub_optimizers()
         else:
-            # Every replica gets the whole state, in the form of `dist_checkpointing.load`.
             wanted = {"optimizer": state.optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())}
             wanted, local, factories = load_preprocess(wanted)
             tensors, _ = extract_sharded_base(wanted)
@@ -329,7 +320,6 @@ def _read_common(path: Path) -> dict[str, Any]:
     try:
         with os.fdopen(open_file(path), "rb") as file:
             common = torch.load(file, map_location="cpu", weights_only=True)
-    # torch raises a RuntimeError for a damaged archive.
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         raise ValueError(f"{path} is missing, damaged, or no plain data, so it is not read: {error}; restore the checkpoint") from error
     if not isinstance(common, dict):
@@ -338,7 +328,6 @@ def _read_common(path: Path) -> dict[str, Any]:
 
 
 def _parallel_sizes() -> dict[str, int]:
-    """Sizes of this run's parallel layout, under Megatron's names."""
     return {
         "world_size": dist.get_world_size(),
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),

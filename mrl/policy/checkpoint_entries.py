@@ -28,14 +28,12 @@ from conversion.files.torch_dist import TorchDistFolder
 from conversion.tensors import box_view
 
 SHARDING_TYPE = "fully_reshardable"
-"""Megatron's name of the format."""
 _KINDS = ("param", "exp_avg", "exp_avg_sq")
 _PREFIX, _SUFFIX = "optimizer.state.", ".weight"
 
 WeightEntry: TypeAlias = ShardedTensor | ShardedTensorFactory
 """Checkpoint entry of one weight of this rank; its data is the live tensor."""
 WeightEntries = dict[str, WeightEntry]
-"""Entries by the weights' names in the live model."""
 
 
 def written_here(entries: WeightEntries) -> WeightEntries:
@@ -94,7 +92,6 @@ def read_optimizer_state(source: TorchDistFolder, optimizers: list[DistributedOp
         )
     read_tensors(source, wanted)
     for optimizer, parameter, state, _ in shards:
-        # Only optimizers that keep their state in another form than they show need more.
         optimizer._set_main_param_and_optimizer_states(parameter, dict(state))
 
 
@@ -121,7 +118,6 @@ def _boxes(
 ) -> Iterator[ShardedTensor]:
     """Yields entries like a parameter's for `values`, which belong to the parameter's elements from `start` on."""
     data, extra, first = part.data, part.prepend_axis_num, 0
-    # A view with the parameter's strides gives the place in live memory; a copy would not be live.
     assert data.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr() and data.stride() == parameter.stride()
     offset, starts = data.storage_offset() - parameter.storage_offset(), []
     for stride in parameter.stride():
@@ -134,7 +130,6 @@ def _boxes(
         common = intersect(run, held)
         if common is None:
             continue
-        # Megatron supports prepended axes of length 1 only for tensors of a regular grid.
         shown = box_view(piece, place(common, run, full(lengths(run))))[(None,) * extra]
         box = place(common, held, full(part.local_shape))
         lows = (base + low for base, (low, _) in zip(part.global_offset[extra:], box, strict=True))

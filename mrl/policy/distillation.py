@@ -29,7 +29,6 @@ def top_logits(columns: OutputColumns, k: int) -> tuple[Tensor, Tensor]:
         logits = columns.logits(chunk)
         own = torch.topk(logits, min(k, logits.shape[1]), dim=-1)
         missing = k - own.values.shape[1]
-        # A rank may have fewer columns than k, some of them padding.
         value = torch.nn.functional.pad(own.values, (0, missing), value=-torch.inf)
         token = torch.nn.functional.pad(own.indices + columns.first, (0, missing), value=0)
         all_values, all_tokens = (
@@ -62,7 +61,6 @@ class _StudentScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         column_TK, is_local_TK = columns.place(tokens_TK)
         logits_TK = torch.zeros(tokens_TK.shape, device=inputs.device)
-        # This rank's largest logit, the sum of exp(logit - largest), and the sum of exp(logit - largest) * (logit - largest).
         max_T = torch.full((len(tokens_TK),), torch.finfo(torch.float32).min, device=inputs.device)
         sum_T, moment_T = torch.zeros(2, len(tokens_TK), device=inputs.device)
         if columns.num_real:

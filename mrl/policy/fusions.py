@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Sums of 64 products of bfloat16 numbers around 1, in whatever order.
 _TOLERANCE = 0.1
 
 
@@ -44,7 +43,6 @@ def fusion_arguments(config: MegatronConfig, from_model: Mapping[str, object]) -
     }
     if not torch.cuda.is_available():
         return dict.fromkeys(wanted, False)
-    # torch compiles the fusions that need no library.
     probes = {
         "moe_permute_fusion": _permute_fault,
         "apply_rope_fusion": _rope_fault,
@@ -135,7 +133,6 @@ def _rope_fault() -> str | None:
     device = torch.cuda.current_device()
     values = torch.randn(6, 2, 8, device=device)
     angles = torch.outer(torch.arange(4.0, device=device), torch.tensor([1.0, 0.1, 0.01, 0.001], device=device)).repeat(1, 2)
-    # Two sequences, of 4 and 2 tokens.
     places = torch.tensor([0, 1, 2, 3, 0, 1], device=device)
     cos, sin = (function(angles[places])[:, None] for function in (torch.cos, torch.sin))
     first, second = values.chunk(2, dim=-1)

@@ -18,7 +18,6 @@ with less, cuBLAS may pick an algorithm that does not fit the address (megatron/
 
 
 def _pageable(num_bytes: int) -> Tensor:
-    # The memory is freed with the last tensor in it.
     return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
@@ -56,10 +55,7 @@ class HostBlock:
 
     @torch.no_grad()
     def take_in(self, tensors: Sequence[Tensor]) -> None:
-        """Moves the tensors into the block, which then holds nothing else; keeps values and tensor objects.
-
-        Makes a new block if this one is too small, or if it holds some of the tensors already.
-        """
+        """Moves the tensors into the block, which then holds nothing else; keeps values and tensor objects."""
         held = [self.holds(tensor) for tensor in tensors]
         if all(held):
             return
@@ -68,7 +64,6 @@ class HostBlock:
         if self._block is None or self._block.nbytes < num_bytes or any(held):
             old, self._block = self._block, None
             if old is not None and not any(held):
-                # Before the new one is made, so that there is memory for it.
                 self._release(old)
                 old = None
             self._block = self._allocate(num_bytes)
@@ -119,7 +114,6 @@ class HostStorages:
         self._is_on_device = is_on_device
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-            # Frees torch's cache for the engine on this GPU, or another model.
             torch.cuda.empty_cache()
 
 
@@ -127,7 +121,6 @@ class HostStorages:
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies in one block of host memory, pinned where the tensors are on a GPU. The block lives as long as the process."""
     if not tensors:
-        # A block of 0 bytes cannot be allocated.
         return []
     offsets, num_bytes = block_offsets([tensor.nbytes for tensor in tensors])
     block = (pinned if any(tensor.is_cuda for tensor in tensors) else _pageable)(num_bytes)

@@ -206,7 +206,6 @@ class _Scores(torch.autograd.Function):
         # Sums this rank's columns first, then over ranks: a chunk waits for no other rank unless the distribution is truncated.
         max_T = torch.empty(len(labels_T), device=inputs.device)
         least_kept_T = torch.full_like(max_T, -torch.inf)
-        # Sums of exp(logit - max) over all tokens, and over those that can be drawn, the latter also times logit - max.
         whole_T, kept_T, moment_T, label_T = sums = torch.zeros(4, len(max_T), device=max_T.device)
         for chunk in columns.chunks():
             scaled = columns.logits(chunk)
@@ -292,7 +291,6 @@ def _largest_reaching(weight_from: Callable[[Tensor], Tensor], target_T: Tensor,
     high_T = flipped(torch.full_like(target_T, limit).view(torch.int32)).long()
     low_T = flipped(torch.full_like(target_T, -limit).view(torch.int32)).long()
     for _ in range(32):
-        # Rounded up, so that the loop ends with low == high at the answer.
         middle_T = low_T + (high_T - low_T + 1) // 2
         weight_T = weight_from(flipped(middle_T.int()).view(torch.float32))
         dist.all_reduce(weight_T, group=group)

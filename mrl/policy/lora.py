@@ -41,7 +41,6 @@ ADAPTERS = "adapters"
 
 _EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(.*)")
 
-# Megatron-Bridge's names.
 _INITS: Mapping[str, Callable[[Tensor, torch.Generator], object]] = {
     "xavier": lambda tensor, generator: nn.init.xavier_normal_(tensor, generator=generator),
     "normal": lambda tensor, generator: nn.init.normal_(tensor, 0.0, 0.2, generator=generator),
@@ -208,7 +207,6 @@ def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_confi
     for index, chunk in enumerate(chunks):
         model = unwrap_model(chunk)
         if model.config.moe_shared_expert_overlap and any(".shared_experts." in layer for layer in targets):
-            # Other code gathers these layers' input and reduces their output.
             raise ValueError(
                 "policy.megatron_cfg.moe_shared_expert_overlap=true: shared experts with adapters cannot overlap with the routed ones; "
                 "set it to false, or policy.megatron_cfg.peft.exclude_modules to ['*.shared_experts.*']"
@@ -223,7 +221,6 @@ def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_confi
         setattr(model, ADAPTERS, _AdapterTree(found, entries, index))
         for slot, tensor in live_tensors(model, index).items():
             for piece in layout[slot].pieces if slot in layout else ():
-                # Draws each canonical factor whole, from the seed and its name, and takes this rank's part.
                 whole = torch.empty(canonical[piece.name])
                 is_a = piece.name.removesuffix(".weight").endswith("A")
                 init = _INITS[settings.lora_A_init_method if is_a else settings.lora_B_init_method]
@@ -265,7 +262,6 @@ def _attach(model: nn.Module, adapters: Mapping[str, _Adapter]) -> dict[str, _Ad
         if expert is None or layer in modules:
             module, weight = layer, f"{layer}.weight"
         else:
-            # Transformer Engine computes all experts of a rank in one module.
             module = f"{expert[1]}.{expert[3]}"
             weight = f"{module}.weight{expert[2]}"
         by_module.setdefault(module, []).append(adapter)

@@ -91,7 +91,6 @@ class _CausalConv(torch.autograd.Function):
 
 
 def _shifts(weight_CW: Tensor) -> list[tuple[int, Tensor]]:
-    """Every tap but the last with its distance into the past."""
     width = weight_CW.shape[1]
     return [(shift, weight_CW[:, width - 1 - shift]) for shift in range(1, width)]
 
@@ -117,11 +116,9 @@ def _scan(xbc_NLC: Tensor, dt_NLH: Tensor, A_H: Tensor, D_H: Tensor, *, num_grou
     if num_chunks > 1:
         to_end_MGKQ = torch.exp(decay_MGKQ[..., -1:] - decay_MGKQ).float()
         states_MGKPS = (u_MGKQP * to_end_MGKQ.unsqueeze(-1)).transpose(-1, -2) @ B_MGQS.unsqueeze(2)
-        # By sequence, J chunks each.
         states_NJ = states_MGKPS.unflatten(0, (num, -1))
         decay_NJ = decay_MGKQ[..., -1].unflatten(0, (num, -1)).cumsum(1).movedim(1, -1)
         ending = torch.einsum("ngkij,njgkps->nigkps", _DecayBetween.apply(decay_NJ), states_NJ)
-        # A chunk begins with the last state of the one before it.
         entering_MGKPS = F.pad(ending[:, :-1], (0, 0) * 4 + (1, 0)).flatten(0, 1)
         reads_MGKQP = C_MGQS.unsqueeze(2) @ entering_MGKPS.transpose(-1, -2)
         y_MGKQP = y_MGKQP + torch.exp(decay_MGKQ).float().unsqueeze(-1) * reads_MGKQP

@@ -62,7 +62,6 @@ def build_model(config: PolicyConfig, hf_config: HfConfig, *, is_trained: bool =
     for name, value in attributes.items():
         setattr(transformer_config, name, value)
     if attributes:
-        # Transformer Engine's kernels ignore YaRN's magnitude for the positions of packed rows.
         transformer_config.apply_rope_fusion = transformer_config.fused_single_qkv_rope = False
     multiple = MEGATRON_VOCABULARY_MULTIPLE * megatron.tensor_model_parallel_size
     model_arguments = dict(arguments["model"])
@@ -128,7 +127,6 @@ def wrap_ddp(chunks: list[MegatronModule], config: PolicyConfig) -> list[Distrib
         use_distributed_optimizer=config.megatron_cfg.optimizer.use_distributed_optimizer,
     )
     wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks]
-    # The schedules ask the first chunk's config, which all chunks share.
     schedule_config = wrapped[0].config
     schedule_config.finalize_model_grads_func = sum_gradients
     # With overlap, only the last microbatch may start the reduction of a bucket.
@@ -155,7 +153,6 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
         # Batched transfers to one peer are matched by order: with two stages, activations would be taken for gradients.
         arguments |= dict(virtual_pipeline_model_parallel_size=virtual_stages(megatron), overlap_p2p_comm=True, batch_p2p_comm=False)
     if megatron.activation_checkpointing and megatron.recompute_granularity == "full":
-        # Keeps only the input of every layer.
         arguments |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     elif megatron.activation_checkpointing:
         arguments |= dict(recompute_granularity="selective", recompute_modules=megatron.recompute_modules)
@@ -181,7 +178,6 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
         **routing_arguments(megatron, has_experts="num_moe_experts" in from_model),
         use_cpu_initialization=not torch.cuda.is_available(),
         **fusion_arguments(megatron, from_model),
-        # Dropout is off, and attention is Transformer Engine's or torch's own.
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
@@ -197,7 +193,6 @@ def _freeze(chunks: list[MegatronModule], config: PolicyConfig, hf_config: HfCon
         for name, parameter in chunk.named_parameters():
             names = {piece.name for piece in layout[Slot(name, index)].pieces}
             matched = {tensor for tensor in names if any(fnmatchcase(tensor, pattern) for pattern in patterns)}
-            # Like NeMo RL, only routers of the decoder's layers.
             is_router = name.startswith("decoder.") and name.endswith("mlp.router.weight") and config.megatron_cfg.freeze_moe_router
             if matched and matched != names and not is_router:
                 raise ValueError(

@@ -51,14 +51,11 @@ def routing_arguments(config: MegatronConfig, *, has_experts: bool) -> dict[str,
         moe_router_dtype=config.moe_router_dtype,
         moe_router_load_balancing_type=config.moe_router_load_balancing_type,
         moe_aux_loss_coeff=config.moe_aux_loss_coeff,
-        # `update_expert_biases` moves the biases, once the step is known to be finite.
         moe_router_bias_update_rate=0.0,
         # Megatron refuses its allgather dispatcher for rows that differ in length; `use_row_dispatchers` puts ours in.
         moe_token_dispatcher_type="alltoall" if config.moe_token_dispatcher_type == "allgather" else config.moe_token_dispatcher_type,
         moe_enable_deepep=config.moe_enable_deepep,
-        # The grouped GEMM of experts is Transformer Engine's; without it experts run one after another.
         moe_grouped_gemm=specs.HAVE_TE,
-        # Overlaps streams of a GPU without changing results.
         moe_shared_expert_overlap=config.moe_shared_expert_overlap and torch.cuda.is_available(),
     )
 
@@ -147,7 +144,6 @@ class PackedRouter(TopKRouter):
         self.tokens_E: Tensor | int = 0
         """Choices of each expert by this rank's tokens, int64."""
         self.losses: dict[str, Tensor] = {}
-        """Share of this rank in each auxiliary loss, before its coefficient."""
         self.batch_tokens_SE: Tensor | int = 0
         """Choices by the tokens of all ranks so far, for the loss over the batch."""
 
@@ -166,7 +162,6 @@ class PackedRouter(TopKRouter):
         assert row is not None, "show_row comes before the forward pass"
         per_sequence = kind == "seq_aux_loss"
         parts = row.num_sequences if per_sequence else 1
-        # Padding is the last part, with weight 0.
         part_T = row.sequences_T if per_sequence else (row.sequences_T == row.num_sequences).long()
         tokens_SE = is_chosen_TE.new_zeros(parts + 1, scores_TE.shape[1], dtype=torch.int64)
         tokens_SE = tokens_SE.index_add_(0, part_T, is_chosen_TE.long())
@@ -182,7 +177,6 @@ class PackedRouter(TopKRouter):
         self.losses[kind] = self.losses.get(kind, torch.zeros((), dtype=torch.double, device=loss.device)) + loss.detach().double()
         return MoEAuxLossAutoScaler.apply(probs, loss * coefficient)
 
-    # Megatron calls all three, with more arguments than these need.
     _apply_aux_loss = partialmethod(_with_loss, "aux_loss")
     _apply_seq_aux_loss = partialmethod(_with_loss, "seq_aux_loss")
     _apply_global_aux_loss = partialmethod(_with_loss, "global_aux_loss")
@@ -262,7 +256,6 @@ class RouterReplay:
         for chunk in unwrap_model(list(chunks)):
             for layer in chunk.decoder.layers:
                 for router in (module for module in layer.modules() if isinstance(module, TopKRouter)):
-                    # Megatron passes `scores` [T, E], any bias, and its own function that chooses.
                     router.router_replay = SimpleNamespace(get_replay_topk=partial(self._choose, len(self._layers)))
                     self._layers.append(expert_layers.index(layer.layer_number - 1))
         self._num_experts, self._topk = chunks[0].config.num_moe_experts, chunks[0].config.moe_router_topk

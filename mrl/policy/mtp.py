@@ -115,7 +115,6 @@ class MtpStep(MegatronModule):
         joined = gather_from_tensor_model_parallel_region(joined)
         if not self.config.sequence_parallel:
             return joined
-        # This rank's part is a view, which would keep all of it.
         return scatter_to_sequence_parallel_region(joined).clone()
 
 
@@ -161,10 +160,8 @@ def embedding_on_last_stage(chunks: Sequence[DistributedDataParallel], *, with_g
     is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     with_gradient = with_gradient and torch.is_grad_enabled()
     if is_first == is_last:
-        # All in one stage, or one in the middle.
         yield
         return
-    # The group has the ranks of both stages, in order.
     chunk = chunks[-1 if is_last else 0]
     group, bare = parallel_state.get_embedding_group(), unwrap_model(chunk)
     if is_first:

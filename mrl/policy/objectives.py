@@ -88,9 +88,7 @@ def _grpo_objective(config: LossConfig, distribution: TokenDistribution, size: B
     def row_loss(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
         device, scores = output.device, token_scores(model, output, row, distribution)
         entropy_T = whole_row(scores.entropy_T, row)
-        # Metrics show the distributions before the updates, even if rows are trained several times.
         row.entropy_T = entropy_T if row.entropy_T is None else row.entropy_T
-        # Sequence losses need whole sequences; the gradient is by this rank's tokens.
         tokens = Tokens.of(
             whole_row(scores.logprobs_T, row),
             untruncated_logprobs_T=whole_row(scores.untruncated_logprobs_T, row),
@@ -114,7 +112,6 @@ def _distillation_objective(config: LossConfig, distribution: TokenDistribution,
     def row_loss(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
         local, device = own_positions(row), output.device
         columns = output_columns(model, output, distribution)
-        # A row without sequences has no teacher scores; its tokens have weight 0.
         teacher = row.teacher or PackedTeacher(torch.zeros(len(row.labels_T), 1), torch.zeros(len(row.labels_T), 1, dtype=torch.int64))
         tokens_TK = teacher.token_ids_TK[local].to(device)
         student = student_scores(columns, tokens_TK, needs_vocabulary=needs_vocabulary(config))
@@ -125,7 +122,6 @@ def _distillation_objective(config: LossConfig, distribution: TokenDistribution,
 
 
 def _sft_objective(distribution: TokenDistribution, size: BatchSize) -> Objective:
-    """The mean negative log-likelihood of the learned tokens."""
 
     def row_loss(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
         local = own_positions(row)
@@ -146,7 +142,6 @@ def _dpo_objective(config: DpoConfig, distribution: TokenDistribution, size: Bat
         answers = Segments.of(row.cu_seqlens.to(device), row.loss_mask_T.to(device))
         compared = answers.mean if config.preference_average_log_probs else answers.sum
         learned = answers.mean if config.sft_average_log_probs else answers.sum
-        # The padding at the end of a row is a sequence of its own.
         log_ratios_2B = compared(logprobs_T - row.reference_logprobs_T)[: len(row.lengths)]
         logprobs_2B = learned(logprobs_T)[: len(row.lengths)]
         loss, metrics = dpo_loss(log_ratios_2B, logprobs_2B[0::2], num_pairs=size.num_valid_sequences / 2, config=config)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from mrl.config.schema.megatron import MegatronConfig
 
 
-# Entries of a parameter group that are no settings.
 _NO_SETTINGS = ("params", "step")
 CLIP_EPSILON = 1e-6
 """Constant that Megatron adds to a norm by which it divides."""
@@ -61,7 +60,6 @@ def build_optimizer(chunks: list[DistributedDataParallel], config: MegatronConfi
             params_dtype=torch_dtype(settings.params_dtype),
             use_distributed_optimizer=settings.use_distributed_optimizer,
             overlap_param_gather=config.distributed_data_parallel_config.overlap_param_gather,
-            # Without a GPU, host and device are the same memory.
             optimizer_cpu_offload=settings.optimizer_cpu_offload and torch.cuda.is_available(),
             optimizer_offload_fraction=settings.optimizer_offload_fraction,
             overlap_cpu_optimizer_d2h_h2d=settings.overlap_cpu_optimizer_d2h_h2d,
@@ -94,10 +92,7 @@ def build_scheduler(optimizer: MegatronOptimizer, config: MegatronConfig, *, num
 
 @contextmanager
 def own_settings(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Restores this run's settings (rates, betas, epsilon) after a load inside the `with` block has brought those of another run.
-
-    The optimizer's number of steps is no setting.
-    """
+    """Restores this run's settings (rates, betas, epsilon) after a load inside the `with` block has brought those of another run."""
     own = parts(optimizer)
     kept = [{key: value for key, value in group.items() if key not in _NO_SETTINGS} for part in own for group in part.param_groups]
     yield
@@ -133,7 +128,6 @@ def clip_apart(parameters: Sequence[nn.Parameter], optimizer: MegatronOptimizer,
             continue
         gradient, replicas = main_gradient(parameter).flatten(), 1
         if distributed:
-            # A rank has a bucket's sum only in its shard.
             part = own.get(id(parameter))
             shard = part._get_model_param_range_map(parameter)["param"] if part is not None else None
             gradient = gradient[shard.start : shard.end] if shard is not None else gradient[:0]
@@ -144,7 +138,6 @@ def clip_apart(parameters: Sequence[nn.Parameter], optimizer: MegatronOptimizer,
         square += gradient.float().square().sum() / replicas
     dist.all_reduce(square)
     norm, limit = math.sqrt(float(square)), optimizer.config.clip_grad
-    # The train step reports gradients that are not finite, and stops.
     if limit > 0 and math.isfinite(norm) and math.isfinite(rest_norm):
         scale = min(1.0, limit / (norm + CLIP_EPSILON)) / min(1.0, limit / (rest_norm + CLIP_EPSILON))
         for parameter in parameters:
@@ -168,7 +161,6 @@ class TrainingMemory:
     def place(self, residency: Residency) -> None:
         """Moves both to their places in `residency`; state keeps its values, new gradients are zero."""
         if residency.gradients == "none":
-            # Main gradients may be views into the buffers, or copies that would outlive them.
             self._state.optimizer.zero_grad()
             for hybrid in hybrids(self._state.optimizer):
                 for param, copy in hybrid.param_to_fp32_param.items():
@@ -200,7 +192,6 @@ class TrainingMemory:
         else:
             self._block.take_in(tensors)
         torch.cuda.synchronize()
-        # Frees torch's cache for the engine on this GPU.
         torch.cuda.empty_cache()
 
 
@@ -213,7 +204,6 @@ def optimizer_tensors(state: TrainState) -> list[Tensor]:
         on_host = inner.gpu_params_map_cpu_copy if isinstance(inner, HybridDeviceOptimizer) else {}
         if isinstance(inner, HybridDeviceOptimizer):
             tensors += [copy for param, copy in inner.param_to_fp32_param.items() if param not in on_host]
-        # Step counts stay on the host.
         tensors += [
             value
             for param, values in inner.state.items()

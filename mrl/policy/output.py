@@ -107,7 +107,6 @@ def token_rewards(model: nn.Module, output: Tensor) -> Tensor:
     bare = _bare(model)
     hidden_TD = output[0]
     if bare.output_layer.sequence_parallel:
-        # Every rank computes the whole gradient and keeps its part; nothing is summed.
         group = parallel_state.get_tensor_model_parallel_group()
         hidden_TD = gather_from_sequence_parallel_region(hidden_TD, tensor_parallel_output_grad=False, group=group)
     return getattr(bare, REWARD_HEAD)(hidden_TD)

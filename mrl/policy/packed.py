@@ -52,10 +52,7 @@ class PackedLayout:
 
 
 def packed_layout(lengths_S: Tensor, *, multiple: int, chunk: int) -> PackedLayout:
-    """The layout for sequences of these lengths (integers, in the order of the row, zeros allowed).
-
-    Lengths up to `chunk` are padded to `multiple`, longer ones to `chunk`: few buckets, little padding.
-    """
+    """The layout for sequences of these lengths (integers, in the order of the row, zeros allowed)."""
 
     def rounded_up(step: int) -> Tensor:
         return (lengths_S + step - 1) // step * step
@@ -115,7 +112,6 @@ def join(parts: list[Tensor], cu_seqlens: Tensor) -> Tensor:
 
 def packed_attention(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, cu_seqlens: Tensor, *, scale: float | None) -> Tensor:
     """Causal attention within each sequence of a whole row, [T, H, D]."""
-    # SDPA splits its work itself, so long sequences need no coarser padding.
     layout = packed_layout(cu_seqlens.diff(), multiple=16, chunk=64)
     outputs = []
     for batches in zip(*(layout.unpack(t) for t in (query_THD, key_TGD, value_TGD)), strict=True):
@@ -158,7 +154,6 @@ def _chunk_attention(query_NCHD: Tensor, keys: Tensor, values: Tensor, is_token:
     """Attention of one chunk over itself and all earlier chunks, [N, C, H, D]."""
 
     def masked(query: Tensor, key: Tensor, value: Tensor, is_token: Tensor, first: int) -> Tensor:
-        # Query i stands at position `first` + i of its sequence's keys.
         positions = torch.arange(key.shape[2], device=key.device)
         is_seen = (positions <= first + torch.arange(query.shape[2], device=key.device)[:, None]) & is_token[:, None, None, :]
         return F.scaled_dot_product_attention(query, key, value, attn_mask=is_seen, scale=scale, enable_gqa=True)

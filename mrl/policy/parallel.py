@@ -30,7 +30,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-# Per-model state in modules of megatron-core 0.16.1, besides random states.
 _VARIABLES = {
     parallel_state: [name for name in vars(parallel_state) if name.isupper() or name == "_global_process_group_list"],
     moe_utils: ["_MOE_LAYER_WISE_LOGGING_TRACKER"],
@@ -163,7 +162,6 @@ def initialize(
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
-        # Becomes timedelta(minutes=...), which takes fractions.
         distributed_timeout_minutes=timeout_s / 60,
         create_gloo_process_groups=config.use_gloo_process_groups,
     )

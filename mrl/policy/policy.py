@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a model, of the policy or of one beside it: the model, its optimizer and its weights, behind the verbs of the loop."""
+"""One rank of a model, the policy or another: the model, its optimizer and its weights, behind the verbs of the loop."""
 
 from __future__ import annotations
 
@@ -85,7 +85,6 @@ class PolicyRank:
             meeting=meeting,
             timeout_s=timeout_s,
             seed=config.training.seed,
-            # Ranks are placed node by node, in the order of the devices.
             device_index=rank % max(config.cluster.gpus_per_node, 1),
         )
         self._hf_config: dict[str, object] = json.loads((Path(config.policy.model_name) / "config.json").read_text())
@@ -153,12 +152,11 @@ class PolicyRank:
     def enter(self, phase: Phase) -> None:
         """Moves gradients and optimizer state to where `mrl.phases` wants them, if others share the device. Not collective.
 
-        Of a model beside the policy all moves, its weights too, and it may skip phases in which it does nothing.
+        Teachers and critics move their weights too, and may skip phases in which they do nothing.
         """
         residency = self._role.residency(self._phase, phase)
         self._phase = phase
         if phase == "refit":
-            # The step is trained: its rows, and what passes have left in them, make room.
             self._batches.clear()
         if self._storages is not None:
             self._storages.place(is_on_device=residency.weights == "device")
@@ -192,10 +190,9 @@ class PolicyRank:
 
     def _keep_reference(self) -> None:
         self.settled_weights()
-        # Beside frozen weights training changes only buffers; adapters are switched off instead.
+        # With frozen weights training changes only buffers; adapters are switched off instead.
         is_frozen = self._lora.description is not None
         changing = {slot: tensor for slot, tensor in self._tensors.items() if not (is_frozen and isinstance(tensor, nn.Parameter))}
-        # Tied weights are one tensor under two names; swapped twice they would not change.
         changing = dict({id(tensor): (slot, tensor) for slot, tensor in changing.items()}.values())
         if self._reference is None:
             self._reference = dict(zip(changing, host_copies([tensor.detach() for tensor in changing.values()]), strict=True))
@@ -204,10 +201,7 @@ class PolicyRank:
                 self._reference[slot].copy_(tensor.detach())
 
     def begin_save(self, weights_dir: Path | str) -> str:
-        """Begins to write `weights_dir/iter_0000000`; see `mrl.policy.checkpoint`. Finish the save before first.
-
-        Returns "", or on all ranks why there is nothing to finish: one of them cannot write there.
-        """
+        """Begins to write `weights_dir/iter_0000000`; see `mrl.policy.checkpoint`. Finish the save before first."""
         assert self._writing is None, "finish_save comes first"
         if problem := checkpoint.find_obstacle(Path(weights_dir)):
             return problem
@@ -395,10 +389,7 @@ class PolicyRank:
         return self._profiler.stop(folder / f"step{step}_rank{self._rank}.json.gz")
 
     def prepare_refit(self, inputs: RefitInputs, address: GroupAddress) -> GpuHandles:
-        """Sets up this rank's part of the exchange, collective at `address`; returns what its GPU's workers need to pull.
-
-        Later calls, with the same inputs, meet at another address, and leave the memory where the workers have mapped it.
-        """
+        """Sets up this rank's part of the exchange, collective at `address`; returns what its GPU's workers need to pull."""
         weights = self.settled_weights()
         device = next(iter(weights.values())).device
         if self._exchange is not None:
@@ -412,10 +403,7 @@ class PolicyRank:
         return self._exchange.handles()
 
     def refit(self, attempt: int, readers: Collection[int], timeout_s: float) -> None:
-        """Makes room for the engines' weights, settles its own, and exchanges them; leaves the device to the engines' KV caches.
-
-        See `settle` and `mrl.refit.exchange.Exchange.run`.
-        """
+        """Makes room for the engines' weights, settles its own, and exchanges them; leaves the device to the engines' KV caches."""
         assert self._exchange is not None, "prepare_refit comes first"
         start = time.monotonic()
         try:
@@ -453,5 +441,5 @@ class PolicyRank:
             swap(pairs)
 
     def _arena_tensors(self, tensors: Mapping[Slot, Tensor]) -> Mapping[Slot, Tensor]:
-        """The weights that lie in the arena. Beside adapters these are the frozen ones: what is trained has buffers of its own."""
+        """The weights that lie in the arena. With adapters these are the frozen ones: what is trained has buffers of its own."""
         return tensors if self._lora.description is None else {slot: tensors[slot] for slot in self._layout}

@@ -24,7 +24,6 @@ class ModelRole:
     residency: Callable[[Phase | None, Phase], Residency]
     """Residency of its memory in a phase, entered from another one."""
     trains_in: Phase | None = None
-    """The phase of its train steps; None: it never learns."""
     objective: Callable[[RunConfig, TokenDistribution, RankBatch], Objective] = objective_of_policy
     """Objective that its train steps minimise."""
     is_mapped: bool = False
@@ -34,7 +33,7 @@ class ModelRole:
 
 
 def role_for(model: ModelName) -> ModelRole:
-    """The role of a model by its name. Models beside the policy may skip phases in which they do nothing."""
+    """The role of a model by its name. Other models than the policy may skip phases in which they do nothing."""
 
     def beside(_: Phase | None, phase: Phase) -> Residency:
         return phases.PHASES[phase].of(model)

@@ -198,7 +198,6 @@ def _forward(model: DistributedDataParallel, row: PackedRow, replay: RouterRepla
 def _run_schedule(forward_step: Callable[..., object], rows: list, chunks: list[DistributedDataParallel], *, forward_only: bool) -> list:
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        # Every chunk computes every row.
         data_iterator=[iter(rows) for _ in chunks],
         model=chunks,
         num_microbatches=len(rows),

@@ -36,7 +36,6 @@ _NUM_BITS = 24
 
 def live_tensors(model: nn.Module, chunk: int = 0) -> dict[Slot, Tensor]:
     """Parameters and persistent buffers of a model by slot: the tensors themselves, not copies."""
-    # Transformer Engine adds `_extra_state` entries, which are not weights.
     state = model.state_dict(keep_vars=True)
     return {Slot(name, chunk): tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
 
@@ -110,7 +109,6 @@ class Arena:
             for slot, tensor in slots.items()
         }
         if memory.device.type == "cuda":
-            # Frees the weights' old memory for the engine on this GPU.
             torch.cuda.empty_cache()
 
     def handle(self) -> ArenaHandle:
@@ -140,7 +138,6 @@ class CopyCheck:
         everyone: list[list[tuple[str, str, Box]]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everyone, [(slot.name, piece.name, piece.box) for slot, piece in own])
         self._max_pieces = max(len(pieces) for pieces in everyone)
-        # Slot, rank and piece index of every copy, by tensor and box.
         copies: dict[tuple[str, Box], list[tuple[str, int, int]]] = defaultdict(list)
         for rank, pieces in enumerate(everyone):
             for index, (slot_name, name, box) in enumerate(pieces):

@@ -31,9 +31,7 @@ TRAIN_FILE, VALIDATION_FILE, RECIPE_FILE = "train-split.jsonl", "val-split.jsonl
 MAX_ERRORS = 20
 PLACEHOLDER = "_hf_placeholder"
 Problem = tuple[str, str]
-"""The question and the answer that a placeholder stands for."""
 
-# DAPO-Math-17k puts these texts around every problem.
 DAPO_BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
     "(without quotes) where $Answer is the answer to the problem."
@@ -47,16 +45,14 @@ class Origin:
 
     hub_id: str
     mark: str
-    """Part of the path of its files, in lower case."""
     stem: str
-    """Prefix of its files' names; empty: any name."""
 
 
 ORIGINS: Mapping[str, Origin] = {
     "nano_v3_sft_profiled_dapo17k": Origin("BytedTsinghua-SIA/DAPO-Math-17k", "dapo-math-17k", ""),
     "nano_v3_sft_profiled_skywork_no_omni": Origin("Skywork/Skywork-OR1-RL-Data", "skywork", "math"),
 }
-"""By the `dataset` of the placeholders."""
+"""Values by the `dataset` of the placeholders."""
 
 
 @dataclass
@@ -178,7 +174,6 @@ def problem_of(fields: Fields) -> Problem:
         raise RowError("a row must have prompt[0].content and reward_model.ground_truth")
     answer = text_of(reward_model, ("ground_truth",)).strip()
     if answer.startswith("[") and answer.endswith("]"):
-        # Skywork lists the answers that count, as JSON.
         try:
             answers = json.loads(answer)
         except ValueError as error:

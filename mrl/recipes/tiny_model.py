@@ -149,10 +149,7 @@ def answer_logits(model: NemotronHForCausalLM, tokens_BT: Tensor, num_answer_tok
 
 
 def demonstrations(right_BT: Tensor, forgetful_BT: Tensor) -> Tensor:
-    """Probabilities of the teacher's tokens, float32 [B, T, V].
-
-    `right_BT` and `forgetful_BT` hold the token ids of right answers and of answers without the carry, int64 [B, T].
-    """
+    """Probabilities of the teacher's tokens, float32 [B, T, V]."""
     right_BTV = functional.one_hot(right_BT, VOCAB_SIZE).float()
     forgetful_BTV = functional.one_hot(forgetful_BT, VOCAB_SIZE).float()
     any_digit_V = functional.one_hot(torch.arange(ord("0"), ord("9") + 1), VOCAB_SIZE).float().mean(0)

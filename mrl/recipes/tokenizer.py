@@ -28,7 +28,6 @@ CHAT_TEMPLATE = (
 
 def byte_tokenizer(model_max_length: int) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer: ids below 256 are byte values, special tokens follow."""
-    # The printable character that stands for each byte in byte-level vocabularies (GPT-2's table).
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     spare = iter(range(256, 512))
     symbols = [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]

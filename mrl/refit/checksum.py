@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of the bytes of tensors: crc32 in host memory; on a GPU `word_sum`, which one kernel takes there.
-
-Both sides of a refit hold their weights on the same kind of device, so they take the same checksum.
-"""
+"""Checksums of the bytes of tensors: crc32 in host memory; on a GPU `word_sum`, which one kernel takes there."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from mrl.refit.device_checksum import word_sum
 
 # Strided boxes are gathered part by part into a buffer that stays in a core's second-level cache.
 _GATHER_BYTES = 1 << 18
-# Tensors named in an error: enough to see which kind of layer is wrong.
 _MAX_NAMED = 12
 
 

@@ -103,7 +103,6 @@ def _host_copies(copies: Sequence[TensorCopy]) -> list[_Arrays]:
         boxes = copy.target.squeeze(), copy.source.squeeze()
         dim = contiguous_from(*boxes)
         target, source = (as_runs(box, dim) for box in boxes)
-        # Distances are known only within one memory.
         memories = copy.target.untyped_storage().data_ptr(), copy.source.untyped_storage().data_ptr()
         alike[memories, target.shape, target.dtype, target.strides, source.strides].append((target, source))
     return [joined for pairs in alike.values() for joined in _join(sorted(pairs, key=lambda pair: pair[0].ctypes.data))]

@@ -12,7 +12,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# Words of one block, whose 64 KiB of weights stay in the L1 cache of a GPU's multiprocessor.
 BLOCK_WORDS = 1 << 13
 
 # Blocks that torch adds up at a time: enough to keep a GPU busy.

@@ -38,7 +38,6 @@ class GpuHandles:
     exchange: MemoryHandle | None
     """Checksums of own copies, and received messages. None on the GPU of a dedicated engine, whose worker owns this memory."""
     pace: MemoryHandle | None = None
-    """Round counters of the exchange; None where `exchange` is."""
     peers: Mapping[int, ArenaHandle] = field(default_factory=dict)
     """Arenas of other ranks on the node that the worker reads, by rank."""
 
@@ -113,13 +112,10 @@ class Exchange:
         self.memory = SharedMemory(schedule.body_bytes.get(gpu, 0), f"mrl-exchange-{gpu}", self._device)
         self.pace = Pace(SharedMemory(Pace.num_bytes(len(self._readers)), f"mrl-pace-{gpu}", _HOST), gpu)
         sent = schedule.sent_by(gpu)
-        # One buffer serves all rounds: the messages of a round have left before the next ones are packed.
         most = max(sum(delivery.message.num_bytes for delivery in deliveries) for deliveries in sent)
         buffer = torch.empty(most, dtype=torch.uint8, device=self.memory.tensor.device)
-        # In the order of running, because the first of two users takes a shared checksum.
         self._outgoing = [self._pack(sent[0], buffer)]
         own_class = schedule.source_class.get(gpu, -1)
-        # All own copies run in round 0.
         self._own: list[Callable[[], None]] = []
         for worker in schedule.workers_on(gpu):
             copies = schedule.classes[worker.class_index].own
@@ -179,7 +175,6 @@ class Exchange:
     def begin(self, attempt: int) -> None:
         """Begins an attempt: none of its rounds is ready yet, and workers may wake their weights."""
         if self._stream is not None:
-            # The weights were written, and memory for the workers' was freed, on other streams.
             torch.cuda.synchronize(self._device)
         self.pace.begin(attempt)
 

@@ -20,10 +20,8 @@ from torch import Tensor
 
 from mrl.refit import RefitError
 
-# Poll intervals: for a GPU's work, and for an attempt abandoned by the driver.
 _POLL_S = 0.001
 _WATCH_S = 0.5
-# Tag of messages that nobody sends.
 _NEVER_SENT = 1
 # Time for the driver to abandon an attempt; if it cannot, each participant's deadline ends the attempt.
 _SAY_S = 10.0
@@ -122,7 +120,6 @@ class ExchangeGroup:
                 try:
                     is_given_up = self._store.check([_given_up(attempt)])
                 except RuntimeError:
-                    # The store died with its rank.
                     is_given_up = True
                 if is_given_up and not is_over.is_set():
                     leave()
@@ -138,10 +135,7 @@ class ExchangeGroup:
     def run(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], *, what: str, meanwhile: Callable[[], None], deadline: float
     ) -> None:
-        """Sends and receives all messages of one round, `what`. Between two participants both sides list theirs in the same order.
-
-        Calls `meanwhile` when all messages are packed and posted. On the host, a dead peer does not stop the messages of others.
-        """
+        """Sends and receives all messages of one round, `what`. Between two participants both sides list theirs in the same order."""
         post = self._post_together if self.device.type == "cuda" else self._post
         faults: list[RuntimeError] = []
         works = post(outgoing, incoming, faults)

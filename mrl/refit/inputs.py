@@ -30,13 +30,10 @@ class RefitInputs:
     """Places by trainer rank. Each rank has checked its layout against its live model."""
     parallel: VllmParallel
     precision: str
-    """Precision of the engines."""
     workers: Mapping[int, tuple[int, EngineDtypes]]
     """Rank in its engine, and dtypes of its live model, by number of the engine worker."""
     gpu_of: Mapping[int, int]
-    """GPU of each engine worker."""
     node_of: Mapping[int, int]
-    """Node of each GPU."""
     buffer_bytes: int
     """Size of the exchange memory; a round takes one of its `NUM_BUFFERS` parts."""
     fingerprint: str | None = None
@@ -68,7 +65,6 @@ class RefitInputs:
 
     def _sources(self) -> dict[RankPlace, Layout]:
         tables = family(self.hf_config)
-        # Ranks with the same coordinates share one layout object, by which the schedule sees that they are equal.
         return {
             place: read_by_engines(tables.megatron_layout(self.hf_config, *place), self.parallel) for place in dict.fromkeys(self.ranks)
         }
@@ -99,6 +95,5 @@ class WorkerRefit:
 
     inputs: RefitInputs
     worker: int
-    """Number of the worker in the schedule."""
     memory: GpuHandles | ExchangeMember
     """Memory of the trainer ranks that it reads. A dedicated engine's worker reads none, and takes part in the exchange."""

@@ -44,7 +44,6 @@ class GpuBytes:
     """Place of a memory's bytes on a GPU."""
 
     uuid: str
-    """Id of the GPU: processes number their devices differently."""
     ipc: _IpcHandle
 
 
@@ -160,7 +159,6 @@ class MappedMemory:
         self.check()
         if handle.gpu is None:
             with warnings.catch_warnings():
-                # torch warns that the tensor is not writable, which is what we want.
                 warnings.simplefilter("ignore", UserWarning)
                 self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)[_HEADER_BYTES:]
             return

@@ -19,9 +19,7 @@ _GIVEN_UP, _FILLED, _FIRST_READER = 0, 1, 2
 _WORD_BYTES = 8
 # A word has attempts in its upper half and rounds in its lower one: it only grows, and one write updates both.
 _ATTEMPT = 1 << 32
-# Poll interval: short against a round, without keeping a core busy.
 _POLL_S = 0.0002
-# Interval of checks that the awaited process is alive.
 _LOOK_S = 0.5
 
 

@@ -24,7 +24,6 @@ from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.memory import MappedMemory, bytes_as, wait_for
 from mrl.refit.pace import Pace
 
-# Enough to show a pattern; a wrong layout makes thousands.
 _MAX_REPORTED = 8
 
 
@@ -33,11 +32,8 @@ class VerifyReport:
     """Amount that a verification has read. Bytes are those of the live tensors."""
 
     num_bytes: int
-    """Bytes whose checksum was compared."""
     padding_bytes: int
-    """Bytes that were compared with zero."""
     total_bytes: int
-    """All bytes of the worker's live parameters and persistent buffers."""
     mismatches: tuple[str, ...]
     """One line for each box that differs: slot, box, source rank, GPU."""
 
@@ -50,7 +46,6 @@ class _Round(NamedTuple):
     expected_words: Tensor
     """Places of the expected checksums in the memory's body, in words (int64)."""
     num_bytes: int
-    """Size of the live boxes."""
 
 
 class Puller:
@@ -102,10 +97,7 @@ class Puller:
         self._reports: dict[int, VerifyReport] = {}
 
     def run(self, attempt: int, *, timeout_s: float) -> int:
-        """Pulls and verifies each round of an attempt when it is ready, and returns the bytes written to the live tensors.
-
-        A dedicated engine runs the exchange at the same time. RefitError: a round is late, or the attempt was abandoned.
-        """
+        """Pulls and verifies each round of an attempt when it is ready, and returns the bytes written to the live tensors."""
         if self._own is None:
             return self._run(attempt, timeout_s)
         with ThreadPoolExecutor(1) as pool:

@@ -20,7 +20,6 @@ class Strided(NamedTuple):
     """A box of one shape in each of some memories: `sizes` runs of `run` words. Lengths and strides are in words, C order."""
 
     addresses: tuple[int, ...]
-    """Address in bytes, one for each memory."""
     word_bytes: int
     run: int
     """Words that stand next to each other in every memory."""
@@ -62,7 +61,6 @@ def strided(tensors: Sequence[Tensor], *, max_word_bytes: int) -> Strided:
     dims = [
         (length, tuple(tensor.stride(dim) * item_bytes for tensor in tensors)) for dim, length in enumerate(tensors[0].shape) if length != 1
     ]
-    # The bytes of an element are its innermost dimension.
     merged = [(item_bytes, (1,) * len(tensors))]
     for length, strides in reversed(dims):
         inner_length, inner_strides = merged[-1]

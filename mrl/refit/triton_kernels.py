@@ -40,7 +40,6 @@ class BoxCopies:
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Each source has its target's shape and item size, and shares no memory with any target. All lie on one device."""
-        # The table holds addresses only.
         self._kept = (list(targets), list(sources))
         rows, num_tiles = [], 0
         for target, source in zip(targets, sources, strict=True):
@@ -71,7 +70,6 @@ class BoxSums:
             if blocks:
                 box = strided([value], max_word_bytes=4)
                 if box.word_bytes < 4:
-                    # Words across a run's end are put together from bytes.
                     box = strided([value], max_word_bytes=1)
                 rows.append(_row(num_tiles, box))
             else:
@@ -127,10 +125,7 @@ def _on(device: torch.device) -> Iterator[None]:
 
 @triton.jit
 def _places(start, columns, run, size1, size2):
-    """Returns each word's index in the outer dimensions, and its place in the run, for the words `start + columns`.
-
-    Only the tile's first word is divided with 64 bits, which is slow on GPUs.
-    """
+    """Returns each word's index in the outer dimensions, and its place in the run, for the words `start + columns`."""
     first = start // run
     place = (start - first * run).to(tl.int32) + columns
     rows = place // run.to(tl.int32)

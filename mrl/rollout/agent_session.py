@@ -24,7 +24,7 @@ from mrl.types import FinishReason, SamplingParams, hashed_seed
 RECORD = "record"
 """Field of requests to engines that asks for the tokens of answers, and of the answers that has them."""
 FORCED = "forced"
-"""Why an answer is not trained: a schema or grammar chose among its tokens, and their logprobs are not those of the model alone."""
+"""Reason not to train an answer: a schema or grammar chose among its tokens, and their logprobs are not those of the model alone."""
 
 PASSED = (
     "messages", "prompt", "suffix", "echo", "tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs", "stop",
@@ -38,9 +38,9 @@ OWN = (
 )  # fmt: skip
 """Fields that are for the gateway, or for nobody. All others are left out, and counted, unless they ask for what the run does."""
 CONTEXT = ("tools", "documents", "chat_template_kwargs", "reasoning_effort")
-"""What a chat template writes beside the messages: where it differs, a conversation does not go on from the same tokens."""
+"""Parts that a chat template writes beside the messages: where they differ, a conversation does not go on from the same tokens."""
 MAX_TEXT_CHARACTERS = 20_000
-"""Of a session's answers, kept for readers."""
+"""Limit of a session's texts that are kept for readers."""
 
 
 @dataclass
@@ -49,14 +49,14 @@ class AgentSession:
 
     session_id: str
     key: str
-    """Of this session alone."""
+    """Key of this session alone."""
     sampling: SamplingParams
     seed: int
     tree: TurnTree = field(default_factory=TurnTree)
     engines: list[int] = field(default_factory=list)
     """Indices of the engines that have answered; the last one is asked first."""
     overridden: Counter[str] = field(default_factory=Counter)
-    """How often a request has asked for another value than the run's, by parameter."""
+    """Number of requests, by parameter, that asked for another value than the run's."""
     num_asked: int = 0
     texts: list[str] = field(default_factory=list)
     _spoken: dict[bytes, TreeNode] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class AgentSession:
 
     @property
     def text(self) -> str:
-        """What the model said, for readers."""
+        """Text of the model, for readers."""
         return "\n\n".join(self.texts)
 
     def _note_text(self, text: object, message: object) -> None:

@@ -34,7 +34,7 @@ from mrl.types import Prompt, Rollout, RolloutRequest, SamplingParams, Status, V
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
-"""Of one rollout, whose agent dies under way: by its own fault, or by that of another one in its process."""
+"""Attempts at one rollout whose agent dies: by its own fault, or by that of another one in its process."""
 MAX_FAILED_STARTS = 3
 """A process that ends so often in a row before it answers does not load the function."""
 # An agent is ended by its own process at its deadline; one whose process does not even do that is ended with it.
@@ -99,7 +99,7 @@ class Ran:
     rollouts: list[Rollout]
     verdict: Verdict
     engines: Sequence[int]
-    """Those that have answered."""
+    """Engines that have answered."""
 
 
 class RemoteAgent:
@@ -161,7 +161,7 @@ class FunctionAgent:
             await self._broken
 
     async def ask(self, task: Json) -> Json:
-        """As `RemoteAgent.ask`; RuntimeError: the process keeps dying. One that is stuck is ended."""
+        """Asks as `RemoteAgent.ask` does, and ends a process that is stuck. RuntimeError: the process keeps dying."""
         process, self.num_running = self._process, self.num_running + 1
         answer = asyncio.ensure_future(self._remote.ask(task))
         try:

@@ -20,11 +20,11 @@ class Answered:
 
     output: RequestOutput
     weight_version: int
-    """Of the engine when it took the question in: no token is older."""
+    """Version of the engine when it took the question in: no token is older."""
     num_weight_versions: int
-    """How many versions the engine has had until the answer was complete: 1 unless a refit came in between."""
+    """Number of versions of the engine until the answer was complete: 1 unless a refit came in between."""
     is_forced: bool = False
-    """Whether a schema or grammar chose among the tokens."""
+    """True when a schema or grammar chose among the tokens."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Callers:
 
     @property
     def are_waiting(self) -> bool:
-        """Whether some question has no answer yet."""
+        """True while a question has no answer yet."""
         return bool(self._asked or self._waiting) or not self._coming.empty()
 
     @property

@@ -113,7 +113,7 @@ class PlainExperts(CPUUnquantizedExperts):
 
     @staticmethod
     def is_supported_config(cls: type, *configuration: object) -> tuple[bool, str | None]:  # type: ignore[override]  # passed through
-        """Whether these experts fit. Sizes do not matter, unlike for vLLM's packed kernel."""
+        """True when these experts fit. Sizes do not matter, unlike for vLLM's packed kernel."""
         return modular_kernel.FusedMoEExperts.is_supported_config(cls, *configuration)  # type: ignore[arg-type]  # the same
 
     @staticmethod

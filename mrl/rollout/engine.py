@@ -47,9 +47,9 @@ class _Unfinished:
     request: RolloutRequest
     vllm_id: str
     weight_version: int | None
-    """Of the engine when the request came."""
+    """Version of the engine when the request came."""
     num_refits: int
-    """That the engine had had by then."""
+    """Number of refits that the engine had had by then."""
 
 
 class Engine:
@@ -119,7 +119,7 @@ class Engine:
 
     @property
     def can_sample(self) -> bool:
-        """Whether the engine has weights of a known version and its KV cache: not before or in a first refit, nor while memory is lent."""
+        """True with weights of a known version and the KV cache: not before or in a first refit, nor while memory is lent."""
         return self.weight_version is not None and not self._is_refitting and self.phase in (None, "generate")
 
     def add(self, requests: Sequence[RolloutRequest]) -> None:

@@ -130,7 +130,7 @@ class Gateway:
             task.cancel()
 
     def has_key(self, path: str, authorization: bytes) -> bool:
-        """Whether a request shows the key of its session, or of the run."""
+        """True when a request shows the key of its session, or of the run."""
         session = self._sessions.get(path.split("/")[2]) if path.startswith("/sessions/") else None
         keys = [self.api_key, *([session.key] if session is not None else [])]
         return any([secrets.compare_digest(authorization, b"Bearer " + key.encode()) for key in keys])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients of an engine's HTTP server may do: the key, sizes and deadlines before bodies are read, then what requests may ask for.
+"""Limits for clients of an engine's HTTP server: the key, sizes and deadlines before bodies are read, then what requests may ask for.
 
 uvicorn bounds headers in bytes (`h11_max_incomplete_event_size`) and idle connections in time (`timeout_keep_alive`). It has no deadline
 for headers or bodies, and its `limit_concurrency` would let strangers shut out those who have the key. Needs no vLLM.
@@ -64,7 +64,7 @@ FLAGS = {
 """Flags of vLLM's server that its refusals name, and our keys for them."""
 CONTEXT_EXCEEDED = "context_length_exceeded"
 TOO_LONG = re.compile(r"context length|max_model_len|maximum model length|max_(completion_|output_)?tokens\b")
-"""What is said of requests that are too long, by vLLM and by us."""
+"""Texts about requests that are too long, vLLM's and ours."""
 UNSUPPORTED = ("stream", "use_beam_search", "kv_transfer_params", "ec_transfer_params", "vllm_xargs")
 """Fields that mean nothing here, or something else: an engine that streams, searches, or hands its cache to another one."""
 
@@ -288,7 +288,7 @@ def default_parameters(sampling: SamplingParams) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask for."""
+    """Limits of one request."""
 
     max_model_len: int
     """Longest prompt plus answer, in tokens."""
@@ -297,7 +297,7 @@ class Limits:
 
 
 def find_refusal(body: Mapping[str, object], limits: Limits, *, session_id: str | None) -> str:
-    """Why the engine cannot answer a request; empty if it can."""
+    """Reason why the engine cannot answer a request; empty if it can."""
     if excess := find_excess(body, limits):
         return excess
     for name in UNSUPPORTED:
@@ -312,7 +312,7 @@ def find_refusal(body: Mapping[str, object], limits: Limits, *, session_id: str 
 
 
 def find_excess(body: Mapping[str, object], limits: Limits) -> str:
-    """Why a request asks for too much; empty if it does not. Leaves out what vLLM refuses by itself."""
+    """Reason why a request asks for too much; empty if it does not. Leaves out what vLLM refuses by itself."""
     prompt = body.get("prompt")
     # vLLM would take "4000" and 4000.0 for numbers.
     num_answers = 1 if body.get("n") is None else body["n"]
@@ -365,7 +365,7 @@ def _items(value: object) -> Iterator[object]:
 
 
 def find_deviation(parameters: Mapping[str, object], sampling: SamplingParams) -> str:
-    """Why a request must not be part of a session; empty if its tokens come from the distribution that the trainer compares with.
+    """Reason why a request must not be part of a session; empty if its tokens come from the distribution that the trainer compares with.
 
     What a session samples is meant to be trained on. `parameters` are vLLM's, by name; `sampling` is that of the run.
     """

@@ -360,6 +360,6 @@ class HttpEngine:
         yield answered.output
 
     def take_answers(self, request_id: str) -> list[Answered]:
-        """What was sampled for a request of vLLM's handlers, prompt by prompt; they put a kind in front of its id, and a number behind."""
+        """Samples for a request of vLLM's handlers, prompt by prompt; they put a kind in front of its id, and a number behind."""
         names = [name for name in self._answers if request_id in name]
         return [self._answers.pop(name) for name in names]

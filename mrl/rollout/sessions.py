@@ -14,9 +14,9 @@ from dataclasses import dataclass
 MAX_SESSIONS = 4096
 """Sessions that an engine remembers. One more makes it forget the one that was used longest ago."""
 MAX_BYTES = 2**30
-"""What they may take together; more makes the engine forget in the same order."""
+"""Memory of all sessions; more makes the engine forget in the same order."""
 BYTES_PER_NUMBER = 40
-"""Of Python's lists of numbers."""
+"""Size of a number in Python's lists."""
 
 Message = Mapping[str, object]
 
@@ -40,14 +40,14 @@ class SessionTurn:
     token_ids: list[int]
     """The answer, its stop token included."""
     logprobs: list[float]
-    """Of each token of the answer, under the distribution that it was drawn from."""
+    """Logprob of each token of the answer, under the distribution that it was drawn from."""
     finish_reason: str
     weight_version: int
-    """Of the engine when the request came: no token is older."""
+    """Version of the engine when the request came: no token is older."""
     num_weight_versions: int
-    """How many versions the engine has had until the answer was complete."""
+    """Number of versions of the engine until the answer was complete."""
     is_continuation: bool
-    """Whether the prompt begins with all tokens of the turn before."""
+    """True when the prompt begins with all tokens of the turn before."""
 
 
 class Sessions:
@@ -84,7 +84,7 @@ class Sessions:
         return len(self._said.get(session_id, ()))
 
     def is_continuation(self, session_id: str, prompt_token_ids: Sequence[int]) -> bool:
-        """Whether a prompt begins with all tokens of the session's last turn."""
+        """True when a prompt begins with all tokens of the session's last turn."""
         turns = self._turns.get(session_id)
         if not turns:
             return False

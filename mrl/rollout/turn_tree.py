@@ -26,11 +26,11 @@ class SampledAnswer:
     """float32 [L], of each token under the distribution that it was drawn from."""
     finish_reason: FinishReason
     weight_version: int
-    """Of the engine when the request came: no token is older."""
+    """Version of the engine when the request came: no token is older."""
     num_weight_versions: int = 1
-    """How many versions the engine has had until the answer was complete."""
+    """Number of versions of the engine until the answer was complete."""
     untrained: str = ""
-    """Why it must not be trained on, in a word; empty if it may."""
+    """Reason not to train on it, in a word; empty if there is none."""
 
 
 @dataclass(eq=False)

@@ -48,7 +48,7 @@ class RefitWorker:
     puller: Puller | None = None
     exchange: Exchange | None = None
     addresses: Mapping[Slot, int] | None = None
-    """Of the live tensors when a refit was first prepared: CUDA graphs read there."""
+    """Addresses of the live tensors at the first preparation of a refit: CUDA graphs read there."""
 
     def live_digest(self) -> dict[Slot, int]:
         return digest(self._tensors())

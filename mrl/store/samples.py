@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 Split = Literal["train", "validation"]
 
 NUM_SAMPLES = 4
-"""Prompts of a step whose rollouts are its sample."""
 MAX_REPORT_CHARACTERS = 600
 DUMP_NAMES: dict[Split, str] = {"train": "train", "validation": "val"}
 RULE = "-" * 62
@@ -37,7 +36,6 @@ def append_report_samples(path: Path, step: int, split: Split, groups: Sequence[
         row = {"step": step, "split": split, **{name: _shorten(text) for name, text in texts.items()}}
         lines += json.dumps(row | {"reward": first.reward, "status": first.status}) + "\n"
     with path.open("ab+") as file:
-        # A full disk may have torn the last line; the next one starts on a line of its own.
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
             lines = lines if file.read(1) == b"\n" else "\n" + lines
@@ -113,7 +111,7 @@ def _short(values: Sequence[float]) -> list[float]:
 
 
 def _mask_reason(verdict: Verdict, sequence: TrainSequence | None) -> str | None:
-    """Why the driver keeps a rollout out of the loss; None if it does not."""
+    """Reason why the driver keeps a rollout out of the loss; None if it does not."""
     if not verdict.is_valid:
         return f"{verdict.status}: {verdict.reason}" if verdict.reason else verdict.status
     return "grpo.overlong_filtering" if sequence is not None and not sequence.is_valid else None

@@ -24,13 +24,13 @@ from mrl.types import Batch, Proposals, RolloutGroup
 logger = logging.getLogger(__name__)
 
 PEAK_TFLOPS = {"A100": 312.0, "H100 80GB HBM3": 989.5, "H200": 989.5, "GB200": 2450.0, "GB300": 2450.0, "B200": 2250.0, "B300": 2250.0}
-"""Of dense bfloat16 products, by a part of the device's name: NVIDIA's data sheets, with NeMo RL's numbers."""
+"""Peak of dense bfloat16 products, by a part of the device's name: NVIDIA's data sheets, with NeMo RL's numbers."""
 
 
 class Clock:
     """Adds up seconds by phase; `metrics()` gives `time/<phase>` and `time/total` since the clock was made.
 
-    Of work that began beside earlier phases, `time/<phase>` is the part that the run waited for, and `time/<phase>_hidden` the rest.
+    Of work that began during earlier phases, `time/<phase>` is the part that the run waited for, and `time/<phase>_hidden` the rest.
     """
 
     def __init__(self, step: int | None = None) -> None:
@@ -90,7 +90,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], grpo: GrpoConfig, *, seconds
 
 
 def _speculation_metrics(proposals: Sequence[Proposals]) -> dict[str, float]:
-    """How good proposed tokens were, if any were proposed; the rate is of tokens, the length of tokens that one forward pass gave."""
+    """Quality of proposed tokens, if any were proposed: the share accepted, and the mean length from one forward pass."""
     total = functools.reduce(Proposals.plus, proposals, Proposals())
     if not total.num_tokens:
         return {}
@@ -135,16 +135,18 @@ def performance_metrics(config: RunConfig, batches: Sequence[Batch], metrics: Ma
 
 
 def environment_metrics(groups: Sequence[RolloutGroup], *, stage: Literal["rollout", "val"]) -> dict[str, float]:
-    """Per environment, as `<stage>/<environment>/*`: mean reward and turns, and counts of failed and flagged rollouts, by kind."""
+    """Per environment, as `<stage>/<environment>/*`: mean and spread of rewards, mean turns, counts of failed and flagged rollouts."""
     metrics: dict[str, float] = {}
     for name in sorted({group.prompt.env_name for group in groups}):
         mine = [group for group in groups if group.prompt.env_name == name]
         verdicts = [verdict for group in mine for verdict in group.verdicts]
         judged = [verdict for verdict in verdicts if verdict.has_reward]
+        rewards = [verdict.reward for verdict in judged]
         counts = Counter(verdict.status for verdict in verdicts if not verdict.is_valid)
         counts.update(flag for verdict in verdicts for flag in verdict.flags)
         values = {
-            "reward": float(np.mean([verdict.reward for verdict in judged])) if judged else 0.0,
+            "reward": float(np.mean(rewards)) if rewards else 0.0,
+            "reward_std": float(np.std(rewards)) if rewards else 0.0,
             "num_rollouts": float(len(verdicts)),
             "turns": float(np.mean([rollout.num_turns for group in mine for rollout in group.rollouts])),
             "failed": float(sum(not verdict.is_valid for verdict in verdicts)),
@@ -188,7 +190,7 @@ def warn_of_bounded_ratios(metrics: Mapping[str, float]) -> None:
 
 
 def is_good_enough(grpo: GrpoConfig, metrics: Mapping[str, float]) -> bool:
-    """Whether a validation among the metrics reached `grpo.stop_at_validation_threshold`; ValueError: it lacks the metric of that name."""
+    """True when a validation among the metrics reached `grpo.stop_at_validation_threshold`. ValueError: it lacks that metric."""
     name, threshold = grpo.stop_at_validation_metric, grpo.stop_at_validation_threshold
     measured = {key.removeprefix("val/"): value for key, value in metrics.items() if key.startswith("val/")}
     if name is None or threshold is None or not measured:

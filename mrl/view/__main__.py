@@ -99,7 +99,6 @@ def server_of(runs: Runs, port: int, token: str) -> ThreadingHTTPServer:
             self.wfile.write(content or b"")
 
         def log_message(self, format: str, *arguments: object) -> None:
-            # Addresses hold the token.
             logger.debug("%s", self.command)
 
     return ThreadingHTTPServer((HOST, port), Handler)

@@ -21,7 +21,6 @@ Facts = Mapping[str, float]
 Measure = Callable[[Sequence[Row], Facts], float | None]
 
 WINDOW = 40
-"""Rows that the longest rule needs."""
 NUM_STEPS_FLAT = 20
 SOLVED_REWARD = 0.95
 SILENT_STEPS, SILENT_MIN_S = 10.0, 300.0
@@ -35,12 +34,10 @@ class Advice:
     key: str
     level: Level
     what: str
-    """Name of the number, for `what = number`."""
     measure: Measure
     limit: float
     causes: str
     turn: str
-    """The key to turn, or the place to look at."""
     is_below: bool = False
 
     def value_if_held(self, rows: Sequence[Row], facts: Facts) -> float | None:
@@ -103,7 +100,6 @@ def _not_finite(rows: Sequence[Row], _: Facts) -> float | None:
 
 
 def _growth(name: str, *, steps: int) -> Measure:
-    """The mean of the last `steps` over that of the `steps` before."""
 
     def measure(rows: Sequence[Row], _: Facts) -> float | None:
         values = _values(rows, name, 2 * steps)

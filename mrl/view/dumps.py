@@ -40,7 +40,6 @@ class Dump:
 def list_dumps(folder: Path) -> list[Dump]:
     """The dumps of a run by step, each from its last attempt."""
     found: dict[str, Dump] = {}
-    # Attempts in order: a step that ran again has its newer file.
     for path in sorted((folder / "logs").glob("exp_*/*_data_step*.jsonl*")):
         if matched := NAME.fullmatch(path.name):
             name = f"{matched[1]}_data_step{matched[2]}"

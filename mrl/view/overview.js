@@ -1,6 +1,8 @@
 // The page's own table: title, names of metrics, kind. A name without a match in any run is left out, and so is an empty chart.
 const chartsOf = () => state.data.charts;
 let charts = [];
+// Of the seconds of all steps.
+const SMALL = 0.02;
 
 // An exponential mean; gaps stay gaps.
 function smoothed(values) {
@@ -15,7 +17,8 @@ function smoothed(values) {
 // One x axis for all runs: [steps, one column per (run, metric)].
 function columns(names) {
   const runs = state.data.runs, found = [];
-  runs.forEach((one, index) => names.forEach((name) => {
+  const matching = (one, name) => (name.includes("*") ? Object.keys(one.series).filter((key) => RegExp(`^${name.replace("*", "[^/]+")}$`).test(key)) : [name]);
+  runs.forEach((one, index) => names.flatMap((name) => matching(one, name)).forEach((name) => {
     if ((one.series[name] || []).some((value) => value !== null)) found.push([index, name]);
   }));
   const steps = [...new Set(found.flatMap(([index]) => runs[index].series.step))].sort((a, b) => a - b);
@@ -28,33 +31,53 @@ function columns(names) {
   return { found, steps, values };
 }
 
+// Phases that take little time are one, below all others in the legend.
+function gathered({ found, steps, values }) {
+  const sums = values.map((column) => column.reduce((sum, value) => sum + (value || 0), 0)), all = sums.reduce((sum, one) => sum + one, 0);
+  const isSmall = sums.map((sum) => sum < SMALL * all), small = found.filter((_, i) => isSmall[i]);
+  if (small.length < 2) return { found, steps, values };
+  const others = steps.map((_, place) => (values.some((column) => column[place] !== null)
+    ? values.reduce((sum, column, i) => sum + (isSmall[i] ? column[place] || 0 : 0), 0) : null));
+  const large = (list) => list.filter((_, i) => !isSmall[i]);
+  return { found: [...large(found), [0, `other: ${small.map(([, name]) => phase(name)).join(", ")}`]], steps, values: [...large(values), others] };
+}
+
+function phase(name) { return name.replace(/^time\/|_hidden$/g, ""); }
+
+// One value everywhere is told in words.
+function isConstant(names) {
+  return columns(names).values.every((column) => new Set(column.filter((value) => value !== null && value !== undefined)).size < 2);
+}
+
 function label([index, name]) {
   return state.data.runs.length > 1 ? `${state.data.runs[index].name} ${name}` : name;
 }
 
 function chart(box, title, names, kind) {
-  const { found, steps, values } = columns(names);
   const isStack = kind === "stack" && state.data.runs.length === 1;
+  const { found, steps, values } = isStack ? gathered(columns(names)) : columns(names);
+  const colour = (key, i) => (isStack ? tone(phase(key[1])) : COLOURS[i % COLOURS.length]);
   let drawn = values.map((column) => (isStack ? column : smoothed(column)));
   if (isStack) {
     const sums = new Array(steps.length).fill(0);
-    drawn = values.map((column) => column.map((value, i) => (sums[i] += value || 0)));
+    const isTimed = steps.map((_, i) => values.some((column) => column[i] !== null));
+    drawn = values.map((column) => column.map((value, i) => (isTimed[i] ? (sums[i] += value || 0) : null)));
   } else if (state.log) {
     drawn = drawn.map((column) => column.map((value) => (value > 0 ? value : null)));
   }
   const series = found.map((key, i) => ({
-    label: label(key), stroke: COLOURS[i % COLOURS.length], width: 1.5, spanGaps: true,
+    label: isStack ? phase(key[1]) : label(key), stroke: colour(key, i), width: 1.5, spanGaps: true,
     // A stack draws sums and tells its parts.
     value: (_, value, __, place) => shown(isStack && place !== null ? values[i][place] : value),
-    points: { show: steps.length < 60 || key[1].startsWith("val/"), size: 5 },
-    fill: isStack ? COLOURS[i % COLOURS.length] + "90" : undefined,
+    points: { show: (steps.length < 60 && !isStack) || key[1].startsWith("val/"), size: 5 },
+    fill: isStack ? colour(key, i) : undefined,
   }));
   // The highest sum is drawn first, and the others over it.
   const order = found.map((_, i) => (isStack ? found.length - 1 - i : i));
   const plot = new uPlot({
     title, width: Math.max(240, box.clientWidth), height: 240, cursor: { sync: { key: "steps" } },
     scales: { x: { time: false }, y: state.log && !isStack ? { distr: 3 } : {} },
-    axes: [{ label: "step", labelSize: 16, size: 34 }, { size: 62, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : tick >= 1e4 ? tick.toLocaleString("en", { notation: "compact" }) : shown(tick))) }],
+    axes: [axis({ label: "step", labelSize: 16, size: 34 }), axis({ size: 62, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : tick >= 1e4 ? tick.toLocaleString("en", { notation: "compact" }) : shown(tick))) })],
     series: [{ label: "step" }, ...order.map((i) => series[i])],
     hooks: { setScale: [noteZoom] },
   }, [steps, ...order.map((i) => drawn[i])], box);
@@ -71,10 +94,16 @@ function noteZoom(plot, scale) {
 
 // The charts of this list that have data.
 function drawn(wanted) {
-  const found = wanted.filter(([, names]) => columns(names).found.length);
+  // One environment has the curve of all.
+  const known = wanted.filter(([, names]) => (names[0].includes("*") ? columns(names.slice(0, 1)).found.length > state.data.runs.length : columns(names).found.length));
+  const found = known.filter(([, names]) => !isConstant(names)), constant = known.filter(([, names]) => isConstant(names));
   const boxes = found.map(() => h("div", { class: "chart" }));
   requestAnimationFrame(() => boxes.forEach((box, i) => box.isConnected && chart(box, ...found[i])));
-  return h("section", { class: "charts" }, boxes);
+  const texts = constant.map(([title, names]) => {
+    const { found: keys, values } = columns(names);
+    return h("li", {}, `${title}: `, keys.map((key, i) => `${label(key)} = ${shown(values[i].find((value) => value !== null))}`).join(", "));
+  });
+  return h("div", {}, h("section", { class: "charts" }, boxes), texts.length ? h("section", {}, h("h2", {}, "Unchanged so far"), h("ul", {}, texts)) : null);
 }
 
 function controls() {
@@ -89,10 +118,20 @@ function controls() {
     h("small", {}, "Drag to zoom, double-click to go back."));
 }
 
+// Names of tabs in a text lead there.
+function linked(text) {
+  return text.split(/the (\w+) tab/).map((part, i) => (i % 2 ? h("a", { href: `#${part.toLowerCase()}` }, `the ${part} tab`) : part));
+}
+
+// Only the file of the page lies beside the files of the run.
+function files(one) {
+  return h("span", {}, one.files.flatMap((name) => [state.data.is_live ? name : h("a", { href: name }, name), " "]));
+}
+
 function advice(one) {
   if (!one.advisories.length) return null;
   return h("section", { class: "advice" }, h("h2", {}, "Advisories"), table(["", "step", "seen", "likely causes", "turn"], one.advisories.map(
-    (item) => [h("b", { class: item.level }, item.level), item.step, item.seen, item.causes, item.turn])));
+    (item) => [h("b", { class: item.level }, item.level), item.step, item.seen, item.causes, h("span", {}, linked(item.turn))])));
 }
 
 function scores(one) {
@@ -111,7 +150,7 @@ function overview() {
   const wanted = [...chartsOf(), ...state.more.map((name) => [name, [name]])];
   return h("div", {},
     h("p", { class: `health ${one.health.level}` }, h("b", {}, one.health.level), " ", one.health.reason),
-    h("section", { class: "facts" }, facts(one.progress), facts(one.about)),
+    h("section", { class: "facts" }, facts([...one.progress, ["files", files(one)]]), facts(one.about)),
     one.num_torn ? h("p", {}, `${one.num_torn} torn lines of metrics.jsonl and samples.jsonl are left out.`) : null,
     advice(one), scores(one), controls(), drawn(wanted),
     h("details", {}, h("summary", {}, "All rules"), table(["", "holds where"], state.data.rules.map((rule) => [rule.level, rule.rule]))));

@@ -13,7 +13,7 @@ function h(tag, attributes, ...children) {
 }
 
 const COLOURS = ["#2563eb", "#d97706", "#059669", "#7c3aed", "#dc2626", "#0891b2", "#6b7280", "#db2777"];
-const state = { data: null, tab: "overview", run: 0, smooth: 0, log: false, zoom: null, more: [] };
+const state = { data: null, tab: location.hash.slice(1) || "overview", run: 0, smooth: 0, log: false, zoom: null, more: [] };
 const tabs = []; // {name, title, draw(): Node, has(run)}
 
 async function unpack(bytes) {
@@ -50,6 +50,11 @@ function choice(label, options, value, change) {
   return h("label", {}, label, " ", select);
 }
 
+function axis(more) {
+  const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  return { stroke: ink("--ink"), grid: { stroke: ink("--line"), width: 1 }, ticks: { stroke: ink("--line"), width: 1 }, ...more };
+}
+
 function run() { return state.data.runs[state.run]; }
 
 function draw() {
@@ -62,7 +67,7 @@ function draw() {
       h("h1", {}, state.data.runs.map((one) => one.name).join(" and ")),
       h("nav", { role: "tablist" }, available.map((one) => h("button", {
         role: "tab", "aria-selected": String(one === tab), "data-tab": one.name,
-        onclick: () => { state.tab = one.name; draw(); } }, one.title))),
+        onclick: () => { state.tab = one.name; history.replaceState(null, "", `#${one.name}`); draw(); } }, one.title))),
       several ? choice("run", state.data.runs.map((one, index) => [index, one.name]), state.run,
         (value) => { state.run = Number(value); draw(); }) : null),
     h("main", { "data-shown": tab.name }, tab.draw()));

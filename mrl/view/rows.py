@@ -27,7 +27,6 @@ def read_rows(path: Path, keys: Set[str], *, last_bytes: int | None = None) -> t
         with os.fdopen(open_file(path), "rb") as file:
             start = max(0, path.stat().st_size - last_bytes) if last_bytes else 0
             file.seek(start)
-            # The first of the last lines may lack its beginning.
             lines = file.read().splitlines()[1 if start else 0 :]
     for line in lines:
         try:

@@ -65,6 +65,7 @@ def _run_data(folder: Path, state: State | None, has_rollouts: bool) -> Json:
         "name": folder.name,
         "about": about_lines(config, read_json(folder / ABOUT)),
         "progress": progress_lines(rows, config, folder, state),
+        "files": files_of(folder),
         "health": health(rows, found),
         "advisories": [asdict(advisory) for advisory in found],
         "num_torn": num_torn + num_torn_samples,
@@ -75,7 +76,6 @@ def _run_data(folder: Path, state: State | None, has_rollouts: bool) -> Json:
         "memory": memory_of(memory_by_phase(timelines), read_json(folder / ABOUT).get("plan")),
         "refit": read_json(folder / REFIT),
         "timelines": timelines,
-        # What a live page reads on demand.
         "timed_steps": [] if has_rollouts else list(windows),
         "evaluations": [{name: found[name] for name in ("name", "metric", "scores")} for found in evaluations],
         "dumps": [
@@ -139,6 +139,19 @@ def facts_of(config: Json) -> Facts:
     return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
 
 
+def section_of(config: Json) -> str:
+    """The section that holds steps and seed; PPO's are GRPO's."""
+    algorithm = str(setting(config, "algorithm"))
+    return "grpo" if algorithm == "ppo" else algorithm
+
+
+def files_of(folder: Path) -> list[str]:
+    """The files and folders that the page links, the logs of the newest attempt among them."""
+    attempts = sorted((path.name for path in folder.glob("logs/exp_*") if path.name[4:].isdecimal()), key=lambda name: int(name[4:]))
+    names = ["config.yaml", METRICS, *(f"logs/{attempts[-1]}/{part}" for part in ("", "actors/") if attempts)]
+    return [name for name in names if (folder / name).exists()]
+
+
 def checkpoints_of(folder: Path) -> list[Json]:
     """The complete checkpoints by step, with the files and bytes of their manifests."""
     found = []
@@ -193,10 +206,11 @@ def about_lines(config: Json, about: Json) -> list[tuple[str, str]]:
         ("layout", f"{layout}, {of('policy.precision')}"),
         ("hosts", _hosts(setting(config, "cluster.num_nodes"), setting(config, "cluster.gpus_per_node"))),
         ("data", of("data.train.data_path")),
+        ("seed", of(f"{section_of(config)}.seed")),
         ("learning rate", of(f"{megatron}.optimizer.lr")),
     ]
     if of("algorithm") in ("grpo", "ppo"):
-        lines.append(("step", f"{of('grpo.num_prompts_per_step')} prompts x {of('grpo.num_generations_per_prompt')} rollouts"))
+        lines.append(("each step", f"{of('grpo.num_prompts_per_step')} prompts x {of('grpo.num_generations_per_prompt')} rollouts"))
         is_colocated = setting(config, "policy.generation.colocated.enabled")
         lines.append(
             ("engines", f"vLLM, TP{of('policy.generation.vllm_cfg.tensor_parallel_size')}, {'colocated' if is_colocated else 'dedicated'}")
@@ -212,9 +226,7 @@ def _hosts(num_nodes: object, num_gpus: object) -> str:
 def progress_lines(rows: Sequence[Row], config: Json, folder: Path, state: State) -> list[tuple[str, str]]:
     """Describes the progress of the run, as (name, text)."""
     step = int(rows[-1]["step"] or 0) if rows else 0
-    algorithm = str(setting(config, "algorithm"))
-    # PPO's steps are counted where those of GRPO are.
-    last = setting(config, f"{'grpo' if algorithm == 'ppo' else algorithm}.max_num_steps")
+    last = setting(config, f"{section_of(config)}.max_num_steps")
     has_last = isinstance(last, int) and last > 0
     ended = "finished" if has_last and step >= cast(int, last) else "ended"
     lines = [("state", state if state == "running" else ended), ("step", f"{step} of {last}" if has_last else str(step))]
@@ -223,7 +235,9 @@ def progress_lines(rows: Sequence[Row], config: Json, folder: Path, state: State
         step_s = statistics.median(times)
         lines.append(("step time", f"{number(step_s)} s"))
         if has_last and state == "running":
-            lines.append(("time left", f"about {timedelta(seconds=round(step_s * max(0, cast(int, last) - step)))}"))
+            left = timedelta(seconds=round(step_s * max(0, cast(int, last) - step)))
+            end = datetime.now().astimezone() + left
+            lines.append(("time left", f"about {left}, until {end:%Y-%m-%d %H:%M %Z}"))
     saved = checkpoints_of(folder)
     lines.append(("last checkpoint", f"step {saved[-1]['step']}" if saved else "none"))
     for what, name in (("accuracy", "val/accuracy"), ("loss", "val/val_loss"), ("loss", "val/validation-default_loss")):

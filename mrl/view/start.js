@@ -21,6 +21,9 @@ async function follow() {
   }
 }
 
+addEventListener("hashchange", () => { state.tab = location.hash.slice(1); draw(); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
+
 inlined().then((data) => {
   state.data = data;
   document.documentElement.setAttribute("data-ready", "yes");

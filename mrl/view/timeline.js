@@ -8,8 +8,8 @@ function stepName(step) { return step === 0 ? "the start" : `step ${step}`; }
 function seconds(us) { return us < 1e6 ? `${shown(us / 1e3)} ms` : `${shown(us / 1e6)} s`; }
 
 // Work of one kind has one colour in every lane. Red is for what is wrong, grey for what waits.
-const TONES = [[/^step$/, "#475569"], [/generat|serve/, "#2563eb"], [/reward|score|make texts/, "#d97706"], [/train|logprob|batch/, "#059669"],
-  [/refit|settle|exchange|pull|verify|copies|digest|weight/, "#7c3aed"], [/checkpoint|save|write/, "#db2777"], [/./, "#0891b2"]];
+const TONES = [[/^step$/, "#475569"], [/^other/, "#6b7280"], [/generat|serve/, "#2563eb"], [/reward|score|make texts/, "#d97706"], [/train|logprob|batch/, "#059669"],
+  [/refit|settle|exchange|pull|verify|copies|digest|weight/, "#7c3aed"], [/checkpoint|save|write/, "#db2777"], [/teacher/, "#dc2626"], [/valid/, "#a16207"], [/./, "#0891b2"]];
 const LABEL_SHARE = 0.04;
 
 function tone(name) { return TONES.find(([kind]) => kind.test(name))[1]; }

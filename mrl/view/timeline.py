@@ -17,14 +17,11 @@ STEP = re.compile(rb'^\{"ts":(\d+),"dur":(\d+),"ph":"X","name":"step",.*"args":\
 NAME = re.compile(rf"([a-z-]+?)(?:-(\d+))?{re.escape(SUFFIX)}")
 KINDS = ("driver", "policy-rank", "engine", "rewards")
 START = 0
-"""Number of the pseudo-step before the first one."""
-# Of each kind of process, and of each process.
 MAX_LANES = 32
 MAX_SPANS = 400
 MAX_FILE_BYTES = 2**34
 MEMORY = ("host_bytes", "engine_host_bytes", "gpu_used_bytes", "gpu_peak_bytes")
 """Facts of spans; see `mrl.spans.memory_facts` and `Engine.memory_facts`."""
-# Spans are written when they end: the page also reads this many bytes after the step, for spans that end later.
 AHEAD_BYTES = 2**15
 NUM_SLOWEST, NUM_NEWEST = 2, 3
 
@@ -37,7 +34,6 @@ class Window:
     begin: int
     end: int
     folder: Path
-    """Folder with the files of the attempt's processes."""
 
 
 def list_windows(run: Path) -> dict[int, Window]:
@@ -61,7 +57,6 @@ def list_windows(run: Path) -> dict[int, Window]:
 def chosen(windows: Mapping[int, Window]) -> list[Window]:
     """Steps on the page of a finished run: the start, the first, the slowest and the newest ones."""
     steps = [window for step, window in windows.items() if step != START]
-    # The first step also compiles and fills caches.
     slowest = sorted(steps[1:], key=lambda window: window.begin - window.end)[:NUM_SLOWEST]
     wanted = {window.step for window in (*steps[:1], *slowest, *steps[-NUM_NEWEST:])} | {START}
     return [window for step, window in windows.items() if step in wanted]
@@ -87,7 +82,6 @@ def read_timelines(windows: Sequence[Window]) -> dict[str, dict]:
 
 
 def _files(folder: Path) -> dict[str, list[Path]]:
-    """The files of an attempt by kind of process, in the order of `KINDS`."""
     found: dict[str, list[tuple[int, Path]]] = {kind: [] for kind in KINDS}
     for path in folder.glob(f"*{SUFFIX}"):
         if (matched := NAME.fullmatch(path.name)) and matched[1] in found:
@@ -106,7 +100,6 @@ def _lanes(name: str, data: bytes, window: Window) -> list[dict]:
                 continue
             lane = str(content.get("cat", MAIN))
             spans.setdefault(lane, []).append([str(content["name"]), begin - window.begin, length, content.get("args", {})])
-    # The longest ones, if there are more than a page can show.
     kept = {
         lane: sorted(sorted(mine, key=lambda one: -one[2])[:MAX_SPANS], key=lambda one: (one[1], -one[2])) for lane, mine in spans.items()
     }

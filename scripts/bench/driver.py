@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the driver of a large run takes of a step, with real Ray and stand-ins that answer at once: docs/data/driver.json.
+"""Time and memory of a step in the driver of a large run, with real Ray and stand-ins that answer at once: docs/data/driver.json.
 
 Usage: python -m scripts.bench.driver [--ranks 16 32 64 96 256] [--rollouts 2048 32768] [--processes 4] [--memory] [--no-record]
 
@@ -67,7 +67,7 @@ PARTS: dict[str, tuple[tuple[object, str], ...]] = {
     "token samples": ((Run, "token_samples"),),
     "dumps": ((RunFolder, "log_samples"),),
 }
-"""What is timed: functions, without what others of them take inside."""
+"""Timed functions, each without the time of others of them inside."""
 
 
 class Stopwatch:
@@ -185,7 +185,7 @@ async def never(index: int, requests: list[RolloutRequest]) -> dict[str, Rollout
 
 
 def memory_row(num_rollouts: int, num_tokens: int) -> Row:
-    """What the driver keeps of a step, as its processes hand it over; in a process of its own. Payloads never come here."""
+    """Memory that the driver keeps of a step, as its processes hand it over; in a process of its own. Payloads never come here."""
     shape = Shape(LARGE, num_rollouts, num_tokens=num_tokens, text_characters=CHARACTERS_PER_TOKEN * num_tokens)
     rewards = RewardStandIn(0, shape)
     sampling = SamplingParams(1.0, 1.0, None, num_tokens, ())

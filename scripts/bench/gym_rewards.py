@@ -31,7 +31,7 @@ GYM = (
     *("nemo-gym==0.5.0", "openapi-schema-validator==0.6.3", "tomli-w==1.2.0", "xmltodict==1.0.2", "tiktoken", "pandas", "numpy==2.2.6"),
     "git+https://github.com/abukharin-nv/verifiable-instructions.git@f46a5ac87b1400a4f8973039844b6be9b56e3faf",
 )
-"""What Gym's resource servers need. The version's verifiers are those that NeMo RL 7ea279a pins, but for `for line in sys.stdin`."""
+"""Requirements of Gym's resource servers. The version's verifiers are those that NeMo RL 7ea279a pins, but for `for line in sys.stdin`."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def server_of(name, grading_mode):
 
 
 def output_of(answer):
-    """What Gym's model server makes of a text, or of `{"text", "calls"}`."""
+    """Output that Gym's model server makes of a text, or of `{"text", "calls"}`."""
     reply: dict[str, Any] = {"text": answer} if isinstance(answer, str) else answer
     calls, text = reply.get("calls") or [], reply.get("text") or ""
     content = [{"type": "output_text", "text": text, "annotations": []}]

@@ -18,9 +18,9 @@ class LeastBytes:
     """Bytes of a refit that no schedule can save, in the sources' dtypes."""
 
     between_gpus: int
-    """What the rank on a worker's GPU does not hold, over all workers."""
+    """Bytes that the rank on a worker's GPU does not hold, over all workers."""
     between_nodes: int
-    """What no rank on a worker's node holds, once for each worker."""
+    """Bytes that no rank on a worker's node holds, once for each worker."""
     between_nodes_once: int
     """The same, were each node to fetch a byte only once for all of its workers and to pass it on among them."""
 

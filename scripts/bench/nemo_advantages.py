@@ -23,7 +23,7 @@ from scripts.bench.nemo_code import NemoRl
 PROMPT_LENGTH = 2
 FLAWS: tuple[FlawKind, ...] = ("invalid_tool_call", "malformed_thinking")
 Pairs = list[tuple[str, Tensor, Tensor]]
-"""What both compute, by name, ours first."""
+"""Results of both, by name, ours first."""
 
 
 def float32(value: float) -> float:
@@ -50,11 +50,11 @@ class Batch:
     """Tokens of each rollout's turns; the second may have none."""
     logprobs_BS: Tensor
     reference_BS: Tensor
-    """Of the reference model, or of a teacher."""
+    """Logprobs of the reference model, or of a teacher."""
 
     @property
     def verdicts(self) -> list[Verdict]:
-        """Of all groups."""
+        """Verdicts of all groups."""
         return [verdict for group in self.groups for verdict in group.verdicts]
 
     @property
@@ -69,12 +69,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class Shares:
-    """How many rollouts of a batch are special, 0 to 1."""
+    """Shares of a batch's rollouts that are special, 0 to 1."""
 
     flagged: float = 0.0
     cut_off: float = 0.0
     flawed: float = 0.0
-    """Of turns."""
+    """Share of turns."""
 
 
 def random_batch(seed: int, shares: Shares | None = None, *, components: int = 0) -> Batch:
@@ -161,7 +161,7 @@ def fixed(grpo: GrpoConfig) -> GrpoConfig:
 
 
 def our_advantages(batch: Batch, grpo: GrpoConfig, loss: LossConfig) -> tuple[Tensor, dict[str, float]]:
-    """Of every token, [B, S], one row for each rollout, and the metrics of the step."""
+    """Advantage of every token, [B, S], one row for each rollout, and the metrics of the step."""
     is_taught = grpo.adv_estimator.name == "opd"
     sequences, metrics = train_sequences(batch.groups, grpo, compares_rollouts=not is_taught)
     mask_BS = batch.token_mask_BS * torch.tensor([sequence.is_valid for sequence in sequences]).double()[:, None]
@@ -180,7 +180,7 @@ def our_advantages(batch: Batch, grpo: GrpoConfig, loss: LossConfig) -> tuple[Te
 
 
 def their_advantages(nemo: NemoRl, batch: Batch, grpo: GrpoConfig, loss: LossConfig) -> tuple[Tensor, dict[str, float]]:
-    """As their driver does it: estimator, fixed advantages, bounds. What does not count is 0."""
+    """Advantages as their driver computes them: estimator, fixed advantages, bounds. What does not count is 0."""
     infos = [rollout for group in batch.groups for rollout in group.rollouts]
     prompt_ids = torch.tensor([int(rollout.prompt_id) for rollout in infos])[:, None]
     is_kept = torch.tensor(
@@ -271,7 +271,7 @@ def compare_rewards(nemo: NemoRl, batch: Batch, scaling: RewardScalingConfig, sh
 
 
 def compare_signal(nemo: NemoRl, batch: Batch) -> Pairs:
-    """Which groups dynamic sampling keeps, by the std of the whole group."""
+    """Groups that dynamic sampling keeps, by the std of the whole group."""
     kept = []
     for group in batch.groups:
         rewards = torch.tensor(group.rewards)
@@ -294,6 +294,6 @@ def spike(seed: int) -> Batch:
 
 
 def compare_in_float32(nemo: NemoRl, batch: Batch, grpo: GrpoConfig) -> Pairs:
-    """As `compare_advantages`, but theirs in float32, as their runs compute them."""
+    """Compares as `compare_advantages`, with theirs in float32, as their runs compute them."""
     theirs, _ = their_advantages(nemo, batch, grpo, LossConfig())
     return [("advantages", our_advantages(batch, grpo, LossConfig())[0], theirs)]

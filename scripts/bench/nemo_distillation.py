@@ -52,7 +52,7 @@ class Inputs:
 
     @property
     def mask_BS(self) -> Tensor:
-        """Of the positions, one fewer than tokens."""
+        """Mask of the positions, one fewer than tokens."""
         return (self.token_mask_BS * self.sample_mask_B[:, None])[:, 1:]
 
 
@@ -109,7 +109,7 @@ def our_loss(inputs: Inputs, config: LossConfig, *, num_rows: int) -> Losses:
 
 
 def their_loss(nemo: NemoRl, inputs: Inputs, config: LossConfig, *, is_parallel: bool) -> Losses:
-    """By their `DistillationLossFn` over one microbatch, with what their `prepare_loss_input` gives it."""
+    """Loss by their `DistillationLossFn` over one microbatch, with what their `prepare_loss_input` gives it."""
     student_BSV = inputs.student_BSV.clone().requires_grad_()
     teacher = torch.topk(inputs.teacher_BSV / inputs.teacher_temperature, inputs.k, dim=-1)
     names = ("kl_type", "mixed_kl_weight", "zero_outside_topk")
@@ -131,7 +131,7 @@ def their_loss(nemo: NemoRl, inputs: Inputs, config: LossConfig, *, is_parallel:
 
 
 def compare_distillation(nemo: NemoRl, inputs: Inputs, config: LossConfig, *, num_rows: int = 1, is_parallel: bool = False) -> Pairs:
-    """What both compute of a batch, by name, ours first. `is_parallel`: by their code for a vocabulary over several ranks."""
+    """Results of both for a batch, by name, ours first. `is_parallel`: by their code for a vocabulary over several ranks."""
     loss, gradient, ours = our_loss(inputs, config, num_rows=num_rows)
     their, their_gradient, theirs = their_loss(nemo, inputs, config, is_parallel=is_parallel)
     shared = [(f"metric {name}", torch.tensor(ours[name]), torch.tensor(float(theirs[name]))) for name in ours if name in theirs]

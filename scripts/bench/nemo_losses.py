@@ -69,7 +69,7 @@ LOSSES: dict[str, LossConfig] = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a loss sees, [B, S] but where it says otherwise; position [b, s] is the token that the logprob is of."""
+    """Inputs of a loss, [B, S] but where it says otherwise; position [b, s] is the token that the logprob is of."""
 
     logprobs_BS: Tensor
     old_BS: Tensor
@@ -126,7 +126,7 @@ Result = tuple[Tensor, Tensor, dict[str, float]]
 
 
 def our_loss(inputs: Inputs, config: LossConfig) -> Result:
-    """By `mrl.algo.losses.policy_loss` over one packed row."""
+    """Loss by `mrl.algo.losses.policy_loss` over one packed row."""
     logprobs = inputs.logprobs_BS.clone().requires_grad_()
     mask_T = inputs.packed(inputs.mask_BS)
     positive_T = mask_T * inputs.packed((inputs.rewards_B > 0)[:, None].expand_as(inputs.mask_BS))
@@ -148,7 +148,7 @@ def our_loss(inputs: Inputs, config: LossConfig) -> Result:
 
 
 def their_loss(nemo: NemoRl, inputs: Inputs, config: LossConfig) -> Result:
-    """By their `ClippedPGLossFn` over one microbatch. Their tensors have a first token, which nothing predicts."""
+    """Loss by their `ClippedPGLossFn` over one microbatch. Their tensors have a first token, which nothing predicts."""
     logprobs = inputs.logprobs_BS.clone().requires_grad_()
     settings = {name: getattr(config, name) for name in nemo.losses.ClippedPGLossConfig.model_fields}
     loss_function = nemo.losses.ClippedPGLossFn(nemo.losses.ClippedPGLossConfig(**settings))
@@ -169,7 +169,7 @@ def their_loss(nemo: NemoRl, inputs: Inputs, config: LossConfig) -> Result:
 
 
 def compare_losses(nemo: NemoRl, inputs: Inputs, config: LossConfig, *, but: tuple[str, ...] = ()) -> list[tuple[str, Tensor, Tensor]]:
-    """What both compute, by name, ours first: loss, gradient, and metrics of the same names, but those whose names begin with `but`."""
+    """Results of both, by name, ours first: loss, gradient, and metrics of the same names, but those whose names begin with `but`."""
     (loss, gradient, ours), (their, their_gradient, theirs) = our_loss(inputs, config), their_loss(nemo, inputs, config)
     names = [name for name in theirs if name in ours and name != "loss" and not name.startswith(but)]
     pairs = [(f"metric {name}", torch.tensor(ours[name]), torch.tensor(float(theirs[name]))) for name in names]

@@ -36,7 +36,7 @@ Pairs = list[tuple[str, Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """What is compared, from the number of a random batch."""
+    """A comparison, from the number of a random batch."""
 
     name: str
     compare: Callable[[int], Pairs]
@@ -77,7 +77,7 @@ def distillation_cases(nemo: NemoRl) -> Iterator[Case]:
 
 
 def critic_cases(nemo: NemoRl) -> Iterator[Case]:
-    """What PPO has besides."""
+    """Further cases of PPO."""
     for name, config in critic.ESTIMATORS.items():
         # One batch has two tokens whose advantages are 1e-3 apart.
         deviation = "Mean of token advantages" if name == "GAE, lambda 1" else None

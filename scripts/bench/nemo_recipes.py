@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of NeMo RL's own config files `--check` accepts, and why it refuses the others: docs/data/nemo_recipes.json, nemo_reasons.json.
+"""Verdicts of `--check` on NeMo RL's own config files: docs/data/nemo_recipes.json, nemo_reasons.json.
 
 Usage: python -m scripts.bench.nemo_recipes CHECKOUT [--json FILE] [--no-record]
 
@@ -62,29 +62,29 @@ _SOUND_OR_IMAGES = re.compile(r"-VL-|omni", re.IGNORECASE)
 
 @dataclass
 class Outcome:
-    """What a check says of one file."""
+    """Result of checking one file."""
 
     file: str
     algorithm: str
     backend: str
-    """Who trains: megatron, automodel or dtensor; "-" where nobody does."""
+    """Backend that trains: megatron, automodel or dtensor; "-" where nothing is trained."""
     model: str
     refused: list[str] = field(default_factory=list)
     """Distinct reasons, as `reason_of` writes them."""
     unchecked: list[str] = field(default_factory=list)
-    """What rules lack that could not be applied."""
+    """Values that rules lack and so could not be applied."""
     failure: str = ""
     """Traceback."""
     seconds: float = 0.0
 
     @property
     def is_megatron(self) -> bool:
-        """Whether Megatron trains a language model here."""
+        """True when Megatron trains a language model here."""
         return self.backend == "megatron" and self.algorithm != MEDIA
 
     @property
     def is_accepted(self) -> bool:
-        """Whether nothing is refused."""
+        """True when nothing is refused."""
         return not self.refused and not self.failure
 
 
@@ -122,7 +122,7 @@ def commit_of(checkout: Path) -> str:
 
 
 def check_files(checkout: Path) -> list[Outcome]:
-    """What a check says of every file of a checkout, on as many cores as this process may use."""
+    """Result of checking every file of a checkout, on as many cores as this process may use."""
     files = [path for folder in FOLDERS for path in sorted((checkout / folder).glob("**/*.yaml"))]
     with tempfile.TemporaryDirectory() as cache:
         for model, hf_config in MODELS.items():
@@ -149,7 +149,7 @@ def _prepare(checkout: Path, cache: str) -> None:
 
 
 def check_file(checkout: Path, path: Path) -> Outcome | None:
-    """What a check says of one file; None if it says neither how to train nor how to evaluate."""
+    """Result of checking one file; None if it says neither how to train nor how to evaluate."""
     settings = read_settings(path)
     if not {key[0] for key in settings} & {"policy", "generation"}:
         return None
@@ -176,7 +176,7 @@ def reason_of(problem: str) -> str:
 
 
 def algorithm_of(settings: Settings) -> str:
-    """What a file trains, and how, as the report groups it."""
+    """Algorithm of a file, as the report groups it."""
     values = {".".join(key): setting.value for key, setting in settings.items()}
     processors = [value for name, value in values.items() if name.startswith("data.") and name.endswith("processor")]
     many_media = any("limit_mm_per_prompt" in key for key in settings) or any(str(value).startswith("vlm") for value in processors)
@@ -191,7 +191,7 @@ def algorithm_of(settings: Settings) -> str:
 
 
 def backend_of(settings: Settings) -> str:
-    """Who trains."""
+    """Backend that trains."""
     values = {".".join(key): setting.value for key, setting in settings.items()}
     if values.get("policy.megatron_cfg.enabled") is True:
         return "megatron"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How full the rows of each packing algorithm are, how even the data-parallel ranks, and how long planning takes: docs/data/packing.json.
+"""Fill of rows, balance of data-parallel ranks and planning time of each packing algorithm: docs/data/packing.json.
 
 Usage: python -m scripts.bench.packing [--no-record]
 

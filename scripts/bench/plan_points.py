@@ -261,7 +261,7 @@ def predict(point: Point) -> dict[str, float]:
 
 
 def is_fitted(points: list[Point]) -> dict[str, bool]:
-    """By id, whether constants may be fitted on a point: every second one of a kind, sorted by name."""
+    """Points, by id, on which constants may be fitted: every second one of a kind, sorted by name."""
     kinds = defaultdict[str, list[str]](list)
     for point in points:
         kinds[point["kind"]].append(point["id"])
@@ -269,7 +269,7 @@ def is_fitted(points: list[Point]) -> dict[str, bool]:
 
 
 def why_left_out(point: Point) -> str | None:
-    """What the model is not for, or does not know; None if it can predict the point."""
+    """Reason to leave a point out: it is not in the model's scope; None if the model can predict it."""
     parts = {"": point, **{part: point.get(part) or {} for part in _NEEDED if part}}
     missing = [f"{part}.{key}".lstrip(".") for part, keys in _NEEDED.items() for key in keys if key not in parts[part]]
     model = parts["model"]

@@ -98,12 +98,12 @@ TAKE = Checksums.take
 
 
 class State(children.State):
-    """What a process of the bench keeps between calls."""
+    """State that a process of the bench keeps between calls."""
 
     plain: Tensor
     copy: Tensor
     num_bytes: int
-    """Of the live tensors."""
+    """Bytes of the live tensors."""
     group: CountingGroup | None
 
 
@@ -185,7 +185,7 @@ def refit(ranks: Sequence[Child], workers: Sequence[Child], attempt: int) -> int
 
 
 def seconds(function: Callable[..., object], *arguments: object) -> tuple[object, float]:
-    """What the function gave, and the wall time of the call."""
+    """Result of a function, and the wall time of the call."""
     start = time.perf_counter()
     value = function(*arguments)
     return value, time.perf_counter() - start

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the refit schedule of a large run costs to build, and what it moves: a JSON line for each case, and docs/data/schedule.json.
+"""Cost of building the refit schedule of a large run, and the bytes that it moves: a JSON line for each case, and docs/data/schedule.json.
 
 Usage: python -m scripts.bench.schedule [--models DIR] [--ranks 256 4096] [--no-record]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs a run to be looked at: spans, texts and tokens of rollouts, and its page; writes docs/data/spans.json.
+"""Cost of observing a run: spans, texts and tokens of rollouts, and its page; writes docs/data/spans.json.
 
 Usage: python -m scripts.bench.spans RUN_FOLDER [--no-record]
 
@@ -39,7 +39,7 @@ def seconds_of(call: Callable[[], object], *, count: int = 1) -> float:
 
 
 def span_rows(run: Path, step_s: float) -> list[Row]:
-    """Of the busiest process of each kind: its spans in a step, and their share of its time."""
+    """Spans in a step of the busiest process of each kind, and their share of its time."""
     with tempfile.TemporaryDirectory() as folder:
         spans.record_in(Path(folder) / f"x{spans.SUFFIX}")
         span_s = seconds_of(lambda: spans.add("train_step", time.monotonic(), phase="train", host_bytes=1), count=NUM_CALLS)

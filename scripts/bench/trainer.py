@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def measure(rank: Rank, config: RunConfig, case: Case, repeats: int) -> tuple[list[float], list[float]]:
-    """On a rank: seconds of mrl's steps and of bare ones. The first of each warms up."""
+    """Measures on a rank the seconds of mrl's steps and of bare ones. The first of each warms up."""
     with open_policy(rank, config) as policy:
         rows = packed_rows(config, case, policy.dp_rank, num_parts=case.num_ranks // config.policy.megatron_cfg.tensor_model_parallel_size)
         steps: tuple[Callable[[], object], ...] = (lambda: our_step(policy, rows), lambda: bare_step(policy, rows))

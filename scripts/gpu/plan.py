@@ -30,11 +30,11 @@ class Missed(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """Where and how large."""
+    """Size and place of a check."""
 
     device: str
     gigabytes: float
-    """Of weights, where a check moves weights."""
+    """Gigabytes of weights, where a check moves weights."""
     model: Path | None = None
     """A Hugging Face folder, for checks with an engine."""
 
@@ -131,7 +131,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def gpu_columns() -> Row:
-    """What a row says about the GPU and the software."""
+    """Columns of a row about the GPU and the software."""
     return {"GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__}
 
 

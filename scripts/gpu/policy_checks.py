@@ -98,7 +98,7 @@ def gradients(setup: Setup) -> list[Row]:
 
 
 def layers() -> str:
-    """Whose layers the model is made of here."""
+    """Library of the model's layers here."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.ssm.mamba_mixer import HAVE_MAMBA_SSM
 

@@ -26,7 +26,7 @@ DIVISORS = (1, 2, 4, 8, 16, 32, 64, 96)
 
 
 def ipc(setup: Setup) -> list[Row]:
-    """How the tests of tests/gpu ended. They need nothing but torch and pytest, and are all skipped on a CPU.
+    """Results of the tests of tests/gpu. They need nothing but torch and pytest, and are all skipped on a CPU.
 
     Raises:
         Missed: one of them failed.

@@ -84,3 +84,4 @@ def test_a_narrow_screen_needs_no_scrolling_sideways(tab: Tab, folder: Path):
     tab.open(f"file://{folder}/plan.html", width=390, height=800)
     tab.wait("document.querySelectorAll('.chart canvas').length === 2")
     assert tab.evaluate("document.documentElement.scrollWidth <= 390")
+    assert texts(tab, "h1") == [f"Plan of grpo_nanov3.yaml: {folder.name} on 8 h100-80g"]

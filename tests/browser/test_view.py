@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,11 +88,12 @@ def test_a_run_without_engines_has_the_curves_that_it_has(tab: Tab, tmp_path: Pa
     folder = tmp_path / algorithm
     folder.mkdir()
     (folder / "config.yaml").write_text(f"algorithm: {algorithm}\n{algorithm}: {{max_num_steps: 9}}\npolicy: {{model_name: tiny}}\n")
-    own = {"train/loss": 1.0, "train/grad_norm": 1.0, "time/total": 2.0, "time/train": 1.5}
-    write_metrics(folder, [{"step": step, **own, **metrics} for step in range(1, 4)])
+    own = {"train/loss": 1.0, "train/grad_norm": 1.0, "time/total": 2.0, "time/train": 1.5} | metrics
+    write_metrics(folder, [{"step": step, "train/lr": 0.1, **{name: value + step for name, value in own.items()}} for step in range(1, 4)])
     open_report(tab, folder)
     tab.wait("document.querySelector('.chart canvas')")
     assert texts(tab, ".u-title") == [*titles, "Seconds by phase"] and "3 of 9" in texts(tab, "dd")
+    assert texts(tab, "main li") == ["Learning rate: train/lr = 0.1"]
     assert texts(tab, "nav button") == ["Overview", "Resources"] and tab.errors == []
 
 
@@ -101,6 +103,58 @@ def test_a_chart_tells_the_value_under_the_mouse(tab: Tab, tmp_path: Path):
     tab.move_to(".chart .u-over")
     # The middle of steps 0 to 5; the rewards of 1 to 5 are 0.11 to 0.15.
     tab.wait("['0.12', '0.13'].includes(document.querySelector('.chart .u-series:nth-child(2) .u-value').textContent.trim())")
+
+
+def test_seconds_by_phase_add_up_with_small_phases_together(tab: Tab, tmp_path: Path):
+    folder, small = make_run(tmp_path / "run"), {"time__refit": 0.01, "time__checkpoint": 0.02, "time__teacher": 0.0}
+    times = [row(step, time__generation=1.0 + step, time__train=2.0, **small) for step in range(1, 6)]
+    write_metrics(folder, [{"step": 0, "val/accuracy": 0.1}, *times])
+    open_report(tab, folder)
+    tab.wait("charts.some(([plot]) => plot.series.some((one) => one.label === 'generation'))")
+    plot = "charts.find(([plot]) => plot.series.some((one) => one.label === 'generation'))[0]"
+    assert tab.evaluate(f"{plot}.series.map((one) => one.label)") == ["step", "other: teacher, refit, checkpoint", "train", "generation"]
+    assert tab.evaluate(f"{plot}.data.slice(1).map((column) => [column[0], Number(column[1].toFixed(2))])") == [
+        [None, 4.03],
+        [None, 4.0],
+        [None, 2.0],
+    ]
+    # The colours of the timeline.
+    assert tab.evaluate(f"{plot}.series.slice(2).map((one) => one._stroke)") == ["#059669", "#2563eb"]
+
+
+def test_environments_have_curves_of_their_own_where_there_are_several(tab: Tab, tmp_path: Path):
+    folder = make_run(tmp_path / "run")
+    write_metrics(folder, [row(step, rollout__math__reward=0.1 * step) for step in range(1, 6)])
+    open_report(tab, folder)
+    tab.wait("document.querySelector('.chart canvas')")
+    assert "Reward by environment" not in texts(tab, ".u-title")
+    write_metrics(folder, [row(step, rollout__math__reward=0.1 * step, rollout__code__reward=0.2) for step in range(1, 6)])
+    open_report(tab, folder)
+    tab.wait("document.querySelector('.chart canvas')")
+    assert "Reward by environment" in texts(tab, ".u-title") and "rollout/code/reward" in texts(tab, ".u-label")
+
+
+def test_the_page_leads_to_its_tabs_and_to_the_files_of_the_run(tab: Tab, tmp_path: Path):
+    folder = make_run(tmp_path / "run")
+    write_metrics(folder, [row(step, rollout__groups_without_signal=4.0) for step in range(1, 6)])
+    open_report(tab, folder)
+    assert tab.evaluate("[...document.querySelectorAll('dd a')].map((e) => e.getAttribute('href'))") == [
+        "config.yaml", "metrics.jsonl", "logs/exp_001/", "logs/exp_001/actors/"]  # fmt: skip
+    tab.evaluate("document.querySelector('.advice a[href=\"#rollouts\"]').click()")
+    tab.wait("document.querySelector('main').dataset.shown === 'rollouts'")
+    tab.open(f"file://{folder}/report.html#timeline")
+    tab.wait("document.querySelector('main').dataset.shown === 'timeline'")
+
+
+def test_the_page_is_dark_where_the_reader_wants_it(tab: Tab, tmp_path: Path):
+    def brightness(part: str) -> int:
+        return sum(int(found) for found in re.findall(r"\d+", str(tab.evaluate(f"getComputedStyle(document.body).{part}")))[:3])
+
+    folder = make_run(tmp_path / "run")
+    for mode, is_dark in (("dark", True), ("light", False)):
+        tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": mode}])
+        open_report(tab, folder)
+        assert (brightness("color") > brightness("backgroundColor")) is is_dark
 
 
 def test_a_narrow_screen_needs_no_scrolling_sideways(tab: Tab, tmp_path: Path):

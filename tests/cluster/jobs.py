@@ -42,7 +42,7 @@ class Job:
 
     @property
     def output(self) -> str:
-        """What Slurm wrote for it, of all starts."""
+        """Output that Slurm wrote for it, of all starts."""
         path = self.folder / f"slurm-{self.job_id}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def num_starts(self) -> int:
-        """How often Slurm or `scripts/ray.sub` started the job: each start has a folder of logs."""
+        """Number of times that Slurm or `scripts/ray.sub` started the job: each start has a folder of logs."""
         return len(list(self.folder.glob(f"{self.job_id}*-logs")))
 
     def log(self, name: str, restart: int = 0) -> str:
@@ -77,7 +77,7 @@ class Job:
         wait_until(has_resumed, "resumption", timeout_s, explain=self.explain)
 
     def end(self, *, timeout_s: float = JOB_TIMEOUT_S) -> str:
-        """How it ended."""
+        """State in which it ended."""
         states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
         wait_until(lambda: self.box.job(self.job_id).get("JobState") in states, "end of the job", timeout_s, explain=self.explain)
         return self.box.job(self.job_id)["JobState"]

@@ -27,7 +27,7 @@ NODE_LOCAL = ("/dev/shm", "/mnt")
 
 
 def missing() -> str | None:
-    """What this host lacks to run them; None if nothing."""
+    """Requirement that this host lacks; None if nothing."""
     if os.geteuid() != 0:
         return "root, for namespaces"
     return None if shutil.which("ip") else "ip, of the package iproute2"
@@ -63,7 +63,7 @@ class Nodes:
         return self.folder / f"node-{rank}.log"
 
     def log(self, rank: int) -> str:
-        """What a node has printed."""
+        """Output of a node."""
         return self.log_path(rank).read_text(errors="replace")
 
     def explain(self) -> str:

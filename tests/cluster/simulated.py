@@ -103,7 +103,7 @@ class Simulation:
 
     @property
     def output(self) -> str:
-        """What the batch script printed."""
+        """Output of the batch script."""
         return (self.folder / "job.out").read_text()
 
     @property
@@ -111,7 +111,7 @@ class Simulation:
         return self.folder / f"{JOB_ID}-logs"
 
     def record(self, command: str) -> list[str]:
-        """How a command was called, a line each."""
+        """Calls of a command, a line each."""
         path = self.folder / "record" / command
         return path.read_text().splitlines() if path.exists() else []
 

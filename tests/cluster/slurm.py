@@ -78,7 +78,7 @@ GRACE_S = 60
 
 
 def missing() -> str | None:
-    """What this host lacks to run Slurm; None if nothing."""
+    """Requirement of Slurm that this host lacks; None if nothing."""
     if os.geteuid() != 0:
         return "root, for namespaces"
     return next(
@@ -92,12 +92,12 @@ def missing() -> str | None:
 
 
 def can_install() -> bool:
-    """Whether this host may have what it lacks."""
+    """True when this host may install what it lacks."""
     return os.geteuid() == 0 and shutil.which("apt-get") is not None
 
 
 def run(*words: str, check: bool = True, timeout_s: float = HANG_S) -> str:
-    """What a command prints."""
+    """Output of a command."""
     done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s)
     assert not check or done.returncode == 0, f"{' '.join(words)}: {done.stderr or done.stdout}"
     return done.stdout
@@ -110,7 +110,7 @@ class SlurmBox:
     folder: Path
     num_nodes: int = 4
     num_gpus: int = 0
-    """Of every node, as Slurm sees it."""
+    """GPUs of every node, as Slurm sees it."""
     processes: dict[str, subprocess.Popen] = field(default_factory=dict)
 
     @property
@@ -130,7 +130,7 @@ class SlurmBox:
         variables: Mapping[str, str] | None = None,
         folder: Path | None = None,
     ) -> str:
-        """What a command of Slurm prints, run in a folder."""
+        """Output of a command of Slurm, run in a folder."""
         environment = self.environment | dict(variables or {})
         done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, env=environment, cwd=folder or self.folder)
         assert not check or done.returncode == 0, f"{' '.join(words)}: {done.stderr or done.stdout}"
@@ -191,7 +191,7 @@ class SlurmBox:
         )
 
     def job(self, job_id: int) -> dict[str, str]:
-        """What Slurm knows of a job."""
+        """Facts that Slurm knows of a job."""
         return dict(re.findall(r"(\w+)=(\S*)", self.slurm("scontrol", "show", "job", "-o", str(job_id), check=False)))
 
     def wait_for_state(self, job_id: int, *states: str, timeout_s: float) -> str:

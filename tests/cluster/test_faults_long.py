@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to clusters: time limits, preemption, lost power, a cut network, a cache on one node's disk, two jobs in one run folder."""
+"""Events of clusters: time limits, preemption, lost power, a cut network, a cache on one node's disk, two jobs in one run folder."""
 
 from __future__ import annotations
 

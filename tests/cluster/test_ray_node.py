@@ -58,7 +58,7 @@ print("interfaces", os.environ.get("NCCL_SOCKET_IFNAME"))
 
 
 def kubernetes_variables(folder: Path, command: list[str], *, num_nodes: int) -> Callable[[int], dict[str, str]]:
-    """What the pod of each rank is given, as the manifest says it."""
+    """Variables of each rank's pod, as the manifest gives them."""
     job = KubernetesJob(
         command, num_nodes=num_nodes, gpus_per_node=0, name="run", namespace="default", image="mrl", claim="fsx", mount_path="/shared",
         instance_type=None, num_efa=0, cpus=1, memory="1Gi", shared_memory="1Gi",
@@ -135,7 +135,7 @@ def test_a_node_whose_ray_dies_fails(tmp_path: Path):
 
 
 def lepton_variables(folder: Path, *, num_nodes: int, **more: str) -> Callable[[int], dict[str, str]]:
-    """What Lepton gives to each worker of a job, and what its form asks the user for."""
+    """Variables that Lepton gives each worker of a job, and those that its form asks the user for."""
     given = {
         "LEPTON_JOB_NAME": "grpo",
         "LEPTON_JOB_TOTAL_WORKERS": str(num_nodes),

@@ -123,17 +123,17 @@ def ledger(run_folder: Path) -> list[dict]:
 
 
 def is_taken(run_folder: Path, step: int) -> bool:
-    """Whether step `step` is being generated."""
+    """True when step `step` is being generated."""
     return bool(events := ledger(run_folder)) and events[-1]["event"] == "taken" and events[-1]["step"] == step
 
 
 def is_trained(run_folder: Path, step: int) -> bool:
-    """Whether step `step` has been trained and the next one not begun: refit, or checkpoint."""
+    """True when step `step` has been trained and the next one not begun: refit, or checkpoint."""
     return bool(events := ledger(run_folder)) and events[-1]["event"] == "trained" and events[-1]["step"] == step
 
 
 def is_writing(run_folder: Path, step: int) -> bool:
-    """Whether ranks are writing their files of the checkpoint of step `step`, in the background; its metadata come after all of them."""
+    """True when ranks are writing their files of the checkpoint of step `step`, in the background; its metadata come after all of them."""
     # Walks on when the folder gets its final name meanwhile.
     names = [name for _, _, files in os.walk(run_folder / f"tmp_step_{step}") for name in files]
     return any(name.endswith(".distcp") for name in names) and ".metadata" not in names

@@ -45,15 +45,15 @@ class Phase:
     """A phase of an attempt, and how one ends that gets a signal in it."""
 
     has_come: Callable[[Attempt, int], bool]
-    """Of an attempt, and the step that it resumes from."""
+    """Condition on an attempt and the step that it resumes from."""
     trains: bool = False
-    """Whether it has trained a step, which it saves."""
+    """True when it has trained a step, which it saves."""
     code: int = ENDED_EARLY
     overrides: Callable[[int], list[str]] = lambda _: []
 
 
 def is_listening(attempt: Attempt) -> bool:
-    """Whether the driver's first line has run."""
+    """True when the driver's first line has run."""
     status = Path(f"/proc/{attempt.process.pid}/status").read_text()
     return bool(int(status.partition("SigBlk:")[2].split()[0], 16) & 1 << signal.SIGTERM - 1)
 

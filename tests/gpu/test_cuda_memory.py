@@ -39,7 +39,7 @@ TARGET: Layout = {
 
 
 class Gpu(State):
-    """What the two processes keep."""
+    """State that the two processes keep."""
 
     memory: SharedMemory | None
     mapped: MappedMemory

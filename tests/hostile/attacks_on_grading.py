@@ -76,7 +76,7 @@ ON_SHARE = {
     """,
     "unreadable own folder": "os.chmod('.', 0)\nwon()",
 }
-"""What must end with reward 0, and leave nothing behind."""
+"""Programs that must end with reward 0, and leave nothing behind."""
 
 ON_GRADING = {
     "FIFO in place of the result": "os.path.exists('result.json') and os.unlink('result.json')\nos.mkfifo('result.json')\nos._exit(0)",
@@ -140,4 +140,4 @@ ON_GRADING = {
         sys.stdout = sys.stderr = None
     """,
 }
-"""What must be a reward of 0 and not a mask, whatever the program does to its files and its grader."""
+"""Programs that must get a reward of 0 and not a mask, whatever the program does to its files and its grader."""

@@ -7,7 +7,7 @@ from tests.sources import ROOT
 
 _PARTS = (ROOT / "tests" / "hostile" / "benign_programs.txt").read_text(encoding="utf-8").split("## ")[1:]
 BENIGN = {name: source for name, _, source in (part.partition("\n") for part in _PARTS)}
-"""By name, a source that ends without an exception in an empty folder."""
+"""Sources by name; each is one that ends without an exception in an empty folder."""
 
 RUNNER = """
 import os, shutil, sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of hostile checkpoints run on a rank: one policy that is given checkpoint after checkpoint."""
+"""Functions that the tests of hostile checkpoints run on a rank: one policy that is given checkpoint after checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def save_one(rank: Rank, config: RunConfig, weights_dir: Path) -> None:
 
 
 def load_all(rank: Rank, config: RunConfig, honest: Path, resumed: list[Path], cached: list[Path]) -> tuple[bool, list[str]]:
-    """Whether the honest checkpoint loads, and what each load of the others said; "" where it went through."""
+    """True when the honest checkpoint loads, and the message of each load of the others; "" where it went through."""
     messages = []
     with open_policy(rank, config) as policy, pytest.MonkeyPatch.context() as patch:
         # A user may have set it for other files.

@@ -70,7 +70,7 @@ HONEST = {
 
 @dataclass
 class Outside:
-    """What one attack finds outside, and what must be as it was behind it."""
+    """State outside of an attack, which must be unchanged behind it."""
 
     name: str
     folder: str
@@ -83,7 +83,7 @@ class Outside:
     shared: str
     """File with the answer in the memory of the host."""
     answer: str = ""
-    """What the program must print; not said to those that are to read it."""
+    """Output that the program must print; not said to those that are to read it."""
     begins: str = ANSWER_BEGINS
     length: int = 0
     port: int = 0
@@ -190,7 +190,7 @@ def outside_of(name: str, folder: Path, listener: Listener, answer: str, *, is_t
 
 
 def changes(outside: Outside, process: subprocess.Popen[bytes] | None, listener: Listener) -> list[str]:
-    """What is not as it was, by its name."""
+    """Changes, by name."""
     folder, victim, found = Path(outside.folder), Path(outside.victim), []
     try:
         state = victim.stat()

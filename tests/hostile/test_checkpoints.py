@@ -141,7 +141,7 @@ CARRIES_CODE = [attack for attack in ATTACKS if "code" in attack.__name__]
 
 @dataclass
 class Outcomes:
-    """What became of every hostile checkpoint."""
+    """Outcomes of every hostile checkpoint."""
 
     is_honest_loaded: bool
     markers: dict[tuple[str, str], Path]

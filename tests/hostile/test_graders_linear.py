@@ -125,7 +125,7 @@ MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
         "_is_last_word _composition CHECKS".split()
     },
 }
-"""By the module, and the name that is assigned or the function that holds the pattern: what puts a text through it."""
+"""Callers by the module, and the name that is assigned or the function that holds the pattern: what puts a text through it."""
 
 MEETS_NO_TEXT = {
     "mrl.envs.math_value.SCIENTIFIC",
@@ -210,7 +210,7 @@ PIECES = (
 )
 
 HEADS = ("a", "A.", "answer", "answer is", "answer:", "\\boxed{", "\\boxed{\\text{", "Section", "p.p.", "```\na", "<<", "[", "*")
-"""What a long run of white space may follow."""
+"""Texts that a long run of white space may follow."""
 
 
 def patterns_of_the_product() -> Iterator[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other users and containers of a host may try on a run's files and ports."""
+"""Attacks of a host's other users and containers on a run's files and ports."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ OTHER_USER = 54321
 
 
 def as_other_user(call: Callable[[], object]) -> str:
-    """What `call` raises or returns in a child of another user."""
+    """Result or error of `call` in a child of another user."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         try:

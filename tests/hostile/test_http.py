@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients of the HTTP endpoint may try, over real sockets to the gate of engines; the app behind it says what it read."""
+"""Attacks of the HTTP endpoint's clients, over real sockets to the gate of engines; the app behind it says what it read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def count(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> tuple[str, int]:
-    """Where the gate listens."""
+    """Address where the gate listens."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     http_gate.start(count, listener, api_key=KEY, max_body=MAX_BODY)
     return listener.getsockname()
@@ -319,7 +319,7 @@ def test_sessions_together_have_a_size(texts: int):
 
 
 def test_a_question_that_can_never_have_its_slots_is_refused():
-    """Whatever came through the gate, by whatever number vLLM has read: it would block all that come after it."""
+    """A question that came through the gate, by whatever number vLLM has read: it would block all that come after it."""
     callers = Callers(8)
     with pytest.raises(ValueError, match="n=9: there are 8 slots"):
         callers.ask(question("greedy", 9))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an argument of a launcher may smuggle into a manifest, a script or a form, and into what scripts install and start."""
+"""Attacks by arguments of a launcher that smuggle text into a manifest, a script or a form, and into what scripts install and start."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_cannot_be_seen_is_not_handed_on(launcher: str, character: str, cap
 
 
 def node(tmp_path: Path, **variables: str) -> str:
-    """What scripts/ray_node.sh says as the head of a node without GPUs; `ray` says what it is started with."""
+    """Output of scripts/ray_node.sh as the head of a node without GPUs; `ray` says what it is started with."""
     for name, text in {"ray": 'echo "ray $* mode=$RAY_AUTH_MODE"; exit 1', "python": "echo 10.0.0.1", "getent": "echo 10.0.0.1"}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)

@@ -22,7 +22,7 @@ IDENTITIES = ("self", "plain user", "container")
 
 
 class Outcome(TypedDict):
-    """What came of one program."""
+    """Outcome of one program."""
 
     reward: float
     status: str
@@ -31,7 +31,7 @@ class Outcome(TypedDict):
 
 
 class Outcomes(TypedDict):
-    """What came of all programs of one identity."""
+    """Outcomes of all programs of one identity."""
 
     outcomes: dict[str, Outcome]
     left: list[str]

@@ -77,7 +77,7 @@ KEY = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBgkqhkiG9w0\nBAQEFAASCBKcwggSjAg
 
 @pytest.mark.parametrize("quote", [str, repr, lambda key: key.splitlines()[1], lambda key: " ".join(key.split("\n"))], ids=range(4))
 def test_no_line_of_a_long_secret_is_printed(monkeypatch: pytest.MonkeyPatch, quote: Callable[[str], str]):
-    """Of the environment and of a config; whole, and as messages quote a part of it."""
+    """Secrets of the environment and of a config; whole, and as messages quote a part of it."""
     said = f"cannot read {quote(KEY)}"
     of_config = redact_text(said, {KEY})
     monkeypatch.setenv("DEPLOY_PRIVATE_KEY", KEY)

@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def shown(folder: Path) -> dict | str:
-    """What the page holds of a folder, with the rollouts of a dump, or the refusal. Fails if that does not end."""
+    """Data of a folder's page, with the rollouts of a dump, or the refusal. Fails if that does not end."""
     found: list[dict | str] = []
 
     def show() -> None:

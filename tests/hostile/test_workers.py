@@ -52,7 +52,7 @@ def pools() -> Iterator[dict[str, Pool]]:
 
 
 def target(deed: str, folder: Path, listener: socket.socket) -> str:
-    """What a deed is done to."""
+    """Target of a deed."""
     (folder / "victim").write_text("untouched")
     if deed == "connect":
         return str(listener.getsockname()[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `scripts/quickstart.sh` runs after installing, in a folder of its own, and what it leaves there."""
+"""Commands that `scripts/quickstart.sh` runs after installing, in a folder of its own, and the files that they leave there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRAIN_TIMEOUT_S = 4 * HANG_S
 EXPORT_TIMEOUT_S = HANG_S
 RUN_FOLDER = Path("results/grpo_tiny")
 PREFIX = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING|ERROR) "
-"""Of every line of a run's log off a terminal."""
+"""Prefix of every line of a run's log off a terminal."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Quickstart:
     seconds: float
     """Wall time of preparing and training."""
     console: str
-    """What the training command printed."""
+    """Output of the training command."""
 
     @property
     def run_folder(self) -> Path:
@@ -72,7 +72,7 @@ class Accuracy:
 
 
 def accuracy_before(quickstart: Quickstart) -> Accuracy:
-    """That of the model that the run started from."""
+    """Accuracy of the model that the run started from."""
     return evaluate(quickstart, quickstart.folder / "prepared" / "tiny" / "model")
 
 

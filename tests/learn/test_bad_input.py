@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user can get wrong: exit code 2 and one message with key, value, rule and way out, before any actor."""
+"""Mistakes of users: exit code 2 and one message with key, value, rule and way out, before any actor."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 
 def this_process() -> dict[str, object]:
-    """What a run writes into its folder to own it."""
+    """Content that a run writes into its folder to own it."""
     process = {
         "host": os.uname().nodename,
         "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""),

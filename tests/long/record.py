@@ -72,7 +72,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "vs_trl": ("mrl/train.py", "mrl/loop", "mrl/cluster", "mrl/rollout", "mrl/policy", "mrl/algo", "configs/grpo_tiny.yaml"),
     "witness": ("conversion/families", "mrl/refit", "mrl/rollout"),
 }
-"""What each part measures: the product files and folders whose changes make its table old."""
+"""Measured parts: the product files and folders whose changes make its table old."""
 
 OUTCOMES = ("async", "config", "environments", "faults", "hangs", "hostile", "model_folders", "nodes", "signals")
 """Parts that measure nothing but whether their tests pass; `tests/conftest.py` records that."""

@@ -40,7 +40,7 @@ ALGORITHMS: dict[str, list[str]] = {
 
 @pytest.fixture(scope="module")
 def rows() -> Iterator[list[Row]]:
-    """What this part measures; kept also if it is not what is required."""
+    """Rows that this part measures; kept also if they are not what is required."""
     measured: list[Row] = []
     yield measured
     if measured:

@@ -31,7 +31,7 @@ STEPS_BETWEEN_VALIDATIONS = 20
 
 @pytest.fixture(scope="module")
 def rows() -> Iterator[list[Row]]:
-    """What this part measures; kept also if it is not what is required."""
+    """Rows that this part measures; kept also if they are not what is required."""
     measured: list[Row] = []
     yield measured
     if measured:

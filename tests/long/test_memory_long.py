@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What features save in memory. Writes docs/data/NAME.json, from which docs/measured/performance.md is rendered."""
+"""Savings of features in memory. Writes docs/data/NAME.json, from which docs/measured/performance.md is rendered."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def learned() -> Iterator[list[Row]]:
-    """What this part measures; kept also if it is not what is required."""
+    """Rows that this part measures; kept also if they are not what is required."""
     measured: list[Row] = []
     yield measured
     if measured:

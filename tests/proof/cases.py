@@ -57,7 +57,7 @@ class Case:
         )
 
     def source_arrays(self, sources: Mapping[int, Layout]) -> dict[int, Arrays]:
-        """What every rank holds by its layout."""
+        """Values that every rank holds by its layout."""
         by_layout = {id(layout): build_layout(layout, self.canonical) for layout in sources.values()}
         return {rank: by_layout[id(layout)] for rank, layout in sources.items()}
 
@@ -133,7 +133,7 @@ def build_layout(layout: Layout, canonical: Mapping[str, np.ndarray]) -> Arrays:
 
 
 def carry_out(case: Case, schedule: Schedule, sources: Mapping[int, Arrays]) -> dict[int, Arrays]:
-    """What all workers hold after the schedule. Fails if an element is written twice, out of bounds, or a buffer is too small."""
+    """Values that all workers hold after the schedule. Fails if an element is written twice, out of bounds, or a buffer is too small."""
     targets = {
         target: {slot: np.full(content.shape, UNWRITTEN, dtype=np.int64) for slot, content in layout.items()}
         for target, layout in case.targets.items()

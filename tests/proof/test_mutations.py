@@ -19,7 +19,7 @@ from tests.proof.cases import Case
 NUM_SEEDS = 600
 
 Change = Callable[[list[Piece]], list[Piece] | None]
-"""What goes wrong in a slot: its pieces, changed, or None where there is nothing to change."""
+"""A fault in a slot: its pieces, changed, or None where there is nothing to change."""
 
 
 def rule_of(name: str) -> str:
@@ -95,7 +95,7 @@ def mutated(layout: Layout, rule: str, change: Change) -> Layout | None:
 
 
 def is_caught(case: Case, rule: str, side: str, change: Change) -> bool | None:
-    """Whether the proof or the values show the wrong rule; None where it changes nothing that is read in this case."""
+    """True when the proof or the values show the wrong rule; None where it changes nothing that is read in this case."""
     right = case.sources if side == "source" else case.targets
     wrong = {id(layout): mutated(layout, rule, change) for layout in right.values()}
     if all(layout is None for layout in wrong.values()):

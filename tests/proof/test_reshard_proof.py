@@ -26,7 +26,7 @@ SHORT, CHUNK = 2_000, 250
 
 
 def wrong_cases(seeds: range) -> list[str]:
-    """What is wrong with the cases of these seeds."""
+    """Faults of the cases of these seeds."""
     wrong = []
     for seed in seeds:
         case = Case(random.Random(seed))

@@ -40,7 +40,7 @@ PUBLISHED = {
     # Its layers are all alike.
     "qwen3_30b_a3b": ("qwen3_moe", {"num_hidden_layers": 2}),
 }
-"""Of scripts/bench/models, by name: model type, and what is changed."""
+"""Models of scripts/bench/models, by name: model type, and what is changed."""
 
 
 TINY = ("nemotron_h, latent experts", "qwen2", "qwen3, tied", "qwen3_moe, a dense layer", "llama", "mixtral")
@@ -55,9 +55,9 @@ class Row:
     tp: int
     ep: int
     fault: str
-    """What the preparation of a refit finds fault with; empty where it goes through."""
+    """Fault that the preparation of a refit finds; empty where it goes through."""
     casts: list[str]
-    """What the log of a run says of dtypes that differ from the trainer's, which are bfloat16."""
+    """Log lines of a run about dtypes that differ from the trainer's, which are bfloat16."""
     expert_backends: list[str]
 
 
@@ -102,7 +102,7 @@ def become_cuda() -> Callable[[str], None]:
 
 
 def worker_models(folder: Path, parallel: VllmParallel, workers: Sequence[int]) -> list[nn.Module]:
-    """What vLLM builds for these workers of an engine, with mrl's arguments."""
+    """Models that vLLM builds for these workers of an engine, with mrl's arguments."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -160,14 +160,14 @@ def tiny_run() -> RunConfig:
 
 
 def run_config(folder: Path, parallel: VllmParallel) -> RunConfig:
-    """What `build_schedule` reads."""
+    """Inputs that `build_schedule` reads."""
     run = tiny_run()
     generation = replace(run.policy.generation, vllm_cfg=vllm_config(parallel))
     return replace(run, policy=replace(run.policy, model_name=str(folder), generation=generation))
 
 
 def vllm_config(parallel: VllmParallel) -> VllmConfig:
-    """Of a bfloat16 engine."""
+    """Config of a bfloat16 engine."""
     return VllmConfig(
         precision="bfloat16", max_model_len=256, enforce_eager=True, tensor_parallel_size=parallel.tp, expert_parallel_size=parallel.ep
     )

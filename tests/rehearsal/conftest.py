@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rehearsals share: Transformer Engine's Python, and the engines of tests/stack/rollout."""
+"""Shared by the rehearsals: Transformer Engine's Python, and the engines of tests/stack/rollout."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _replace(name: str, value: object) -> None:
 
 
 class Rank:
-    """What one rank builds: its chunks in DDP, what the conversion table says of them, its weights by slot, its optimizer."""
+    """Parts that one rank builds: its chunks in DDP, their rules in the conversion table, its weights by slot, its optimizer."""
 
     def __init__(self, config: PolicyConfig, hf_config: HfConfig, device: str) -> None:
         from megatron.core.utils import unwrap_model

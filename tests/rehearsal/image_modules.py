@@ -32,7 +32,7 @@ LEFT_OUT = re.compile(r"(^|\.)(test|tests|jax|contrib|debug|tools)\b")
 
 
 class Modules(TypedDict):
-    """What one source offers to `import`."""
+    """Modules that one source offers to `import`."""
 
     version: str
     """A package's version, or a commit."""
@@ -71,7 +71,7 @@ def _extensions(tree: ast.AST, variable: str) -> Iterator[tuple[str, str]]:
 
 
 def apex_modules(clone: Path, commit: str) -> Modules:
-    """Those of Apex at a commit of a clone, whose files need not be checked out."""
+    """Modules of Apex at a commit of a clone, whose files need not be checked out."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", clone, *words], check=True, capture_output=True, text=True, timeout=HANG_S).stdout
@@ -81,7 +81,7 @@ def apex_modules(clone: Path, commit: str) -> Modules:
 
 
 def package_modules(name: str, version: str) -> Modules:
-    """Those of a version on the index: of its sources, or of a wheel for every platform."""
+    """Modules of a version on the index: of its sources, or of a wheel for every platform."""
     archive, read = download(name, version, ".tar.gz", "-py3-none-any.whl")
     content, stem = io.BytesIO(read), archive.removesuffix(".tar.gz")
     if archive.endswith(".whl"):

@@ -58,7 +58,7 @@ class Row:
     arena_bytes: int
     gradient_bytes: int
     refit: list[str]
-    """What the refit's schedule asks of this rank and does not fit the live model; how much it asks."""
+    """Requests of the refit's schedule that do not fit this rank's live model; number of all requests."""
     num_copies: int
 
 
@@ -147,7 +147,7 @@ def refit_faults(built: Rank, schedule: Schedule, rank: int) -> tuple[list[str],
 
 
 def holding_fault(tensors: Mapping[Slot, tuple[tuple[int, ...], str]], holding: Holding, num_bytes: int) -> str:
-    """Why a rank with these shapes and dtypes cannot read a box."""
+    """Reason why a rank with these shapes and dtypes cannot read a box."""
     if holding.slot not in tensors:
         return f"{holding.slot} is not there"
     shape, dtype = tensors[holding.slot]
@@ -160,7 +160,7 @@ def holding_fault(tensors: Mapping[Slot, tuple[tuple[int, ...], str]], holding: 
 
 
 def rows(folder: Path, wanted: list[tuple[int, int]]) -> Iterator[Row]:
-    """Of nodes and rank."""
+    """Rows of node and rank."""
     for nodes in sorted({nodes for nodes, _ in wanted}):
         config, hf_config = run_config(nodes, folder)
         schedule = schedule_of(config, hf_config)

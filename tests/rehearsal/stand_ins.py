@@ -56,9 +56,9 @@ class Shape:
     num_ranks: int
     num_rollouts: int
     num_tokens: int = 4096
-    """Of a rollout, as its metadata say."""
+    """Tokens of a rollout, as its metadata say."""
     payload_tokens: int = 16
-    """Of a rollout, as its payload holds."""
+    """Tokens of a rollout, as its payload holds."""
     text_characters: int = 200
     words: tuple[str, ...] = ()
     """Further overrides of the config."""
@@ -203,7 +203,7 @@ class Host:
 
 @dataclass
 class Calls:
-    """What the driver sends, by (kind, method or verb)."""
+    """Messages that the driver sends, by (kind, method or verb)."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     sizes: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -226,7 +226,7 @@ class Handle:
 
 @dataclass(frozen=True)
 class Method:
-    """What `remote` of a handle's method calls."""
+    """The method that `remote` of a handle's method calls."""
 
     at: object
     place: tuple[str, int, Shape]

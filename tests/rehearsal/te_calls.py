@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, object]] = {
     "qwen3": {},
     "qwen3_moe": dict(mlp_only_layers=[1]),
 }
-"""By model_type: what is changed of tests.models.TINY."""
+"""Changes, by model_type, of tests.models.TINY."""
 FUSED = tuple(f"policy.megatron_cfg.{key}=true" for key in ("moe_permute_fusion", "apply_rope_fusion", "activation_checkpointing"))
 ATTENTION, LINEAR = "DotProductAttention.forward", "Linear.forward"
 ROTARY, PERMUTE, UNPERMUTE = "apply_rotary_pos_emb", "moe_permute_with_probs", "moe_unpermute"
@@ -49,18 +49,18 @@ class Row:
     num_excluded: int
     num_wrong: int
     max_difference: float
-    """Of logprobs of tokens, from transformers'."""
+    """Largest difference of tokens' logprobs from transformers'."""
     without_gradient: list[str]
     """Trained weights, but experts, that a backward pass leaves without a gradient."""
     kernels: list[str]
-    """That Megatron has called."""
+    """Kernels that Megatron has called."""
 
 
 Kernel = Callable[[SimpleNamespace], object]
 
 
 def kernels() -> dict[str, tuple[object, str, Kernel]]:
-    """By name: where Megatron finds it, under which name, and what computes instead, from the arguments by Transformer Engine's names."""
+    """Kernels by name: place, name in Megatron, and what computes instead, from the arguments by Transformer Engine's names."""
     import transformer_engine.pytorch as te
     from megatron.core import parallel_state
     from megatron.core.extensions import transformer_engine as extension

@@ -47,7 +47,7 @@ class Row:
     rank: int
     num_weights: int
     fault: str
-    """How the live model differs from the conversion table; empty where it does not."""
+    """Difference of the live model from the conversion table; empty where it does not."""
 
 
 def layouts(model_type: str) -> list[str]:

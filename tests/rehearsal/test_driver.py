@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the driver sends and waits for in a step, with all of its code, real Ray, and stand-ins that answer at once.
+"""Messages and waits of the driver in a step, with all of its code, real Ray, and stand-ins that answer at once.
 
 Counts, never seconds: `python -m scripts.bench.driver` measures those.
 """
@@ -33,7 +33,7 @@ def processes() -> Iterator[list]:
 
 @dataclass(frozen=True)
 class Sent:
-    """What the driver has sent in a step, by (kind, method or verb)."""
+    """Messages that the driver has sent in a step, by (kind, method or verb)."""
 
     counts: Counter[tuple[str, str]]
     sizes: Counter[tuple[str, str]]
@@ -42,7 +42,7 @@ class Sent:
 
 @pytest.fixture(scope="module")
 def sent(processes: list, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Sent]:
-    """What the driver of a run with so many ranks sends in its first step."""
+    """Messages that the driver of a run with so many ranks sends in its first step."""
 
     @cache
     def step(num_ranks: int) -> Sent:

@@ -38,7 +38,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def resolve(python: str, constraints: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """What uv finds for the project, its extras and the build tools of install_gpu.sh, with wheels wherever there are any."""
+    """Packages that uv finds for the project, its extras and the build tools of install_gpu.sh, with wheels wherever there are any."""
     (tools,) = re.findall(r"^BUILD=\((.+)\)$", (ROOT / "scripts" / "install_gpu.sh").read_text(), re.MULTILINE)
     words = [uv.find_uv_bin(), "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--constraint", constraints]
     words += [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Dockerfiles import while they build, and mrl on GPU hosts, is in the sources of the pinned versions. No image is built here."""
+"""Imports of the Dockerfiles, and of mrl on GPU hosts, are in the sources of the pinned versions. No image is built here."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ INSTALLED = {"megatron": ("megatron-core",) * 2, "ray": ("ray", "ray"), "torch":
 
 
 def stale_records(pins: Mapping[str, str], dockerfile: str) -> list[str]:
-    """What image_modules.json does not know in the version that is pinned now."""
+    """Records that image_modules.json lacks in the version that is pinned now."""
     wanted = {"apex": apex_commit(dockerfile), **pins}
     return [name for name, modules in RECORDED.items() if modules["version"] != wanted[name]]
 
 
 def recorded_names(dockerfile: str) -> set[str]:
-    """What can be imported of the recorded sources, with the extensions of Apex that the Dockerfile asks for."""
+    """Names that can be imported of the recorded sources, with the extensions of Apex that the Dockerfile asks for."""
     asked = {"", *re.findall(r"\b(APEX_\w+)=1\b", dockerfile)}
     compiled = {name for modules in RECORDED.values() for name, variable in modules["extensions"].items() if variable in asked}
     return compiled.union(*(modules["python"] for modules in RECORDED.values()))

@@ -42,7 +42,7 @@ class Device:
         self.moved: list[str] = []
         """Tag of every copy between device and host."""
         self.calls: list[str] = []
-        """Of the workers, by the executor."""
+        """Calls of the workers, by the executor."""
 
     def unmap(self, device: int, size: int, address: int, handle: int) -> None:
         assert address not in self.asleep, f"{self.tag_at[address]} was released twice"
@@ -118,7 +118,7 @@ def worker_of(engine: Engine):
 
 
 def memory_of(engine: Engine) -> dict[str, list[torch.Tensor]]:
-    """What a GPU worker has in its sleep allocator, by tag."""
+    """Tensors that a GPU worker has in its sleep allocator, by tag."""
     runner = worker_of(engine).model_runner
     caches = [tensor for cache in runner.kv_caches for tensor in (cache if isinstance(cache, list | tuple) else [cache])]
     assert caches and all(isinstance(tensor, torch.Tensor) for tensor in caches)

@@ -34,7 +34,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 @dataclass(frozen=True)
 class Result:
-    """How a part went."""
+    """Result of a part."""
 
     name: str
     code: int
@@ -45,12 +45,12 @@ class Result:
     longest_sleep: str
     """The test in which most of them passed, and how many; empty where there was none."""
     stalled_in: str | None
-    """Where nothing moved any more, if the part was ended for that."""
+    """Place where nothing moved any more, if the part was ended for that."""
 
 
 @dataclass
 class Movement:
-    """When a part last moved, judged by what it has done so far."""
+    """Time when a part last moved, judged by what it has done so far."""
 
     num_done: int = 0
     processor_s: float = 0.0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass
 class Progress:
-    """How far a run of pytest has come."""
+    """Progress of a run of pytest."""
 
     num_tests: int = 0
     current: str = ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the stack tests share."""
+"""Shared by the stack tests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rank of the stack tests imports, once for all: ranks are forked from a process that has done it."""
+"""Imports of every rank of the stack tests, once for all: ranks are forked from a process that has done it."""
 
 import gc
 import importlib

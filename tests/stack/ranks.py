@@ -21,7 +21,7 @@ MAX_RUNS = 6
 
 @dataclass(frozen=True)
 class Rank:
-    """What a function needs to join the process group."""
+    """Values with which a function joins the process group."""
 
     rank: int
     world_size: int

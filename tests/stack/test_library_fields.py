@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What mrl knows of the libraries' arguments is what the installed libraries have."""
+"""Arguments of the libraries that mrl knows are those of the installed libraries."""
 
 from __future__ import annotations
 

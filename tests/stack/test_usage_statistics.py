@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What libraries would report to their makers is off in a process that imports mrl: each library is asked itself."""
+"""Usage reports of libraries are off in a process that imports mrl: each library is asked itself."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of several folders share. Property tests try the same examples in every run, and take as long as the machine takes."""
+"""Shared by tests of several folders. Property tests try the same examples in every run, and take as long as the machine takes."""
 
 from __future__ import annotations
 
@@ -43,6 +43,21 @@ TINY_CONFIG = {
     "layer_norm_epsilon": 1e-5,
 }
 
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
 
 def write_weights(folder: Path, hf_config: Mapping[str, object], dtype: str = "BF16") -> None:
     """Writes the weights of a model, all of them zeros: checks read no more than their header."""
@@ -62,6 +77,14 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from mrl.recipes import tokenizer  # imports transformers, which most tests do without
 
     tokenizer.save(folder := tmp_path_factory.mktemp("tokenizer"), model_max_length=1280)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the config.json of Llama-3.1-8B alone."""
+    folder = tmp_path_factory.mktemp("llama_8b")
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
     return folder
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `mrl.api` refuses before anything starts; tests/stack shows what it trains."""
+"""Refusals of `mrl.api` before anything starts; tests/stack shows what it trains."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ def test_the_entry_checks_in_process_too(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("entry", ["train", "evaluate"])
 def test_a_check_imports_nothing_heavy(entry: str, tmp_path: Path):
-    """Where a tokenizer is at hand, transformers reads it; nothing else is worth seconds on a login node."""
+    """Imports of a check: transformers reads a tokenizer that is at hand; nothing else is worth seconds on a login node."""
     script = f"import sys, runpy; sys.argv = ['{entry}', 'grpo_tiny.yaml', '--check']\n"
     script += f"try:\n    runpy.run_module('mrl.{entry}', run_name='__main__')\nexcept SystemExit:\n    pass\n"
     script += "print(sorted({'torch', 'ray', 'vllm', 'megatron', 'transformers'} & sys.modules.keys()))"

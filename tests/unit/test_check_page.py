@@ -9,22 +9,9 @@ import pytest
 
 from mrl import check
 from tests.sources import ROOT
+from tests.unit.conftest import LLAMA_8B
 
 ROWS = re.findall(r"^\| `([\w.]+=\S+?)`.*? \| (\w[\w ]*): `(.+)` \|$", (ROOT / "docs/check.md").read_text(), re.MULTILINE)
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
 
 
 def test_the_table_has_ten_mistakes():

@@ -126,7 +126,7 @@ def _is_short_limit(node: ast.AST) -> bool:
 
 
 def _is_number(node: ast.AST, below: float = float("inf")) -> bool:
-    """Whether it is a number above 0 and `below` another."""
+    """True for a number above 0 and `below` another."""
     return isinstance(node, ast.Constant) and type(node.value) in (int, float) and 0 < float(str(node.value)) < below
 
 

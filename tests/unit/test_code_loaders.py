@@ -30,7 +30,7 @@ LOADERS = {
     ),
     *("torch.hub.load", "cloudpickle.loads", "dill.loads", "spec_from_file_location"),
 }
-"""What runs code that a file, a pickle or a text names, or may be told to."""
+"""Functions that run code which a file, a pickle or a text names, or may be told to."""
 
 REASONS = {
     ("conversion/files/checkpoint_metadata.py", "pickle.Unpickler"): "the restricted reader itself",

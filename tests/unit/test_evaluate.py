@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the argument of `python -m mrl.evaluate` means."""
+"""Meaning of the argument of `python -m mrl.evaluate`."""
 
 from pathlib import Path
 

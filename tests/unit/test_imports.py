@@ -94,7 +94,7 @@ def part_of(name: str) -> str:
 
 
 def violations(source: str, module: str) -> list[str]:
-    """What `module` imports although the layers or a library's home forbid it."""
+    """Imports of `module` although the layers or a library's home forbid it."""
     found = []
     part = part_of(module)
     layer = LAYERS.get(part, ENTRY_LAYER)

@@ -50,7 +50,7 @@ def write_checkpoint(run: Path, step: int) -> None:
 
 @dataclass(frozen=True)
 class Mistake:
-    """What a newcomer gets wrong, and the beginning of what `--check` says of it."""
+    """A mistake of a newcomer, and the beginning of what `--check` says of it."""
 
     words: list[str]
     group: str
@@ -259,7 +259,7 @@ def test_strict_reads_every_row(workplace: Path):
     TRAIN.write_text("\n".join(rows))
     loose = check.examine("grpo_tiny.yaml")
     assert not loose.refused
-    assert f"data.train: rows of {TRAIN} beside 64 of them, the first, the last and random ones" in loose.unseen
+    assert f"data.train: the other rows of {TRAIN}: only 64 were read, the first, the last and random ones" in loose.unseen
     (refused,) = check.examine("grpo_tiny.yaml", is_strict=True).refused
     assert f"{TRAIN}:1235: no key expected_answer or answer" in refused
 

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,11 +33,12 @@ def rows() -> list[list[str]]:
 
 
 def messages() -> list[str]:
-    """What the second column quotes, of rows that print something."""
+    """Messages that the second column quotes, of rows that print something."""
     quoted = (re.findall(r"`([^`]+)`", row[1]) for row in rows() if not row[1].startswith("nothing: "))
     return list(dict.fromkeys(message for found in quoted for message in found if " " in message))
 
 
+@cache
 def templates() -> str:
     """Every text of the product's source with gaps where values go, one a line."""
     texts = []
@@ -91,7 +93,7 @@ def test_every_metric_that_is_named_exists():
 
 
 def run_script(name: str, **variables: str) -> str:
-    """What a script says with these variables, and no others of ours."""
+    """Output of a script with these variables, and no others of ours."""
     environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": os.environ.get("HOME", "/"), **variables}
     command = ["bash", str(ROOT / "scripts" / name)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
@@ -100,7 +102,7 @@ def run_script(name: str, **variables: str) -> str:
 
 
 def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What `mrl.doctor` says of a config."""
+    """Findings of `mrl.doctor` about a config."""
     doctor.main(list(arguments))
     return capsys.readouterr().out
 
@@ -109,7 +111,7 @@ def test_messages_of_scripts_are_as_quoted(tmp_path: Path):
     produced = [
         run_script("ray_node.sh", NODE_RANK="0"),
         run_script("ray_node.sh", LEPTON_JOB_NAME="j", LEPTON_JOB_WORKER_INDEX="0", NUM_NODES="1", GPUS_PER_NODE="1", CONFIG_PATH="c",
-                   CHECKPOINT_DIR="results", SCRIPT_PATH="/no/script.py"),
+                   CHECKPOINT_DIR="/mnt/results", SCRIPT_PATH="/no/script.py"),
         run_script("launch_nanov3.sh", WORKSPACE=str(tmp_path), CONTAINER="/no/image.sqsh"),
         run_script("launch_nanov3.sh", WORKSPACE=str(tmp_path), CONTAINER="docker://nvcr.io/nvidia/nemo-rl:v0.4.0.nemotron_3_nano"),
         run_script("launch_nanov3.sh", WORKSPACE=str(tmp_path), CONFIG_PATH="configs/mine.yaml"),

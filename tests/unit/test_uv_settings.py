@@ -15,7 +15,7 @@ SCRIPT = ROOT / "scripts" / "uv_settings.py"
 
 
 def printed(tmp_path: Path, config: str, **environment: str) -> list[str]:
-    """What the script prints with this pip.conf and these variables, and no other settings."""
+    """Output of the script with this pip.conf and these variables, and no other settings."""
     file = tmp_path / "pip.conf"
     file.write_text(config)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "SSL_", "ALL_PROXY"))}

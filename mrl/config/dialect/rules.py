@@ -20,7 +20,6 @@ LORA = f"{DTENSOR}.lora_cfg"
 OPTIMIZER, SCHEDULER = "policy.optimizer", "policy.scheduler"
 OPTIMIZERS = ("torch.optim.AdamW",)
 LORA_INITS = {"xavier": "xavier", "uniform": "kaiming"}
-# Layers of Hugging Face models that Megatron fuses, and Megatron's names.
 FUSED_LAYERS: dict[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
@@ -61,7 +60,6 @@ FRESHEST, RECOMPUTES = f"{SAMPLER}.sample_freshest_first", f"{SINGLE_CONTROLLER}
 _GYM_MODEL = "env.nemo_gym.policy_model.responses_api_models.vllm_model"
 _SERVED = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
 TEMPLATE_VARIABLES = {
-    # Values that NeMo Gym's server adds to every request to the engines.
     f"{_GYM_MODEL}.extra_body.chat_template_kwargs": "policy.tokenizer.chat_template_kwargs",
     f"{_GYM_MODEL}.chat_template_kwargs": "policy.tokenizer.chat_template_kwargs",
     f"{_SERVED}.chat_template_kwargs": f"{_SERVED}.default_chat_template_kwargs",
@@ -82,13 +80,9 @@ class Translation:
 
     written: Settings
     value_of: Callable[[str], object]
-    """Resolves a dotted key."""
     settings: Settings = field(default_factory=dict)
-    """The new settings; they replace any for the same keys."""
     dropped: set[Key] = field(default_factory=set)
-    """Keys of the inactive backend."""
     lines: list[str] = field(default_factory=list)
-    """One for each translated key."""
     problems: list[str] = field(default_factory=list)
 
     def given(self, key: str) -> Setting | None:
@@ -206,7 +200,6 @@ def _optimizer(found: Translation) -> None:
     schedule = [setting for key, setting in found.written.items() if key[:2] == ("policy", "scheduler") and setting.value is not None]
     if not schedule and name is None:
         return
-    # A rate without decay ends unchanged.
     scheduler: dict[str, object] = {"lr_decay_style": "constant", "lr_warmup_iters": 0, "lr_warmup_init": 0.0}
     end: object = f"${{{MEGATRON}.optimizer.lr}}"
     setting = schedule[0] if schedule else name
@@ -253,7 +246,6 @@ def _schedule(found: Translation) -> tuple[dict[str, object], float | None]:
         end = peak * float(kwargs.get("end_factor", 1.0))
     elif kind != "ConstantLR" or float(kwargs.get("factor", 1 / 3)) != 1.0:
         raise ValueError(kind)
-    # A milestone is where the next part begins; a single part has none.
     if phases or (milestones and milestones != [[warmup]] and (warmup or milestones != [[]])):
         raise ValueError("further phases")
     return scheduler, end
@@ -308,6 +300,5 @@ def _old_forms(found: Translation) -> None:
     clip, norm = found.given(CLIP), found.given(NORM)
     if clip is not None and found.value_of(f"{DTENSOR}.enabled") is not True and (norm is None or norm.origin != COMMAND_LINE):
         value = found.value_of(CLIP) or 0.0
-        # Reports a problem with any other value once.
         if isinstance(value, int | float) and value >= 0 and value != (found.value_of(NORM) or 0.0):
             found.put(CLIP, clip, NORM, value)

@@ -57,7 +57,6 @@ def _needing_gpu() -> tuple[dict[str, Foreign], dict[tuple[str, object], Foreign
 
 
 RENAMED: Mapping[str, str] = _TABLES["renamed"]
-"""Old name -> present name."""
 VALUES: Mapping[tuple[str, object], object] = {(key, old): new for key, old, new in _TABLES["values"]}
 """(key, old value) -> present value."""
 SAME_VALUE: Mapping[str, str] = _TABLES["same_value"]

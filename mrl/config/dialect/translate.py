@@ -19,6 +19,7 @@ from mrl.config.dialect.tables import FOREIGN, GPU_VALUES, NO_EFFECT, RENAMED, T
 from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe, packaged_configs, split_key
 from mrl.config.schema.data import DATASETS, DatasetConfig
 from mrl.config.schema.run import LIKE_POLICY
+from mrl.config.texts import counted
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,6 @@ DIALECT_KEYS = frozenset([*FOREIGN, *TRANSLATED, *REWRITTEN, *RENAMED])
 HF_HOME = "${oc.env:HF_HOME}"
 
 SECTIONS = {"generation": "policy.generation", "tokenizer": "policy.tokenizer"}
-"""Section of an evaluation file of NeMo RL -> where it stands in the schema."""
 NAMES = {
     "generation.model_name": "policy.model_name",
     "generation.temperature": "policy.generation.val_temperature",
@@ -53,10 +53,7 @@ class Migration:
     """Settings that change nothing, and why."""
 
     def sections(self) -> dict[str, list[str]]:
-        """Groups the lines by the fate of the keys, without empty groups.
-
-        Keys without effect have one line each, or one for all those of a section that have one reason and stand in files.
-        """
+        """Groups the lines by the fate of the keys, without empty groups."""
         groups: dict[object, list[tuple[Key, Setting, str]]] = {}
         for key, setting, reason in self.without_effect:
             group = key if setting.origin == COMMAND_LINE else (key[:2], reason)
@@ -64,7 +61,7 @@ class Migration:
         lines = []
         for members in groups.values():
             key, setting, reason = members[0]
-            shared = f"{'.'.join(os.path.commonprefix([other[:-1] for other, _, _ in members]))}: {len(members)} keys"
+            shared = f"{'.'.join(os.path.commonprefix([other[:-1] for other, _, _ in members]))}: {counted(len(members), 'key')}"
             lines.append(f"{describe(key, setting) if len(members) == 1 else shared}: {reason}")
         found = {"renamed": self.renamed, "translated": self.translated, "without effect": lines}
         return {title: lines for title, lines in found.items() if lines}
@@ -74,7 +71,7 @@ class Migration:
         for line in (*self.renamed, *self.translated):
             logger.info("Config: %s", line)
         if self.without_effect:
-            logger.info("Config: %d keys have no effect here; `--check` lists them with the reasons", len(self.without_effect))
+            logger.info("Config: %s without effect here; `--check` lists them with the reasons", counted(len(self.without_effect), "key"))
 
 
 def use_own_forms(settings: Settings) -> None:
@@ -89,10 +86,7 @@ def use_own_forms(settings: Settings) -> None:
 
 
 def is_evaluation(settings: Settings) -> bool:
-    """Tells whether settings are an evaluation file: `generation` and `tokenizer` stand at the top, and `data` is the evaluated set.
-
-    Only `python -m mrl.evaluate` reads such a file: it says nothing about training.
-    """
+    """Tells whether settings are an evaluation file: `generation` and `tokenizer` stand at the top, and `data` is the evaluated set."""
     return ("generation", "model_name") in settings
 
 
@@ -228,7 +222,6 @@ def _in_own_words(key: Key, setting: Setting, report: Migration) -> Setting:
     if isinstance(old, Hashable):
         new = VALUES.get((setting.written_as, old), VALUES.get((".".join(as_policy(key)), old), old))
     if key[0] == "data" and key[-1] in ("prompt_file", "system_prompt_file") and isinstance(old, str):
-        # A missing `.../prompts/NAME` means the packaged file of this name, if there is one.
         packaged = packaged_configs() / "prompts" / Path(old).name
         if not os.path.exists(old) and Path(old).parent.name == "prompts" and os.path.isfile(packaged):
             new = str(packaged)

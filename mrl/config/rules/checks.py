@@ -149,7 +149,6 @@ RULES: dict[str, Check] = {
     "teacher": models.check_teacher,
     "tokens of the policy": tokens.check_vocabulary,
 }
-"""Checks by topic; each adds a problem for every rule of its topic that is broken."""
 ROLLOUT_RULES: dict[str, Check] = {
     "environments": data.check_environments,
     "parsers": data.check_parsers,
@@ -174,10 +173,8 @@ MODEL_RULES: dict[str, ModelCheck] = {
     "speculation": training.check_speculation,
     "room for checkpoints": lambda config, model, problems: check_disk(config, model.num_parameters, problems),
 }
-"""Checks that need the model's config.json."""
 
 
-# An optimizer's main parameter and two moments, in float32.
 _OPTIMIZER_BYTES = 12
 
 

@@ -114,7 +114,6 @@ def check_data(config: RunConfig, problems: Problems) -> None:
     for key, dataset in (data.train_sets | data.validation_sets).items():
         _check_dataset(key, dataset, data.default, problems)
         names = (*environment_names(config.env), NEMO_GYM)
-        # The rules of environments check data.default.env_name.
         if config.has_engines and dataset.env_name not in (*names, data.default.env_name):
             problems.add(f"{key}.env_name", "no such environment", f"use one of {', '.join(names)}")
     for key, section in (("data.train", data.train), ("data.validation", data.validation)):

@@ -97,7 +97,6 @@ def check_layout(config: RunConfig, model: ModelSizes, problems: Problems) -> No
         return
     vllm = config.policy.generation.vllm_cfg
     tp, ep = vllm.tensor_parallel_size, vllm.expert_parallel_size
-    # vLLM copies a single group of a Mamba layer to all workers.
     groups = 0 if model.mamba_groups == 1 else model.mamba_groups
     _check_tensor_parallel(f"{_ENGINE}.tensor_parallel_size", tp, model, problems, groups)
     if ep > max(1, model.experts):

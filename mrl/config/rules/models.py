@@ -31,7 +31,6 @@ TRAINED_MODEL_RULES: tuple[ModelCheck, ...] = (
     lambda config, model, problems: training.check_trained(config, problems),
 )
 """Counterparts of `RULES` and `TRAINED_RULES` that need the model's config.json."""
-# Keys that only the policy uses, whatever another section sets.
 _OF_ENGINES = ("policy.generation.", "policy.router_replay.")
 
 
@@ -84,10 +83,7 @@ def read_sizes(config: RunConfig, problems: Problems, unchecked: str) -> ModelSi
 
 
 def check_sections(config: RunConfig, problems: Problems) -> None:
-    """Checks the sections of critics and teachers by the rules of `policy`, and that their models read the policy's tokens.
-
-    Runs last: a problem of the policy is not repeated for a value that a section takes from there.
-    """
+    """Checks the sections of critics and teachers by the rules of `policy`, and that their models read the policy's tokens."""
     said = problems.texts
     for model, section in config.sections.items():
         if model == "policy":
@@ -103,7 +99,6 @@ def check_sections(config: RunConfig, problems: Problems) -> None:
 def _check_section(config: RunConfig, model: ModelName, said: list[str], problems: Problems) -> None:
     """Applies rules of `policy` to a model's section, and adds problems that are not `said` yet, under keys of that section."""
     seen, prefix, is_trained = config.of_model(model), prefix_of(model), model in config.trained_models
-    # The keys that the section sets itself, as those of the policy.
     own = {f"policy.{key.removeprefix(prefix)}": origin for key, origin in config.facts.origins.items() if key.startswith(prefix)}
     inner = Problems(seen, {key: origin for key, origin in config.facts.origins.items() if key not in own} | own)
     for check in RULES + (TRAINED_RULES if is_trained else ()):
@@ -115,7 +110,6 @@ def _check_section(config: RunConfig, model: ModelName, said: list[str], problem
     values, rules = {text.partition(": ")[0] for text in said}, "\n".join(said)
     for text in inner.texts:
         value, _, rule = text.partition(": ")
-        # Values from the policy, and settings of the whole run, are reported once.
         is_said = value.partition("=")[0] not in own and (value in values or rule in rules)
         if is_said or value.startswith(_OF_ENGINES):
             continue
@@ -135,7 +129,6 @@ def check_teacher(config: RunConfig, problems: Problems) -> None:
         for key in (f"loss_fn.{name}" for name in vars(config.loss_fn) if name not in LOSS_KEYS):
             if config.facts.origins.get(key, "").startswith("command line"):
                 problems.add(key, "it belongs to GRPO's loss, and algorithm=distillation", f"use {', '.join(LOSS_KEYS)}")
-        # A section that could not be read has problems of its own.
         if config.teacher is None and not any(key.startswith("teacher.") for key in config.facts.origins):
             problems.extend(
                 ["teacher: algorithm=distillation has nobody to learn from; give teacher.model_name, the folder of a model or its id"]

@@ -11,6 +11,7 @@ from mrl.config.errors import NotKnown, Problems
 from mrl.config.model import read_model
 from mrl.config.schema.megatron import MegatronConfig
 from mrl.config.schema.run import RunConfig
+from mrl.config.texts import counted
 
 COMMON_GPU_BYTES = 80e9
 MAX_GPUS_PER_NODE = 16
@@ -119,8 +120,8 @@ def _check_memory(config: RunConfig, problems: Problems) -> None:
     num_bytes = num_parameters * ((weights + gradients) / min(cuts, ranks) + optimizer / ranks)
     if num_bytes > COMMON_GPU_BYTES:
         rule = (
-            f"weights, gradients and optimizer of {num_parameters / 1e9:.1f} billion parameters take {num_bytes / 1e9:,.0f} GB of each GPU "
-            f"({ranks:,} in all); most have {COMMON_GPU_BYTES / 1e9:.0f}"
+            f"weights, gradients and optimizer of {num_parameters / 1e9:.1f} billion parameters take {num_bytes / 1e9:,.0f} GB on each of "
+            f"{counted(ranks, 'GPU')}; most have {COMMON_GPU_BYTES / 1e9:.0f}"
         )
         offload = f"{_OPTIMIZER}.optimizer_cpu_offload with optimizer_offload_fraction=1"
         way_out = f"more GPUs, larger parallel sizes, {offload}, or policy.megatron_cfg.peft.enabled=true"

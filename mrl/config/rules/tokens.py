@@ -13,7 +13,6 @@ from mrl.config.schema.run import RunConfig
 from mrl.phases import ModelName, role_of
 
 SHOWN = 3
-"""Tokens that a message names."""
 
 
 def check_vocabulary(config: RunConfig, problems: Problems) -> None:
@@ -71,7 +70,6 @@ def check_tokens(config: RunConfig, model: ModelName, problems: Problems) -> Non
     elif is_teacher and 0 < student < columns and difference is None:
         missing = "cannot be checked without tokenizer.json of both: whether their tokens are the same"
         problems.extend([Unchecked(f"{key}: {size}, and the student's {student:,}; {missing}")])
-    # The teacher's logits are of the student's tokens.
     if is_teacher and 0 < (student or columns) < config.num_taught_logits:
         problems.add("distillation.topk_logits_k", f"the vocabulary has {student or columns:,} tokens", "use that number or less")
 

@@ -300,7 +300,6 @@ class LossConfig:
         """The loss of a token that NeMo RL's keys choose, unless `token_loss` names one."""
         if self.use_cispo:
             return "cispo"
-        # A ratio that is 1 by force keeps the token's own gradient, as in NeMo RL.
         return "reinforce" if self.disable_ppo_ratio and not self.force_on_policy_ratio else "ppo"
 
     @property

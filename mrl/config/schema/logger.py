@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section `logger`: destinations of metrics besides the run folder. Names and defaults as in NeMo RL; each service is optional."""
+"""Section `logger`: destinations of metrics besides the run folder. Keys as in NeMo RL; each service is optional."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mrl.config.fields import AboveZero, Count, Port, Positive, follows
 class WandbConfig:
     project: str = "grpo-dev"
     """W&B project."""
-    name: str = "grpo-dev-logger"
-    """Name of the run in W&B."""
+    name: str | None = None
+    """Name of the run in W&B; null = that of the run folder."""
     entity: str | None = None
     """W&B user or team; null = the default one of the API key."""
     group: str | None = None
@@ -33,8 +33,8 @@ class WandbConfig:
 class SwanlabConfig:
     project: str = "grpo-dev"
     """SwanLab project."""
-    name: str = "grpo-dev-logger"
-    """Name of the experiment in SwanLab."""
+    name: str | None = None
+    """Name of the experiment in SwanLab; null = that of the run folder."""
     workspace: str | None = None
     """SwanLab user or organisation; null = the default one of the API key."""
     mode: Literal["online", "cloud", "local", "offline", "disabled"] | None = None
@@ -53,8 +53,8 @@ class TensorboardConfig:
 class MlflowConfig:
     experiment_name: str = "grpo-dev"
     """MLflow experiment; made if there is none of this name."""
-    run_name: str | None = "grpo-dev-logger"
-    """Name of the run in MLflow; null = one that MLflow makes up."""
+    run_name: str | None = None
+    """Name of the run in MLflow; null = that of the run folder."""
     tracking_uri: str | None = None
     """Server (http:, https:), database (sqlite:) or folder (file:); null = MLFLOW_TRACKING_URI, else `mlflow.db` in the run folder."""
     run_id: str | None = None

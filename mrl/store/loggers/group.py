@@ -27,7 +27,6 @@ MEMORY = "loggers.json"
 MAX_SAMPLE_CHARACTERS = 40_000
 HOST_PREFIX = "ray/"
 TAKE_STEPS_AGAIN = ("tensorboard", "prometheus_client")
-# All loggers together may take this long at the end of a run: enough for one that still waits for its server to turn to files.
 CLOSE_TIMEOUT_S = 60.0
 
 
@@ -36,11 +35,9 @@ class Memory:
     """The file `loggers.json`: what a resumed run has to know."""
 
     started_at: float
-    """When the first attempt began, seconds since 1970: host metrics count from there."""
     last_step: int = -1
     """The last step that any attempt has logged. Services cannot take a step back, so none gets a step again."""
     run_ids: dict[str, str] = field(default_factory=dict)
-    """The id of the run at each service, by logger."""
 
 
 class Loggers:

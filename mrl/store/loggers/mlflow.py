@@ -21,7 +21,6 @@ from mlflow.entities import Metric, Param, RunStatus  # noqa: E402
 from mrl.config.schema.logger import LoggerConfig  # noqa: E402
 from mrl.store.loggers.sink import SAMPLES, LoggedRun, Sample, flat  # noqa: E402
 
-# Limits of one request of its REST interface, and of a parameter's text.
 MAX_METRICS, MAX_PARAMS, MAX_PARAM_LENGTH = 1000, 100, 6000
 # They narrate how tables are made and requests repeated; the run's log says once that MLflow fails.
 TALKATIVE = ("mlflow", "alembic", "urllib3.connectionpool")
@@ -48,7 +47,7 @@ class MlflowSink:
                 here = None if uri.startswith(("http:", "https:")) else (Path(run.folder) / "mlflow").as_uri()
                 place = settings.artifact_location or here
                 experiment = self._client.create_experiment(settings.experiment_name, artifact_location=place)
-            self.run_id = self._client.create_run(experiment, run_name=settings.run_name).info.run_id
+            self.run_id = self._client.create_run(experiment, run_name=settings.run_name or run.name).info.run_id
             # Parameters never change in MLflow, so those of the first attempt stay.
             params = [Param(name, str(value)[:MAX_PARAM_LENGTH]) for name, value in flat(run.config).items()]
             for first in range(0, len(params), MAX_PARAMS):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a logger service. Each service has a file beside this one; `SINKS` names them."""
+"""The interface of a logger service. Each service has a file in this folder; `SINKS` names them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from mrl.config.secrets import redact_text
@@ -35,13 +36,17 @@ class LoggedRun:
     run_folder: str
     """Folder of the run, the same in all attempts."""
     known_id: str | None
-    """The id under which a former attempt is known to the service."""
     config: dict[str, object]
     """The resolved config, without secrets."""
     secrets: frozenset[str] = frozenset()
-    """Those of the config, which the service must not get."""
+    """Secrets of the config, which the service must not get."""
     new_id: str = field(default_factory=lambda: secrets.token_hex(4))
     """An id for a run that has none."""
+
+    @property
+    def name(self) -> str:
+        """Name of the run folder, for runs that the config does not name."""
+        return Path(self.run_folder).name
 
 
 @dataclass(frozen=True)
@@ -90,5 +95,5 @@ def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 
 
 def command_has_secret(config_secrets: frozenset[str]) -> bool:
-    """Whether this process's command line holds a secret, as an override of the config may: services must not record it then."""
+    """True when this process's command line holds a secret, as an override of the config may: services must not record it then."""
     return any(redact_text(word, config_secrets) != word for word in sys.argv)

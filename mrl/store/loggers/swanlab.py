@@ -47,7 +47,7 @@ class SwanLabSink:
 def _start(settings: SwanlabConfig, run: LoggedRun, folder: Path, mode: str | None) -> swanlab.Run:
     return swanlab.init(
         project=settings.project,
-        name=settings.name,
+        name=settings.name or run.name,
         workspace=settings.workspace,
         mode=mode,
         log_dir=str(folder),
@@ -56,7 +56,6 @@ def _start(settings: SwanlabConfig, run: LoggedRun, folder: Path, mode: str | No
         config=run.config,
         settings=swanlab.Settings(
             interactive=False,
-            # The run samples the hosts itself.
             probe=swanlab.Settings.Probe(monitor=False, runtime=not command_has_secret(run.secrets)),
             # The run's own output may quote rows and secrets.
             terminal=swanlab.Settings.Terminal(proxy_type="none"),

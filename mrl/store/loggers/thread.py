@@ -20,9 +20,7 @@ from mrl.store.loggers.sink import SINKS, LoggedRun, Sink
 
 logger = logging.getLogger(__name__)
 
-# A few MB of metrics. A service that lags behind by more does not keep up.
 MAX_RECORDS = 500
-# A service that was away is asked again this often.
 REOPEN_INTERVAL_S = 60.0
 MAX_ERROR_LENGTH = 500
 THREAD_PREFIX = "logger "
@@ -82,7 +80,6 @@ class SinkThread:
                 self._changed.wait_for(lambda: self._records or self._is_closing)
                 if not self._records:
                     break
-                # It stays in the queue until it is delivered.
                 record = self._records[0]
             if self._sink is None and time.monotonic() >= self._next_try:
                 self._open()
@@ -103,7 +100,7 @@ class SinkThread:
             self._on_open(self._sink.run_id)
 
     def _attempt(self, call: Callable[..., object], *arguments: Sink) -> bool:
-        """Whether `call` succeeds. Catches everything: each library raises what it likes, and no failure of a logger may end the run."""
+        """True when `call` succeeds. Catches everything: each library raises what it likes, and no failure of a logger may end the run."""
         try:
             call(*arguments)
         except (Exception, SystemExit) as error:

@@ -50,13 +50,12 @@ class WandbSink:
 
 
 def _start(settings: WandbConfig, run: LoggedRun, mode: str | None) -> wandb.Run:
-    # Its output would stand among the run's, and its metadata would hold the run's command line.
     quiet = wandb.Settings(init_timeout=INIT_TIMEOUT_S, console="off", silent=True, x_disable_meta=command_has_secret(run.secrets))
     # Without this, a login without a key asks the terminal for one.
     wandb.setup(quiet)
     return wandb.init(
         project=settings.project,
-        name=settings.name,
+        name=settings.name or run.name,
         entity=settings.entity,
         group=settings.group,
         tags=settings.tags,

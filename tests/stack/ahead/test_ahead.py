@@ -43,7 +43,7 @@ Update = list[tuple[PackedRow, torch.Tensor]]
 
 
 def kept_updates(run: Run[RolloutSupplier]) -> list[Update]:
-    """What every update from now on gets; filled in as they come."""
+    """Inputs of every update from now on; filled in as they come."""
     policies, kept = run.supplier.session.policies, []
     call = policies.call
 
@@ -61,7 +61,7 @@ def batch_of(policy, update_index: int) -> Update:
 
 
 def drift_from_start(update: Update) -> float:
-    """How far the generator's logprobs are at most from those that transformers computes with the weights of the model folder."""
+    """Largest distance of the generator's logprobs from those that transformers computes with the weights of the model folder."""
     model, drift = models.nemotron_h(), 0.0
     for row, _ in update:
         for start, length in zip(row.cu_seqlens.tolist(), row.lengths, strict=False):
@@ -75,7 +75,7 @@ def drift_from_start(update: Update) -> float:
 
 
 def loss_by_hand(update: Update) -> float:
-    """Of the first update of a step, whose ratios are 1: advantages, weighted by how much likelier the trainer finds the tokens."""
+    """Loss of the first update of a step, whose ratios are 1: advantages, weighted by how much likelier the trainer finds the tokens."""
     gained = sum(float((row.loss_mask_T * row.advantages_T * torch.exp(old - row.generator_logprobs_T)).sum()) for row, old in update)
     return -gained / sum(float(row.loss_mask_T.sum()) for row, _ in update)
 

@@ -25,7 +25,7 @@ class Node:
     """An actor of a node on which the driver's path `root` leads to the folder `view`."""
 
     def move(self, root: Path, view: Path, *, is_mirror: bool = False) -> None:
-        """Of a mirror the folder is a copy of the driver's, not the same one."""
+        """Moves the cache; of a mirror the folder is a copy of the driver's, not the same one."""
         self.root = root
         self.view = view
         self.is_mirror = is_mirror

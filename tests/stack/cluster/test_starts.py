@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run starts: what waits for what, how many threads a rank gets, and engines that enter a phase together."""
+"""Start of a run: what waits for what, how many threads a rank gets, and engines that enter a phase together."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def config(folder: Path, **loggers: object) -> RunConfig:
         wandb=WandbConfig(project="apples", name="first", mode="offline"),
         swanlab=SwanlabConfig(project="apples", name="first", mode="offline"),
         tensorboard=TensorboardConfig(),
-        mlflow=MlflowConfig(experiment_name="apples", run_name="first"),
+        mlflow=MlflowConfig(experiment_name="apples"),
     )
     for name, value in loggers.items():
         setattr(settings, name, value)
@@ -84,7 +84,7 @@ def test_mlflow_continues_the_same_run_and_takes_no_step_twice(folder: Path):
     experiment = client.get_experiment_by_name("apples")
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.run_name == "first" and run.info.status == "FINISHED"
+    assert run.info.run_name == folder.name and run.info.status == "FINISHED"
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(metric.step, metric.value) for metric in history] == [(step, 10.0 + step) for step in range(4)]
     assert len(client.get_metric_history(run.info.run_id, "ray/node.0.mem_gb")) == 2

@@ -94,7 +94,7 @@ class CoinToss(Childless):
 
 
 def toss(text: str) -> Verdict:
-    """What a coin says of a text."""
+    """Verdict of a coin on a text."""
     return Verdict(float(zlib.crc32(text.encode()) % 2), True, "ok", "", text)
 
 

@@ -112,7 +112,7 @@ def sampled(live: LiveRun, env_name: str, num_prompts: int = 2) -> list[RolloutG
 
 
 def turns(rollouts: list[Rollout]) -> list[Drawn]:
-    """What the trained turns of sequences begin with, say, and their logprobs."""
+    """Beginning, text and logprobs of the trained turns of sequences."""
     found = []
     for rollout in rollouts:
         whole = [*rollout.request.token_ids, *rollout.token_ids.tolist()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes on beside the rollouts: rewards of those that have finished, and the writing of the checkpoint before them."""
+"""Work that goes on beside the rollouts: rewards of those that have finished, and the writing of the checkpoint before them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the config hands on to libraries and processes is there while they run."""
+"""Values that the config hands on to libraries and processes are there while they run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step and a validation are supplied with, by the real engines."""
+"""Supply of a step and of a validation, by the real engines."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def set_turns(actor, max_turns: int, environment: object) -> None:
 
 @pytest.fixture
 def two_turns(live: LiveRun) -> Iterator[None]:
-    """As with grpo.max_rollout_turns=2, and with letters for stop strings: a random model says one soon."""
+    """Runs as with grpo.max_rollout_turns=2, and with letters for stop strings: a random model says one soon."""
     run, sampling = live.run, live.run.supplier.queue._sampling
     run.supplier.session.rewards.apply(set_turns, 2, Again())
     run.supplier.session.rewards.decides = True

@@ -50,7 +50,7 @@ MRL, OWN_LOOP = ["-m", "mrl.train"], [str(Path(__file__).parent / "own_loop.py")
 
 
 def train(folder: Path, *overrides: str, config: str = "grpo_tiny.yaml", program: Sequence[str] = MRL) -> str:
-    """What a run of a packaged config on the tiny model prints that ends well."""
+    """Output of a run of a packaged config on the tiny model, which ends well."""
     prepared = ROOT / "prepared" / "tiny"
     prepare_tiny(prepared, seed=0)
     inputs = [

@@ -34,7 +34,7 @@ FORKED.set_forkserver_preload(["tests.stack.preload"])
 
 
 class State:
-    """What a child keeps between calls."""
+    """State that a child keeps between calls."""
 
     rank: int
     store: dist.TCPStore
@@ -61,7 +61,7 @@ class Child:
         self._connection.send((function, args))
 
     def result(self, timeout_s: float = HANG_S) -> object:
-        """What the function returned; its error is raised here."""
+        """Result of the function; its error is raised here."""
         if not self._connection.poll(timeout_s):
             raise TimeoutError(f"child {self._process.pid} gave no result in {timeout_s} s")
         value = self._connection.recv()

@@ -30,7 +30,7 @@ def three() -> Iterator[list[Child]]:
 
 
 def join(participants: list[Child], *, timeout_s: float) -> None:
-    """Those given join a group of three."""
+    """Joins these participants into a group of three."""
     participants[0].call(children.open_store)
     port, _ = cast(tuple[int, int], participants[0].call(children.count_group))
     for rank, child in enumerate(participants):

@@ -65,12 +65,12 @@ class Refit:
     schedule: Schedule
     gpu_of: dict[int, int]
     handles: dict[int, GpuHandles]
-    """By GPU."""
+    """Handles by GPU."""
     attempt: int = 0
 
     @property
     def participants(self) -> list[Child]:
-        """Who takes part in the exchange: trainer ranks, and the workers of dedicated engines."""
+        """Participants of the exchange: trainer ranks, and the workers of dedicated engines."""
         return [*self.trainers, *(self.workers if min(self.gpu_of.values()) >= len(self.trainers) else [])]
 
     def prepare_pulls(self) -> None:
@@ -331,7 +331,7 @@ def test_a_wrong_byte_is_caught_in_every_round(processes, models):
 
 
 def errors_of(participants: list[Child]) -> list[str]:
-    """Why they have left the attempt, of those that had not done their part."""
+    """Reasons why they have left the attempt, of those that had not done their part."""
     messages = []
     for child in participants:
         try:

@@ -41,7 +41,7 @@ WITH_EXPERTS = ("mixtral", "nemotron_h", "qwen3_moe")
 
 
 def layouts(model_type: str) -> list[VllmParallel]:
-    """Those of an engine of up to eight workers, cut by tensors and, where a family has them, by experts."""
+    """Layouts of an engine of up to eight workers, cut by tensors and, where a family has them, by experts."""
     experts = [VllmParallel(tp=size, ep=size) for size in (2, 4, 8) if model_type in WITH_EXPERTS]
     return [VllmParallel(tp=size) for size in (1, 2, 4, 8)] + experts
 

@@ -51,7 +51,7 @@ def test_triton_experts_keep_the_order_and_others_do_not() -> None:
 
 
 def test_a_config_may_repeat_the_layout_of_gpus(checkpoint: Callable[[int], Path]) -> None:
-    """Where there are none, our own experts stay."""
+    """Our own experts stay where there are no GPUs."""
     from mrl.rollout.engine import engine_arguments
 
     assert engine_arguments(str(checkpoint(0)), config(**LAYOUT_ARGUMENTS), seed=0).moe_backend == "auto"

@@ -98,7 +98,7 @@ def test_a_turn_has_the_logprobs_of_a_rollout(engine: Engine, running: Running, 
 
 
 def stepped(engine: Engine, futures: list[Future[Ran]]) -> list[Ran]:
-    """What the futures give, while this thread steps the engine."""
+    """Results of the futures, while this thread steps the engine."""
     while not all(future.done() for future in futures):
         if engine.callers.are_waiting:
             engine.step()

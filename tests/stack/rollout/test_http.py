@@ -69,7 +69,7 @@ def client(base_url: str) -> Iterator[openai.OpenAI]:
 
 
 def served(engine: Engine, *calls: Callable[[], Answer], beside: dict[str, Rollout] | None = None) -> list[Answer]:
-    """What the calls give back, all made at once, while the engine is stepped; other rollouts are put into `beside`."""
+    """Answers to the calls, all made at once, while the engine is stepped; other rollouts are put into `beside`."""
     with ThreadPoolExecutor(len(calls)) as threads:
         futures = [threads.submit(call) for call in calls]
         while not all(future.done() for future in futures):

@@ -51,7 +51,7 @@ def test_another_workers_table_is_not_taken(tmp_path: Path) -> None:
 def disagreements(
     folder: Path, parallel: VllmParallel, worker: int, *, precision: Precision = "float32", table_of: int | None = None
 ) -> list[str]:
-    """What vLLM holds as `worker` against the table of it, or of worker `table_of`."""
+    """Compares the tensors of vLLM's `worker` with its table, or that of worker `table_of`."""
     hf_config = json.loads((folder / "config.json").read_text())
     tensors = load(folder, parallel, worker, precision=precision)
     live = tuple((slot.name, dtype_name(tensor.dtype)) for slot, tensor in tensors.items())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What router replay is for: trainer and engine in bfloat16, where choices of experts flip from rounding, with routes and without."""
+"""Purpose of router replay: trainer and engine in bfloat16, where choices of experts flip from rounding, with routes and without."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PRECISIONS = ("bfloat16", "float32")
 
 @pytest.fixture(scope="module")
 def measured() -> Iterator[list[Row]]:
-    """What is measured here; kept also if it is not what is required."""
+    """Rows that are measured here; kept also if they are not what is required."""
     rows: list[Row] = []
     yield rows
     if rows:

@@ -84,7 +84,7 @@ def total(rollouts: dict[str, Rollout]) -> Proposals:
 
 
 PLAIN: dict[bool, dict[str, Rollout]] = {}
-"""What an engine without proposals has sampled, with and without refits."""
+"""Rollouts of an engine without proposals, with and without refits."""
 
 
 def plain_rollouts(engine_of: StartEngine, folder: Path, requests: Sequence[RolloutRequest], *, refits: bool = False) -> dict[str, Rollout]:

@@ -32,7 +32,7 @@ def test_witness(start_engine: StartEngine, tmp_path: Path, model_type: str, par
 
 @pytest.fixture(scope="module")
 def rows() -> Iterator[list[Row]]:
-    """What the long part measures; kept also if it is not what is required."""
+    """Rows that the long part measures; kept also if they are not what is required."""
     measured: list[Row] = []
     yield measured
     if measured:

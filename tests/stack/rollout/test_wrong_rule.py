@@ -118,7 +118,7 @@ def one_slot(folder: Path, precision: str = "float32") -> tuple[RunConfig, Place
 
 @pytest.fixture(scope="module")
 def multi_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As many key heads as query heads: exchanged, they have each other's shapes."""
+    """A model with as many key heads as query heads: exchanged, they have each other's shapes."""
     return models.save_nemotron_h(tmp_path_factory.mktemp("multi_head"), num_key_value_heads=models.TINY_NEMOTRON_H["num_attention_heads"])
 
 
@@ -158,7 +158,7 @@ def test_with_grouped_queries_the_schedule_refuses_it(checkpoint: Callable[[int]
 def test_refit_zero_names_what_the_trainer_alone_rounds(
     start_engine: StartEngine, multi_head: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As published files of a nemotron_h in bfloat16 have some tensors in float32: vLLM keeps Mamba's A and the router so, and rounds D.
+    """Published files of a nemotron_h in bfloat16 have some tensors in float32: vLLM keeps Mamba's A and the router so, and rounds D.
 
     Megatron's Float16Module rounds A_log, and its optimizers keep no float32 parameter of a bfloat16 model. transformers decides: it rounds
     the same tensors to the same values, and engines compute with these.

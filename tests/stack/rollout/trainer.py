@@ -66,7 +66,7 @@ class Trainer:
         return self._attempt
 
     def workers(self) -> list[WorkerRefit]:
-        """What `Engine.prepare_refit` needs."""
+        """Inputs of `Engine.prepare_refit`."""
         handles = self._exchange.handles()
         return [WorkerRefit(self.inputs.signed(self.schedule), worker, handles) for worker in self.inputs.workers]
 
@@ -88,7 +88,7 @@ def vllm_layout(
 def expected_tensors(
     folder: Path, parallel: VllmParallel = SINGLE, worker: int = 0, precision: Precision = "float32", live: EngineDtypes = ()
 ) -> dict[Slot, Tensor]:
-    """What an engine worker must hold, built directly from the checkpoint by the table."""
+    """Tensors that an engine worker must hold, built directly from the checkpoint by the table."""
     from tests.stack.refit.children import fill
 
     return fill(vllm_layout(folder, parallel, worker, precision, live), load_file(folder / "model.safetensors"))

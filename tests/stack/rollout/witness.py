@@ -30,15 +30,15 @@ NUM_ALONE = 8
 
 @dataclass(frozen=True)
 class Witness:
-    """What was seen. All that is not here `witness` has asserted."""
+    """Observations. `witness` has asserted all that is not here."""
 
     num_tensors: int
     changed_by_zero: list[str]
     """Tensors on which the tables and vLLM's loader disagree."""
     num_bytes: int
-    """Of all workers, without padding."""
+    """Bytes of all workers, without padding."""
     parity: Parity
-    """Of the engine after a refit of other weights, with transformers on those weights."""
+    """Parity of the engine, after a refit of other weights, with transformers on those weights."""
 
 
 def witness(

@@ -24,7 +24,7 @@ class Batch:
     advantages: torch.Tensor
     mask: torch.Tensor
     rewards: list[float]
-    """Of each sequence."""
+    """Rewards of the sequences."""
 
     @property
     def bounds(self) -> list[int]:

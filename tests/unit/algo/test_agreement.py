@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the logprobs of two sides differ: rounding passes, flips of routers are left out, another model is found."""
+"""Difference of two sides' logprobs: rounding passes, flips of routers are left out, another model is found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mrl.algo.agreement import FLIPPED_SHARE, MAX_MEAN_ERROR, MAX_MEAN_ERROR_OF_
 
 
 def errors(differences: list[float], *, flipped_share: float = 0.0):
-    """Of tokens whose trainer's logprobs differ by these from the generator's."""
+    """Errors of tokens whose trainer's logprobs differ by these from the generator's."""
     generator = np.full(len(differences), -1.5, np.float32)
     return measure([generator], [generator + np.array(differences, np.float32)], flipped_share=flipped_share)
 

@@ -108,7 +108,7 @@ def test_what_an_actor_imports_is_left_out_of_later_collections():
 
 
 def test_the_temporary_files_of_an_engine_go_with_it(tmp_path: Path):
-    """Beside a process that ends by itself, one that is killed: the next engine on its node removes what that leaves."""
+    """Covers, besides a process that ends by itself, one that is killed: the next engine on its node removes what that leaves."""
     script = """
 import os, signal, subprocess, sys, tempfile
 from mrl.cluster.environment import own_temporary_folder

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often Ray's start is tried, in a thread that may hang."""
+"""Number of tries to start Ray, in a thread that may hang."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a config: what loading it says, and then its rules."""
+"""Problems of a config: those of loading it, and then those of its rules."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_each_model_is_one_teacher_with_the_policys_keys_and_a_layout_of_its_own
 
 
 def test_a_teacher_has_what_the_policys_keys_say_of_the_policy(tmp_path: Path):
-    """As in NeMo RL: its rows are as long as the policy's, whatever its batches, and its positions reach as far."""
+    """Follows NeMo RL: its rows are as long as the policy's, whatever its batches, and its positions reach as far."""
     packing = ["enabled: true", "logprob_mb_tokens: '${mul:${policy.max_total_sequence_length}, ${policy.logprob_batch_size}}'"]
     overrides = [
         f"policy.sequence_packing={{{', '.join(packing)}}}",

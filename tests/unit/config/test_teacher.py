@@ -166,7 +166,7 @@ def test_models_must_have_the_same_tokens(tmp_path: Path):
 
 
 def test_a_teachers_embedding_may_have_more_rows_than_the_students_and_not_fewer(tmp_path: Path):
-    """As the models of Qwen 2.5, padded to 151,936 and 152,064."""
+    """Covers the models of Qwen 2.5, padded to 151,936 and 152,064."""
     small, large = model(tmp_path / "small", vocab_size=151936), model(tmp_path / "large", vocab_size=152064)
     assert "teacher." not in with_models(tmp_path, small, large)
     refused = f"teacher.model_name={small}: its vocab_size is 151,936, and the student's 152,064: the student may draw tokens of which"

@@ -38,7 +38,7 @@ def policy_config(row_tokens: int = 32, *, model: str = "m", algorithm: str = "b
 
 
 def batch(policy: PolicyConfig, sequences: list[TrainSequence]) -> Batch:
-    """Of two data-parallel ranks."""
+    """A batch of two data-parallel ranks."""
     cluster = ClusterConfig(num_nodes=1, gpus_per_node=0, cpu_units_per_node=4)
     return make_batch(sequences, RunConfig(policy=policy, cluster=cluster))
 

@@ -84,7 +84,7 @@ def test_the_longest_come_first_and_equals_by_the_length_of_the_prompt():
 
 
 def makespan(lengths: list[int], *, num_slots: int) -> int:
-    """When the last of these rollouts ends, begun in this order, each in the slot that is free first."""
+    """Time when the last of these rollouts ends, begun in this order, each in the slot that is free first."""
     slots = [0] * num_slots
     for length in lengths:
         slots[slots.index(min(slots))] += length

@@ -50,7 +50,7 @@ def check(plan: RowPlan, num_sequences: int, dp_size: int) -> None:
 
 
 def tokens(plan: RowPlan, lengths: list[int]) -> list[list[int]]:
-    """Of every row of every rank."""
+    """Tokens of every row of every rank."""
     return [[sum(lengths[index] for index in row) for row in rows] for rows in plan]
 
 

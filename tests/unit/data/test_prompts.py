@@ -102,7 +102,7 @@ def test_rows_beyond_max_val_samples_are_checked_too(config: RunConfig):
 
 def test_unknown_environment_of_a_row(config: RunConfig):
     write(Path(config.data.train.source), [{"question": "1+1", "answer": "2", "env_name": "maths"}])
-    with pytest.raises(ValueError, match=r"1 of 1 rows \(100.0%\) ask for environments that are not there \(maths: 1 rows\)"):
+    with pytest.raises(ValueError, match=r"1 of 1 rows \(100.0%\) ask for environments that are not there \(maths: 1 row\)"):
         load_prompts(config)
 
 
@@ -137,7 +137,7 @@ def test_what_an_agent_does_is_judged_by_its_environment(config: RunConfig, tmp_
         "agent_ref": {"name": "math_with_judge_simple_agent"}, "dataset": "d", "id": 1, "expected_answer": "2",
     }  # fmt: skip
     write(path, [row("chess_simple_agent"), row("math_with_judge_simple_agent")])
-    with pytest.raises(ValueError, match=r"1 of 2 rows .*\(chess_simple_agent: 1 rows\)"):
+    with pytest.raises(ValueError, match=r"1 of 2 rows .*\(chess_simple_agent: 1 row\)"):
         load_prompts(configured(tmp_path, *gym))
     prompts = load_prompts(configured(tmp_path, *gym, "data.drop_rows_without_environment=true")).train
     assert [prompt.prompt_id for prompt in prompts] == ["train:2"]

@@ -118,9 +118,17 @@ def test_all_bad_rows_of_a_data_set_come_at_once_and_many_are_cut(tmp_path: Path
         read(reader(path))
     lines = str(caught.value).splitlines()
     assert lines[0] == f"data.train.data_path={path} has 30 bad rows; correct or remove them, or set data.on_bad_row=skip:"
-    assert len(lines) == 1 + MAX_ERRORS + 1
-    assert lines[2] == f"  {path}:4: invalid JSON at column 1: Expecting value"
-    assert lines[-1] == "  and 10 more"
+    # One reason is one line, with the places of the first 20 rows.
+    places = ", ".join(str(number) for number in range(4, 41, 2))
+    assert lines[1:] == [f"  {path}:2: invalid JSON at column 1: Expecting value; also {places} and 10 more rows"]
+
+
+def test_of_many_reasons_the_first_are_shown(tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", b"".join(b" " * number + b"bad\n" for number in range(MAX_ERRORS + 1)))
+    with pytest.raises(ValueError) as caught:
+        read(reader(path))
+    assert str(caught.value).splitlines()[MAX_ERRORS:] == [
+        f"  {path}:{MAX_ERRORS}: invalid JSON at column {MAX_ERRORS}: Expecting value", "  and 1 other reason"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -137,7 +145,7 @@ def test_no_two_rows_have_one_id(tmp_path: Path, last: bytes, reason: str):
     assert f"{path}:3: {reason.format(path=path)}" in str(caught.value)
     # Across data sets too: a prompt is known by its id alone.
     other = write(tmp_path / "b.jsonl", last)
-    with pytest.raises(ValueError, match="data.validation.data_path=.*has 1 bad rows"):
+    with pytest.raises(ValueError, match="data.validation.data_path=.*has 1 bad row;"):
         read(reader(write(tmp_path / "a.jsonl", GOOD + b'{"value": 2, "id": "x"}\n')), reader(other, setting="data.validation"))
 
 
@@ -179,7 +187,7 @@ def test_rows_without_environment_are_counted_and_dropped_only_when_told(tmp_pat
     path = write(tmp_path / "a.jsonl", GOOD + lost)
     with pytest.raises(ValueError) as caught:
         read(reader(path), data=DataConfig(on_bad_row="skip"))
-    assert "3 of 4 rows (75.0%) ask for environments that are not there (workplace: 2 rows, judge: 1 rows)" in str(caught.value)
+    assert "3 of 4 rows (75.0%) ask for environments that are not there (workplace: 2 rows, judge: 1 row)" in str(caught.value)
     assert "data.drop_rows_without_environment=true" in str(caught.value)
     ((rows, left_out),) = read_all(reader(path), data=DataConfig(drop_rows_without_environment=True))
     assert list(rows) == [("a:1", 1)]

@@ -446,7 +446,7 @@ def test_requests_become_conversations():
 
 
 def test_one_turn_of_a_request_is_one_message():
-    """As nemo_gym/responses_converter.py of NeMo Gym 07d6b0d makes of the same requests."""
+    """Result of nemo_gym/responses_converter.py of NeMo Gym 07d6b0d makes of the same requests."""
 
     def call(name: str, call_id: str) -> Fields:
         return {"type": "function_call", "name": name, "arguments": "{}", "call_id": call_id}

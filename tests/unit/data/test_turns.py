@@ -107,7 +107,7 @@ def test_observations_of_roles_that_the_template_drops_are_the_users(role: str):
 
 
 def test_a_turn_that_ended_with_another_mark_of_the_end_gets_no_second_one():
-    """As Llama's, whose calls end with the end of a message, where its template writes the end of a turn."""
+    """Covers Llama's, whose calls end with the end of a message, where its template writes the end of a turn."""
     tokenizer = byte_tokenizer(4096)
     other = 262  # <|reserved_0|>
     turns = TurnFormat(tokenizer, template_kwargs=None, end_ids=[END_ID, other])

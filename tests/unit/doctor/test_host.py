@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said about hosts that this one is not: wrong drivers, fake packages, small memories."""
+"""Findings about hosts that this one is not: wrong drivers, fake packages, small memories."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def begin(folder: Path) -> None:
         (lambda folder: rewrite(folder, {"lora.weight": torch.zeros(2)}), "tensors are unknown to config.json: 1, the first is lora"),
         (lambda folder: rewrite(folder, {}, lost=1), "tensors are missing: 1, the first is backbone."),
         (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer"),
-        (begin, "1 files are downloaded in part"),
+        (begin, "files downloaded only in part: 1;"),
     ],
 )
 def test_what_is_broken_is_named(model: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None], problem: str):

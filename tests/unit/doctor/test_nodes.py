@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said about clusters that this host cannot have: missing nodes, skewed clocks, folders that are not shared."""
+"""Findings about clusters that this host cannot have: missing nodes, skewed clocks, folders that are not shared."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor says of hosts with these troubles is what docs/troubleshooting.md quotes."""
+"""Findings of the doctor about hosts with these troubles are those that docs/troubleshooting.md quotes."""
 
 from __future__ import annotations
 

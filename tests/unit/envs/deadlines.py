@@ -16,7 +16,7 @@ from tests.waiting import SOON_S
 
 @contextmanager
 def culprits_miss_theirs(*culprits: str, when: Callable[[], bool] = lambda: True) -> Iterator[list[float]]:
-    """While this holds, texts that begin with one of these words have `SOON_S` from `when` on, and others the pool's own `timeout_s`.
+    """Sets deadlines: texts that begin with one of these words have `SOON_S` from `when` on, and others the pool's own `timeout_s`.
 
     Gives the deadlines that the pool asks for, in seconds, in the order in which children begin.
     """

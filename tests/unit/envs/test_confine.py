@@ -31,7 +31,7 @@ def test_numbers_are_those_of_the_kernels_headers(machine: str, monkeypatch: pyt
 
 
 def decide(code: bytes, number: int, *arguments: int, arch: int) -> int:
-    """What a seccomp filter answers: a machine for the six instructions that ours have."""
+    """Answer of a seccomp filter: a machine for the six instructions that ours have."""
     data = struct.pack("=IIQ6Q", number, arch, 0, *(*arguments, *(0,) * (6 - len(arguments))))
     instructions = list(struct.iter_unpack("=HBBI", code))
     at = accumulator = 0

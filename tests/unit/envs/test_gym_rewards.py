@@ -26,7 +26,7 @@ REASONS = {
     "no schema": ("nonsense",),
     "standard output is read, not sys.stdout": ("import os\\nos.write", "open(0)"),
 }
-"""Why a reward may differ, and how such an answer is told, as docs/environments.md lists them."""
+"""Reasons why a reward may differ, and marks of such an answer, as docs/environments.md lists them."""
 
 
 def reason(answer: Answer) -> str:
@@ -66,7 +66,7 @@ def test_sentences(text: str, by_rules: int, by_punkt: int):
 
 
 def test_words():
-    """As NLTK 3.10's `word_tokenize` cuts them."""
+    """Words as NLTK 3.10's `word_tokenize` cuts them."""
     text = "Dr. No said \"it's C#\" -- ok... I cannot, 'tis 1,000 at 10:30 (so)."
     said = "Dr. No said `` it 's C # '' -- ok ... I can not , ' tis 1,000 at 10:30 ( so ) .".split()
     assert tokens(text) == said

@@ -61,7 +61,7 @@ def install(host: dict[str, str], *words: str) -> subprocess.CompletedProcess[st
 
 
 def pip_calls(host: dict[str, str]) -> list[str]:
-    """What pip was called with, the folder of wheels named FOLDER."""
+    """Arguments of pip's calls, the folder of wheels named FOLDER."""
     log = Path(host["LOG"])
     return re.sub(r"(--wheel-dir|--find-links) \S+", r"\1 FOLDER", log.read_text()).splitlines() if log.exists() else []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts/ray_node.sh refuses before it starts anything."""
+"""Refusals of scripts/ray_node.sh before it starts anything."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ LEPTON = {
         (NODE | {"NODE_RANK": "", "JOB_COMPLETION_INDEX": ""}, "missing environment variables: NODE_RANK;"),
         (NODE | {"NODE_RANK": "2"}, "NODE_RANK=2 is not below NUM_NODES=2"),
         (NODE, "GPUS_PER_NODE=8, but nvidia-smi lists 7"),
+        (NODE | {"COMMAND": "train checkpointing.checkpoint_dir=run a=1"}, "COMMAND: checkpointing.checkpoint_dir=run is lost"),
         (NODE | {"GPUS_PER_NODE": "7", "FI_PROVIDER": "efa"}, "FI_PROVIDER=efa, but this node has no EFA device"),
         (LEPTON, "missing environment variables: CONFIG_PATH CHECKPOINT_DIR;"),
+        (LEPTON | {"CONFIG_PATH": "a.yaml", "CHECKPOINT_DIR": "results"}, "CHECKPOINT_DIR=results is lost with the container"),
         (
             LEPTON | {"CONFIG_PATH": "a.yaml", "CHECKPOINT_DIR": "/mnt/a", "SCRIPT_PATH": "/nowhere.py"},
             "SCRIPT_PATH=/nowhere.py is not there",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What launchers are given says what the config says, and survives the shell and YAML."""
+"""Output of launchers says what the config says, and survives the shell and YAML."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import yaml
 from mrl.launch import main
 from tests.sources import ROOT
 
-TINY = ["grpo_tiny.yaml", "cluster.num_nodes=2", "cluster.gpus_per_node=8"]
+TINY = ["grpo_tiny.yaml", "cluster.num_nodes=2", "cluster.gpus_per_node=8", "checkpointing.checkpoint_dir=/shared/results"]
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -46,7 +46,7 @@ def test_the_script_hands_sbatch_what_the_config_says(tmp_path: Path, capsys: py
     (tmp_path / "sbatch").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     said = subprocess.run(["bash", script], capture_output=True, text=True, check=True, env=os.environ | {"PATH": path}).stdout.splitlines()
-    assert said[0] == "python -m mrl.train grpo_tiny.yaml cluster.num_nodes=2 cluster.gpus_per_node=8 grpo.seed=7"
+    assert said[0] == "python -m mrl.train " + " ".join([*TINY, "grpo.seed=7"])
     assert said[1:4] == ["it's.sqsh", "8", str(logs)]
     assert {"--nodes=2", "--gres=gpu:8", "--account=research", "--time=4:00:00", f"--output={logs}/slurm-%j.out"} < set(said)
     assert said[-1] == str(ROOT / "scripts" / "ray.sub")
@@ -116,7 +116,7 @@ def test_the_network_is_the_eks_tutorials(capsys: pytest.CaptureFixture[str]):
 
 
 def schema_errors(manifest: dict) -> list[str]:
-    """What a strict API server of Kubernetes 1.34 would refuse."""
+    """Faults that a strict API server of Kubernetes 1.34 would refuse."""
     schema = json.loads((ROOT / "tests/data/kubernetes/v1.34.json").read_text())
     name = {"Job": "io.k8s.api.batch.v1.Job", "Service": "io.k8s.api.core.v1.Service"}[manifest["kind"]]
     validator = jsonschema.Draft202012Validator(schema | {"$ref": f"#/$defs/{name}"})
@@ -185,10 +185,43 @@ def test_a_size_that_is_none_to_kubernetes_is_refused(capsys: pytest.CaptureFixt
 
 
 def test_lepton_gets_the_command_and_the_size(capsys: pytest.CaptureFixture[str]):
-    text = printed(capsys, "lepton", *TINY, "--image", "registry/mrl:1")
+    text = printed(capsys, "lepton", *TINY, "--image", "registry/mrl:1", "--mount", "/shared")
     assert "RAY_AUTH_TOKEN=<secret RAY_AUTH_TOKEN>" in text
     assert "CLUSTER_NUM_NODES=2" in text and "CLUSTER_GPU_PER_NODE=8" in text
-    assert "COMMAND=python -m mrl.train grpo_tiny.yaml cluster.num_nodes=2 cluster.gpus_per_node=8" in text
+    assert f"COMMAND=python -m mrl.train {' '.join(TINY)}\n" in text
+
+
+@pytest.mark.parametrize("folder", ["results/run", "/results/run", "/shared/../results"])
+@pytest.mark.parametrize("words", [["k8s", *EKS], ["lepton", "--image", "mrl", "--mount", "/shared"]], ids=["k8s", "lepton"])
+def test_a_run_folder_that_ends_with_its_container_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], folder: str):
+    assert main([*words, *TINY, f"checkpointing.checkpoint_dir={folder}"]) == 2
+    assert f"checkpointing.checkpoint_dir={folder}: lies in the container" in capsys.readouterr().out
+
+
+def test_a_config_file_that_no_pod_sees_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "mine.yaml").write_text("defaults: grpo_tiny.yaml\n")
+    words = ["k8s", str(tmp_path / "mine.yaml"), *TINY[1:]]
+    assert main([*words, *EKS]) == 2
+    assert f"config {tmp_path}/mine.yaml: lies in the container" in capsys.readouterr().out
+    assert main([*words, f"checkpointing.checkpoint_dir={tmp_path}/results", *EKS, f"--mount={tmp_path}"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--instance-type=p4d.24xlarge"], "phase train does not fit"),
+        (["--instance-type=p5.48xlarge", "--memory=100Gi"], "of host memory and has 100.0 GiB: "),
+        (["--instance-type=p5.48xlarge", "--memory=3Ti"], "no pod fits on a node of --instance-type p5.48xlarge"),
+        (["cluster.gpus_per_node=16", "--instance-type=p5.48xlarge"], "no pod fits on a node of --instance-type p5.48xlarge"),
+        (["--memory=384G"], ""),
+        (["--instance-type=p5.48xlarge"], ""),
+    ],
+)
+def test_the_plan_is_compared_with_what_a_pod_gets(llama_8b: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str):
+    words = ["k8s", "grpo_math_8B.yaml", f"policy.model_name={llama_8b}", "cluster.num_nodes=2", "checkpointing.checkpoint_dir=/shared/run"]
+    assert main([*words, *options, "--image=mrl", "--claim=fsx"]) == (2 if message else 0)
+    said = capsys.readouterr().out
+    assert message in said and ("not compared" in said) == (options == ["--memory=384G"])
 
 
 def test_a_config_that_a_start_refuses_is_not_launched(capsys: pytest.CaptureFixture[str]):

@@ -266,6 +266,18 @@ def test_the_published_step_of_nemo_rl_lies_inside_the_range(folders: dict[str, 
     assert total.low <= 171 <= total.high <= 2 * total.low
 
 
+def test_the_host_memory_of_a_node_is_compared(llama_8b: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["grpo_math_8B.yaml", f"policy.model_name={llama_8b}", "policy.megatron_cfg.tensor_model_parallel_size=2"]
+    needs = host_memory(config := load_config(words[0], words[1:]), model := read_model(config), stage_states(config, model, 0))
+    # The 16 GB of model files are page cache, which the kernel gives back; the rest is not.
+    least = (sum(needs.values()) - 2 * model.num_parameters) / GIB
+    assert main([*words, "--node-memory", str(least + 1)]) == 0 and "of host memory and has" not in capsys.readouterr().out
+    assert main([*words, "--node-memory", str(least - 1)]) == 2
+    assert f"a node needs at least {least:.1f} GiB of host memory and has {least - 1:.1f} GiB: checkpoint" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=f"cluster.num_nodes=1: a node needs at least {least:.1f} GiB of host memory"):
+        prediction(config, H100, (least - 1) * GIB)
+
+
 def test_a_plan_imports_no_heavy_library():
     code = "import sys, mrl.plan.__main__; print(*({'torch', 'ray', 'vllm', 'megatron', 'transformers'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)

@@ -38,7 +38,7 @@ def test_a_second_call_changes_nothing(tmp_path: Path):
 
 
 def test_other_data_has_another_recipe_version(tmp_path: Path):
-    """Whoever changes what is written must raise the version, or users keep folders that lack it."""
+    """A change of what is written must raise the version, or users keep folders that lack it."""
     tiny.write_splits(tiny.split_additions(0), tmp_path / "data")
     files = sorted((tmp_path / "data").iterdir())
     content = zlib.crc32(b"".join(path.name.encode() + path.read_bytes() for path in files))

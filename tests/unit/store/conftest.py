@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the run folder share."""
+"""Shared by the tests of the run folder."""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import pytest
 
 from conversion.reshard import reshard
 from conversion.schedule import Schedule
-from mrl.store.about import MAX_CELLS, about_refit
+from mrl.config.schema.run import RunConfig
+from mrl.store.about import MAX_CELLS, about_refit, about_this_attempt
 from tests.unit.conversion.test_reshard import HALVES, WHOLE
 
 
@@ -35,3 +38,11 @@ def test_neighbours_share_a_cell_of_a_large_matrix_and_no_byte_is_lost(count: in
     matrix = matrix_of(schedule)
     assert len(matrix) == len(matrix[0]) == side
     assert sum(map(sum, matrix)) == sum(schedule.link_bytes().values()) == 128 * count
+
+
+def test_the_command_is_kept_without_secrets(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "-m", "mrl.train", "grpo_tiny.yaml", "logger.wandb.notes=my canary"])
+    config = RunConfig()
+    assert about_this_attempt(config)["command"] == "python -m mrl.train grpo_tiny.yaml 'logger.wandb.notes=my canary'"
+    config.facts = replace(config.facts, secrets=frozenset({"my canary"}))
+    assert "canary" not in str(about_this_attempt(config)["command"])

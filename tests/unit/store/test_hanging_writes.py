@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
 
 
 def unread(path: Path) -> None:
-    """Whoever opens the file waits for a reader."""
+    """Makes a file whose opening waits for a reader."""
     path.unlink(missing_ok=True)
     os.mkfifo(path)
 

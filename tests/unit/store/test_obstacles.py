@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in the place of a file of the run folder, or is left of it, after faults of disks, hosts and people: two attempts go on."""
+"""Obstacles in the place of a file of the run folder, or is left of it, after faults of disks, hosts and people: two attempts go on."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def rival(folder: Path, meet: Callable[[], object]) -> list[tuple[int, bool, str
 
 
 gates: list[Barrier] = []
-"""Of a process: the gate where it meets its rivals."""
+"""Gate of a process, where it meets its rivals."""
 
 
 def compete(folder: Path) -> list[tuple[int, bool, str]]:

@@ -244,7 +244,7 @@ def test_what_earlier_steps_have_measured(tmp_path: Path):
 
 
 def test_an_export_gets_what_the_model_s_folder_says_of_sampling(tmp_path: Path):
-    """Beside a tokenizer from a folder of its own, with a template of its own."""
+    """Covers a tokenizer from a folder of its own, with a template of its own."""
     model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
     (tokenizer / "additional_chat_templates").mkdir(parents=True)
     model.mkdir()

@@ -38,6 +38,8 @@ GROUPS = [
 def test_environments_are_counted_apart():
     metrics = rollout_metrics(GROUPS, GrpoConfig(), seconds=2.0, num_engine_restarts=0)
     assert (metrics["rollout/math/reward"], metrics["rollout/tools/reward"]) == (0.75, 1.0)
+    # Rewards 1, 1, 1, 0 and 1.5, 0.5.
+    assert (metrics["rollout/math/reward_std"], metrics["rollout/tools/reward_std"]) == (0.1875**0.5, 0.5)
     assert (metrics["rollout/math/failed"], metrics["rollout/math/timeout"], metrics["rollout/math/crash"]) == (2, 1, 1)
     assert (metrics["rollout/tools/reward_form"], metrics["rollout/tools/reward_state"]) == (1.0, 1.0)
     assert (metrics["rollout/tools/unknown_tool"], metrics["rollout/tools/failed"], metrics["rollout/tools/turns"]) == (1, 0, 3)

@@ -11,7 +11,12 @@ from pathlib import Path
 
 CONFIG = """
 algorithm: grpo
-grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 2, max_num_steps: 50, async_grpo: {enabled: true, max_trajectory_age_steps: 2}}
+grpo:
+  seed: 7
+  num_prompts_per_step: 4
+  num_generations_per_prompt: 2
+  max_num_steps: 50
+  async_grpo: {enabled: true, max_trajectory_age_steps: 2}
 policy: {model_name: tiny, precision: float32, megatron_cfg: {tensor_model_parallel_size: 2, optimizer: {lr: 0.001}}}
 cluster: {num_nodes: 1, gpus_per_node: 0}
 """

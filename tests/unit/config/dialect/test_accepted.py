@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NeMo RL's recipes say beside the schema: each key does what it says there, or is shown to change nothing."""
+"""Keys of NeMo RL's recipes beside the schema: each key does what it says there, or is shown to change nothing."""
 
 from __future__ import annotations
 

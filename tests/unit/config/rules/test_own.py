@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user names by a path is imported before anything starts, and an error names the signature."""
+"""Objects that the user names by a path are imported before anything starts, and an error names the signature."""
 
 from __future__ import annotations
 

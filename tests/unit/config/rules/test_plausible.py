@@ -70,14 +70,14 @@ def test_packaged_configs_are_plausible(workplace: Path, name: str):
     ],
 )
 def test_the_memory_of_the_gpus(workplace: Path, overrides: list[str], num_bytes: str | None):
-    """Of 31.6 billion parameters, at TP2 x PP2 on 4 GPUs: 4 bytes of each for weights and gradients, 12 for the optimizer."""
+    """Memory of 31.6 billion parameters, at TP2 x PP2 on 4 GPUs: 4 bytes of each for weights and gradients, 12 for the optimizer."""
     model = workplace / "moe"
     model.mkdir()
     (model / "config.json").write_text(MOE_30B.read_text())
     doubts = find_doubts(
         load_config("grpo_nanov3.yaml", ["policy.model_name=moe", "policy.megatron_cfg.context_parallel_size=1", *overrides])
     )
-    assert [f" take {num_bytes} of each GPU (4 in all)" in doubt for doubt in doubts] == [True] * (num_bytes is not None)
+    assert [f" take {num_bytes} on each of 4 GPUs; " in doubt for doubt in doubts] == [True] * (num_bytes is not None)
 
 
 def test_an_8b_model_on_one_gpu(workplace: Path):
@@ -89,7 +89,7 @@ def test_an_8b_model_on_one_gpu(workplace: Path):
     (doubt,) = find_doubts(load_config("grpo_math_8B.yaml", one))
     # 8.03 billion parameters with 2 bytes of weights, 4 of gradients and 12 of optimizer.
     assert doubt.startswith(
-        "policy.model_name=8b: weights, gradients and optimizer of 8.0 billion parameters take 145 GB of each GPU (1 in all)"
+        "policy.model_name=8b: weights, gradients and optimizer of 8.0 billion parameters take 145 GB on each of 1 GPU;"
     )
     optimizer = "policy.megatron_cfg.optimizer"
     offloaded = [

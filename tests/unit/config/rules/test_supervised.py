@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which algorithm a config means, and what it may not say then."""
+"""Algorithm of a config, and keys that it may not have then."""
 
 from pathlib import Path
 
