@@ -273,12 +273,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class RewardLoad:
-    """How the children of environments kept up with the rollouts, over some time."""
+    """Load of the children of environments over some time."""
 
     longest_queue: int = 0
     """Most tasks that waited for a child."""
     num_begun: int = 0
-    """How often children have begun a task."""
+    """Number of tasks that children have begun."""
     seconds: float = 0.0
     """In which a rollout waited for its verdict."""
     num_judged: int = 0

@@ -23,7 +23,7 @@ from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import ActorLost
 from mrl.cluster.event_loop import in_loop
 from mrl.cluster.payload import Packed, PayloadRef, describe, pack
-from mrl.cluster.rollouts import GENERATION, RequestBook, Work
+from mrl.cluster.rollouts import GENERATION, ActorWork, RequestBook
 from mrl.cluster.runtime import Placement
 from mrl.config.rules.data import is_agent
 from mrl.config.schema.run import RunConfig
@@ -78,7 +78,7 @@ class AgentRuns:
 
     def __init__(self, runner: AgentRunner) -> None:
         self.runner = runner
-        self._work = Work[Ran]()
+        self._work = ActorWork[Ran]()
         self._num_told = 0
 
     async def take(self, tasks: Sequence[AgentTask]) -> tuple[Progress, Packed]:

@@ -28,7 +28,7 @@ from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import ActorLost, DeadlineExceeded
 from mrl.cluster.event_loop import News, Silence, in_loop
 from mrl.cluster.payload import Packed, PayloadRef, pack, pull
-from mrl.cluster.rollouts import RequestBook, Work
+from mrl.cluster.rollouts import ActorWork, RequestBook
 from mrl.cluster.runtime import Placement
 from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.run import RunConfig
@@ -68,7 +68,7 @@ Unjudged = tuple[RolloutInfo, Prompt]
 Ended = tuple[Verdict, Ending]
 """The verdict on a rollout that has ended, and why it has."""
 Judged = tuple[dict[str, Ended], list[str], RewardLoad]
-"""What an actor has done since its last answer: rollouts that have ended, by request id, and those that go on, in the order of their
+"""Verdicts of an actor since its last answer: rollouts that have ended, by request id, and those that go on, in the order of their
 packed transcripts."""
 
 
@@ -93,7 +93,7 @@ class Judge:
         self.decode = lambda token_ids: cast(str, tokenizer.decode(list(token_ids)))
         self.rules = rules_of(config, self.decode, tokenizer.all_special_tokens)
         self.scorer = Scorer(self._build, masks_flagged=config.env.should_mask_flagged_samples)
-        self.work = Work[Ended | Transcript]()
+        self.work = ActorWork[Ended | Transcript]()
         # All that uses the tokenizer: one thread at a time may.
         self._texts = ThreadPoolExecutor(1, "texts")
 
@@ -123,7 +123,7 @@ class Judge:
                 self.work.begin(self._judge(info.request_id, prompt.env_name, task, rollout, remarks))
 
     def _make_tasks(self, unjudged: Sequence[Unjudged]) -> list[tuple[Task, Rollout | None, Remarks | None]]:
-        """Of each rollout the task; itself, if it may have further turns; and what is wrong with its form."""
+        """The task of each rollout; itself, if it may have further turns; and what is wrong with its form."""
         start = time.monotonic()
         tasks = []
         for (_, prompt), rollout in zip(

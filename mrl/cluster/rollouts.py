@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mrl.cluster.rewards import Rewards
 
 GENERATION = "generation"
-"""What the driver waits for while engines sample."""
+"""Name of the driver's wait for sampling engines."""
 Q = TypeVar("Q")
 A = TypeVar("A")
 
@@ -51,7 +51,7 @@ class AskedGroup:
     prompt: Prompt
     num_generations: int
     weight_version: int
-    """Of the engines when the group was asked for."""
+    """Version of the engines when the group was requested."""
     infos: dict[int, RolloutInfo] = field(default_factory=dict)
     """Rollouts that are sampled, by index."""
     verdicts: dict[int, Verdict] = field(default_factory=dict)
@@ -235,7 +235,7 @@ class RolloutCollector:
 
 @dataclass
 class _Actor(Generic[Q, A]):
-    """What is under way with one actor."""
+    """Requests under way with one actor."""
 
     owed: dict[str, tuple[Q, asyncio.Future[A]]] = field(default_factory=dict)
     """Its requests without an answer, by id."""
@@ -327,7 +327,7 @@ class RequestBook(Generic[Q, A]):
         self._actors[index].num_fruitless = 0
 
     def hold(self, is_held: bool) -> None:
-        """While it `is_held`, no call begins."""
+        """Holds back further calls while `is_held`."""
         self._is_held = is_held
         self._wake()
 
@@ -380,8 +380,8 @@ class RequestBook(Generic[Q, A]):
             calls.clear()
 
 
-class Work(Generic[A]):
-    """What an actor works on, a coroutine for each request, and its answers since they were taken last. Lives in an event loop."""
+class ActorWork(Generic[A]):
+    """An actor's work, a coroutine for each request, and its answers since they were taken last. Lives in an event loop."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()

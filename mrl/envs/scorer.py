@@ -105,7 +105,7 @@ class Child:
             )
 
     def is_silent(self) -> bool:
-        """Whether the child lives and has sent nothing since its last answer."""
+        """True when the child lives and has sent nothing since its last answer."""
         try:
             self._socket.recv(1, socket.MSG_PEEK)
         except OSError as error:
@@ -170,9 +170,9 @@ class Job:
     task: Task
     verdict: asyncio.Future[Verdict]
     begun_at: float = 0.0
-    """When a child began it first, a time of `time.monotonic`; 0 if none has."""
+    """Time when a child first began it (`time.monotonic`); 0 if none has."""
     is_suspect: bool = False
-    """Whether it has cost a child its life, or its deadline, and is tried once more."""
+    """True when it has cost a child its life, or its deadline, and is tried once more."""
 
 
 class RewardPool:
@@ -190,7 +190,7 @@ class RewardPool:
         self._spare: Child | None = None
         self._num_failed_starts = 0
         self._jobs: dict[Task, Job] = {}
-        """Those without a verdict, and those that are remembered."""
+        """Jobs without a verdict, and those that are remembered."""
         self._remembered = deque[Task]()
         self._queue = deque[Job]()
         self._num_busy, self._is_one_alone = 0, False

@@ -162,9 +162,9 @@ class QueuePlan:
     lag: int
     """Steps by which a rollout may be older than the weights that it trains."""
     waits_for_refit: bool
-    """Whether the engines finish all rollouts under way before they get new weights."""
+    """True when engines finish all rollouts under way before they get new weights."""
     freshest_first: bool
-    """Whether a step takes the freshest groups that are ready, instead of the next prompts in their order."""
+    """True when a step takes the freshest groups that are ready instead of the next prompts in order."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Supplied:
     sampled: list[RolloutGroup]
     """All groups that the step looked at."""
     seconds: float
-    """How long the engines had for the groups."""
+    """Seconds that the engines had for the groups."""
     metrics: dict[str, float]
 
 

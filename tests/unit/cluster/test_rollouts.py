@@ -12,7 +12,7 @@ import pytest
 
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.event_loop import News
-from mrl.cluster.rollouts import RequestBook, Work
+from mrl.cluster.rollouts import ActorWork, RequestBook
 from mrl.types import RolloutRequest, SamplingParams
 from tests.waiting import HANG_S
 
@@ -187,7 +187,7 @@ def test_an_error_of_an_engine_reaches_who_waits():
 
 def test_answers_are_taken_together_and_a_call_ends_the_wait_of_an_earlier_one():
     async def story() -> None:
-        work, may_end = Work[str](), asyncio.Event()
+        work, may_end = ActorWork[str](), asyncio.Event()
 
         async def one(name: str, *, waits: bool = False) -> None:
             if waits:
@@ -215,7 +215,7 @@ def test_answers_are_taken_together_and_a_call_ends_the_wait_of_an_earlier_one()
 
 def test_an_error_of_the_work_reaches_who_takes_answers():
     async def story() -> None:
-        work = Work[str]()
+        work = ActorWork[str]()
 
         async def fail() -> None:
             raise KeyError("no such environment")
