@@ -23,6 +23,7 @@ from mrl.config.files import find_config
 from mrl.config.load import changes_since, read_run
 from mrl.config.model import find_missing_weights, find_wrong_weights, read_model, with_cached_folders
 from mrl.config.rules.checks import find_problems
+from mrl.config.rules.gym import describe_routes
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import CheckpointingConfig, RunConfig
 from mrl.config.secrets import run_entry, start_logging
@@ -277,7 +278,8 @@ def _engines(config: RunConfig) -> str:
         return "none"
     generation = config.policy.generation
     where = "on the trainer's slots" if generation.colocated.enabled else f"on {config.num_dedicated_slots} slots of their own"
-    return f"{config.num_engines} of tensor {generation.vllm_cfg.tensor_parallel_size}, {where}"
+    nodes = f" over {config.nodes_of_engine} nodes" if config.nodes_of_engine > 1 else ""
+    return f"{config.num_engines} of tensor {generation.vllm_cfg.tensor_parallel_size}{nodes}, {where}"
 
 
 def _data(config: RunConfig) -> str:
@@ -340,6 +342,7 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
     "steps": _steps,
     "data": _data,
     "rewards": lambda config: describe_workers(config, num_cores=usable_cores()) if config.has_engines else "none",
+    "agents": lambda config: (config.has_engines and describe_routes(config)) or "none of NeMo Gym's",
     "optimizer": _optimizer,
     "run folder": _start,
     "checkpoints": _checkpoints,

@@ -12,6 +12,7 @@ import json
 import logging
 import mmap
 import os
+import platform
 import signal
 import struct
 import sys
@@ -251,6 +252,11 @@ def read_sign(path: Path) -> Sign:
     pid, num_done, since, is_open, phase, doing = SIGN.unpack(path.read_bytes())
     texts = [text.rstrip(b"\0").decode(errors="replace") for text in (phase, doing)]
     return Sign(path.name.replace("-", " "), pid, num_done, since, is_open, *texts)
+
+
+def process_key() -> str:
+    """A name of this process among those of all nodes."""
+    return f"{platform.node()} {os.getpid()}"
 
 
 def memory_facts() -> dict[str, int]:

@@ -13,6 +13,8 @@ import numpy as np
 FinishReason = Literal["stop", "length", "abort"]
 Status = Literal["ok", "timeout", "crash", "error", "flagged"]
 FlawKind = Literal["invalid_tool_call", "malformed_thinking"]
+PENALTIES = ("duplicated_reasoning", "empty_final_answer", "unwanted_token", "malformed_think_tag")
+"""Flags of a rollout whose form made its reward 0."""
 PromptKey = tuple[int, str]
 """(epoch, prompt id): a prompt in one pass over the data. Validation has an epoch of its own."""
 
@@ -175,6 +177,8 @@ class RolloutInfo:
     num_observed: int = 0
     """Tokens of `length` that came from the environment."""
     num_turns: int = 1
+    last_turn_start: int = 0
+    """Where the last turn begins."""
     num_weight_versions: int = 1
     proposals: Proposals = Proposals()
     epoch: int = 0
@@ -223,6 +227,7 @@ class RolloutInfo:
             payload=payload,
             num_observed=len(rollout.token_ids) - sum(turn.stop - turn.start for turn in rollout.turns),
             num_turns=len(rollout.turns),
+            last_turn_start=rollout.last_turn_start,
             num_weight_versions=rollout.num_weight_versions,
             proposals=rollout.proposals,
         )
@@ -264,6 +269,29 @@ class Verdict:
     def has_reward(self) -> bool:
         """True when `reward` counts in the baseline of its group: that of a flagged rollout does, although the rollout is masked."""
         return self.is_valid or self.status == "flagged"
+
+
+@dataclass(frozen=True)
+class RewardLoad:
+    """How the children of environments kept up with the rollouts, over some time."""
+
+    longest_queue: int = 0
+    """Most tasks that waited for a child."""
+    num_begun: int = 0
+    """How often children have begun a task."""
+    seconds: float = 0.0
+    """In which a rollout waited for its verdict."""
+    num_judged: int = 0
+    """Rollouts with a verdict that a child began for them."""
+    wait_s: float = 0.0
+    """Seconds that those had waited before, added up."""
+    longest_wait_s: float = 0.0
+
+    def __add__(self, other: RewardLoad) -> RewardLoad:
+        """The load of one actor at two times, or of two actors at once."""
+        queue, wait_s = max(self.longest_queue, other.longest_queue), max(self.longest_wait_s, other.longest_wait_s)
+        num_begun, num_judged = self.num_begun + other.num_begun, self.num_judged + other.num_judged
+        return RewardLoad(queue, num_begun, self.seconds + other.seconds, num_judged, self.wait_s + other.wait_s, wait_s)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from mrl.config.schema.run import KEYS, SAME_KEYS, RunConfig, fields_of, section
 _TEACHERS = "mrl.config: the teachers' sections are made of it"
 _MTP = "a check: a model with one MTP layer repeats it"
 IN_CONFIG: dict[str, str] = {
-    "env.nemo_gym.config_paths": "mrl.config: they name environments, which are on anyway",
     "policy.megatron_cfg.mtp_use_repeated_layer": _MTP,
     "value.megatron_cfg.mtp_use_repeated_layer": _MTP,
     "on_policy_distillation.non_colocated_teachers.default_teacher_cfg": _TEACHERS,

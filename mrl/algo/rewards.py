@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mrl.types import PENALTIES
+
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
     from mrl.config.schema.algo import GrpoConfig, RewardScalingConfig, RewardShapingConfig
-    from mrl.types import RolloutGroup, RolloutInfo
+    from mrl.config.schema.env import EffortConfig
+    from mrl.types import RolloutGroup, RolloutInfo, Verdict
 
 
 LONE = "fewer than two rollouts of its prompt have a reward"
@@ -42,6 +45,24 @@ def shape_reward(reward: float, rollout: RolloutInfo, shaping: RewardShapingConf
     assert buffer is not None and penalty is not None and longest is not None
     excess = max(0, sum(sequence.num_generated for sequence in rollout.sequences) - (longest - buffer))
     return reward - excess / buffer * penalty
+
+
+def shape_effort(group: RolloutGroup, effort: EffortConfig) -> RolloutGroup:
+    """The group with rewards that depend on the length of the last answer, if its question asks for a short one.
+
+    NeMo RL's `_apply_effort_shaping` (nemo_rl/experience/rollouts.py), which comes before the penalties: those stay at 0.
+    """
+    if effort.low_weight <= 0 or not effort.low_string or effort.low_string not in group.prompt.text:
+        return group
+
+    def shaped(verdict: Verdict, rollout: RolloutInfo) -> Verdict:
+        if not verdict.has_reward or not set(PENALTIES).isdisjoint(verdict.flags):
+            return verdict
+        bonus = min(1.0, effort.low_weight * (1 - (rollout.length - rollout.last_turn_start) / effort.low_ub))
+        reward = verdict.reward * (1 + max(bonus, 0.0)) + effort.low_penalty * min(bonus, 0.0)
+        return replace(verdict, reward=reward, metrics={**verdict.metrics, "effort_bonus": bonus})
+
+    return replace(group, verdicts=tuple(map(shaped, group.verdicts, group.rollouts)))
 
 
 def scaled_rewards(group: RolloutGroup, config: GrpoConfig) -> list[float]:

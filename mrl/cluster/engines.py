@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import ray
 
 from mrl import spans
-from mrl.cluster.book import RequestBook
 from mrl.cluster.calls import Actors, answered, ask, start_actor, wait_all
+from mrl.cluster.engine_parts import EnginePart, EngineParts, engine_settings
 from mrl.cluster.environment import engine_variables, importing, own_temporary_folder, start_actor_process
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.event_loop import News, in_loop
 from mrl.cluster.payload import Packed, PayloadRef, describe, pack, with_transcripts
+from mrl.cluster.rollouts import GENERATION, RequestBook
 from mrl.cluster.runtime import Placement
-from mrl.cluster.scheduling import ENGINE, EngineSlots
+from mrl.cluster.scheduling import ENGINE, EngineSlots, device_ids
 from mrl.cluster.verbs import EngineVerbs
 from mrl.config.rules.tokens import num_choices
 from mrl.config.schema.run import RunConfig
@@ -44,8 +45,6 @@ T = TypeVar("T")
 
 # A poll ends after this long, for new requests, or as soon as a rollout has finished, if it is not too short: calls cost the driver time.
 POLL_BUDGET_S, MIN_POLL_S = 0.25, 0.1
-GENERATION = "generation"
-"""Name of the driver's wait for sampling engines."""
 # An engine that dies this often without finishing a single rollout in between will not get better.
 MAX_FRUITLESS_RESTARTS = 3
 
@@ -57,14 +56,16 @@ Polled = tuple[list[RolloutInfo], float]
 class EngineActor:
     def __init__(self, log_file: Path, secrets: Mapping[str, str]) -> None:
         start_actor_process(log_file, secrets)
+        self._secrets = secrets
 
-    def build(self, config: RunConfig, device_ids: Sequence[int], api_key: str) -> str | None:
-        """Starts the engine on these GPUs of its node; vLLM's own loader reads the model folder's weights.
+    def build(self, config: RunConfig, device_ids: Sequence[int], parts: Sequence[EnginePart], api_key: str) -> str | None:
+        """Starts the engine on these GPUs of its first node, and its parts on others; vLLM's own loader reads the model folder's weights.
 
         Returns the base URL of the engine's HTTP server, which asks for `api_key`, if the config wants one.
         """
         if config.cluster.num_nodes > 1:
             self._temporary = own_temporary_folder()
+        self._parts = EngineParts(config, parts, self._secrets) if parts else None
         # Imported here: the driver holds this class too, and must not import vllm.
         with importing():
             from mrl.rollout.engine import Engine
@@ -73,15 +74,12 @@ class EngineActor:
         start = time.monotonic()
         spans.begin("build")
         self.engine = Engine(
-            config.policy.model_name,
-            config.policy.generation,
-            seed=config.rollouts.seed,
+            **engine_settings(config),
             worker_timeout_s=config.deadlines.refit_s,
             device_ids=device_ids,
-            keeps_routes=config.policy.router_replay.enabled,
             keeps_kv_cache=config.rollouts.async_grpo.keeps_kv_cache,
-            tokenizer=config.policy.tokenizer.name if config.policy.generation.stop_strings or has_server else None,
             num_tokens=num_choices(config),
+            nodes=self._parts.nodes if self._parts else None,
         )
         self.verbs: EngineVerbs = self.engine
         self.fetch_timeout_s = config.deadlines.reward_s
@@ -215,10 +213,6 @@ class EngineGroup(Actors[EngineVerbs]):
         own = self.base_urls, self.api_key, self.config.policy.model_name
         write_endpoints(self.log_folder, Endpoints(*own, *self.gateway))
 
-    def asked(self) -> list[str]:
-        """Names of the engines that are being polled."""
-        return [str(self.name(index)) for index in self.book.called()]
-
     async def _poll(self, index: int, requests: list[RolloutRequest]) -> dict[str, RolloutInfo]:
         poll = self.handles[index].poll.options(num_returns=2).remote(requests, POLL_BUDGET_S)
         polled, payload = cast("tuple[ray.ObjectRef[Polled], ray.ObjectRef]", poll)
@@ -278,10 +272,18 @@ class EngineGroup(Actors[EngineVerbs]):
 
     def _start(self, slots: EngineSlots) -> ActorHandle[EngineActor]:
         given, hidden = split_secrets(self.config.policy.generation.vllm_cfg.env_vars or {}, self.config.facts.secrets)
-        options = self.placement.options(slots.slots[0], engine_variables(self.config, given))
-        actor = start_actor(EngineActor, options, self._log_file(slots.engine_index), hidden)
-        devices = slots.device_ids(self.config.cluster.gpus_per_node)
-        self._building[self.name(slots.engine_index)] = ask(actor, EngineActor.build, self.config, devices, self.api_key)
+        log_file, nodes = self._log_file(slots.engine_index), slots.parts(self.placement.node_of)
+        first, *further = (
+            EnginePart(
+                self.placement.options(part[0], engine_variables(self.config, given)),
+                log_file.with_stem(f"{log_file.stem}-node-{node}") if node else log_file,
+                device_ids(part, self.config.cluster.gpus_per_node),
+            )
+            for node, part in enumerate(nodes)
+        )
+        actor = start_actor(EngineActor, first.options, first.log_file, hidden)
+        building = ask(actor, EngineActor.build, self.config, first.device_ids, further, self.api_key)
+        self._building[self.name(slots.engine_index)] = building
         return actor
 
 

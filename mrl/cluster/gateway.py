@@ -13,23 +13,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
+from urllib.parse import urlsplit
 
 import ray
 
-from mrl.cluster.book import RequestBook
 from mrl.cluster.calls import Actors, answered, ask, start_actor
-from mrl.cluster.engines import GENERATION, EngineGroup
+from mrl.cluster.engines import EngineGroup
 from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import ActorLost
 from mrl.cluster.event_loop import in_loop
 from mrl.cluster.payload import Packed, PayloadRef, describe, pack
+from mrl.cluster.rollouts import GENERATION, RequestBook, Work
 from mrl.cluster.runtime import Placement
+from mrl.config.rules.data import is_agent
 from mrl.config.schema.run import RunConfig
 from mrl.plan.deadlines import start_deadline
-from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent, Ran, RemoteAgent
+from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent, Ran
 from mrl.rollout.gateway import EngineServers, Gateway
+from mrl.rollout.gym_process import reach_gym
 from mrl.rollout.http_gate import listen, make_server
-from mrl.types import Rollout, RolloutInfo, Verdict
+from mrl.rollout.remote import RemoteAgent
+from mrl.types import Prompt, Rollout, RolloutInfo, SamplingParams, Verdict
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -74,31 +78,14 @@ class AgentRuns:
 
     def __init__(self, runner: AgentRunner) -> None:
         self.runner = runner
-        self._ended: dict[str, Ran] = {}
-        self._running: set[asyncio.Future[None]] = set()
-        self._error: Exception | None = None
-        self._news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._num_calls = self._num_told = 0
+        self._work = Work[Ran]()
+        self._num_told = 0
 
     async def take(self, tasks: Sequence[AgentTask]) -> tuple[Progress, Packed]:
         """See `GatewayActor.run`."""
-        loop = asyncio.get_running_loop()
         for task in tasks:
-            running = asyncio.ensure_future(self._run(task))
-            self._running.add(running)
-            running.add_done_callback(self._running.discard)
-        self._num_calls += 1
-        call, end = self._num_calls, loop.time() + ANSWER_S
-        self._tell()
-        while not (self._ended or self._error or call < self._num_calls or loop.time() >= end):
-            if self._news.done():
-                self._news = loop.create_future()
-            await asyncio.wait([self._news], timeout=end - loop.time())
-        if self._ended:
-            await asyncio.sleep(GATHER_S)
-        if self._error is not None:
-            raise self._error
-        ended, self._ended = self._ended, {}
+            self._work.begin(self._run(task))
+        ended = await self._work.take(ANSWER_S, gather_s=GATHER_S)
         gateway, rollouts = self.runner.gateway, list[Rollout]()
         infos = dict[str, tuple[list[RolloutInfo], Verdict, Sequence[int]]]()
         for request_id, ran in ended.items():
@@ -109,15 +96,7 @@ class AgentRuns:
         return Progress(infos, num_answered, unreachable), pack(rollouts)
 
     async def _run(self, task: AgentTask) -> None:
-        try:
-            self._ended[task.request_id] = await self.runner.run(task)
-        except Exception as error:  # whoever takes ended rollouts raises it
-            self._error = error
-        self._tell()
-
-    def _tell(self) -> None:
-        if not self._news.done():
-            self._news.set_result(None)
+        self._work.answer(task.request_id, await self.runner.run(task))
 
 
 class GatewayActor:
@@ -125,20 +104,23 @@ class GatewayActor:
 
     def __init__(self, config: RunConfig, log_file: Path) -> None:
         start_actor_process(log_file)
-        self.config = config
+        self.config, self.log_file = config, log_file
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="gateway", daemon=True).start()
 
     def ready(self, port: int | None, api_key: str, engine_key: str, base_urls: Sequence[str]) -> str:
         """Listens at `port`, or at any free one, and starts the agents; returns the gateway's URL."""
         generation, section = self.config.policy.generation, self.config.env
-        ports = range(generation.port_range_low, generation.port_range_high) if port is None else range(port, port + 1)
         host = ray.util.get_node_ip_address()
+        if port is None and section.has_gym_servers:
+            port = urlsplit(section.nemo_gym.policy_base_url or "").port  # which servers that run already ask
+        ports = range(generation.port_range_low, generation.port_range_high) if port is None else range(port, port + 1)
         listener = listen(host, ports)
         url = f"http://{host}:{listener.getsockname()[1]}"
 
         async def start() -> tuple[AgentRuns, asyncio.Task[None]]:
-            gateway = Gateway(EngineServers(engine_key), api_key=api_key, max_model_len=generation.vllm_cfg.max_model_len)
+            max_model_len, gym_key = generation.vllm_cfg.max_model_len, section.nemo_gym.policy_api_key
+            gateway = Gateway(EngineServers(engine_key), api_key=api_key, max_model_len=max_model_len, gym_key=gym_key)
             gateway.engines.set_addresses(base_urls)
             masks_flagged = section.should_mask_flagged_samples
             runner = AgentRunner(gateway, url=url, timeout_s=section.agent_timeout_s, masks_flagged=masks_flagged)
@@ -147,10 +129,13 @@ class GatewayActor:
             runner.agents |= {name: [RemoteAgent(address)] for name, address in section.remote.items()}
             server = make_server(gateway.app(), has_key=gateway.has_key, max_body=gateway.max_body)
             serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+            if section.has_gym_servers:
+                folder = self.log_file.parent / "nemo_gym"
+                runner.gym = await reach_gym(section.nemo_gym, gateway_url=url, key=gateway.gym_key, host=host, folder=folder)
             await asyncio.gather(*(agent.start() for agents in runner.agents.values() for agent in agents))
             return AgentRuns(runner), serving
 
-        self.runs, self._serving = asyncio.run_coroutine_threadsafe(start(), self.loop).result(start_deadline(self.config).seconds)
+        self.runs, self._serving = asyncio.run_coroutine_threadsafe(start(), self.loop).result(start_s(self.config))
         return url
 
     def set_addresses(self, base_urls: Sequence[str]) -> None:
@@ -175,7 +160,6 @@ class AgentGateway(Actors[GatewayActor]):
     def __init__(self, config: RunConfig, placement: Placement, engines: EngineGroup, *, log_folder: Path) -> None:
         super().__init__(GATEWAY, deadline_s=config.deadlines.reward_s)
         self.config, self.placement, self.engines, self.log_folder = config, placement, engines, log_folder
-        self.agents = frozenset(config.env.agents)
         self.news = engines.news
         self.api_key = secrets.token_urlsafe(32)
         self.url: str | None = None
@@ -190,19 +174,27 @@ class AgentGateway(Actors[GatewayActor]):
         """Waits until agents can be run. RuntimeError: a function cannot be loaded."""
         assert self._starting is not None
         starting, self._starting = self._starting, None
-        urls = self.wait({self.name(0): starting}, deadline_s=start_deadline(self.config).seconds, what="start")
+        urls = self.wait({self.name(0): starting}, deadline_s=start_s(self.config), what="start")
         self.url = urls[0]
         self.engines.gateway = f"{self.url}/v1", self.api_key
         self.engines.publish()
-        logger.info("Agents ask the gateway at %s: %s", self.url, ", ".join(sorted(self.agents)))
+        names = [*sorted(self.config.env.agents), *(["those of NeMo Gym's servers"] if self.config.env.has_gym_servers else [])]
+        logger.info("Agents ask the gateway at %s: %s", self.url, ", ".join(names))
+
+    def does(self, env_name: str) -> bool:
+        """Tells whether agents do the rows of an environment."""
+        return is_agent(env_name, self.config.env)
 
     def tell_addresses(self) -> None:
         """The engines' addresses may have changed."""
         self.handles[0].set_addresses.remote(list(self.engines.base_urls))
 
-    def asked(self) -> list[str]:
-        """Its name, if it has not answered."""
-        return [str(self.name(index)) for index in self.book.called()]
+    async def run_agent(
+        self, prompt: Prompt, rollout_index: int, epoch: int, seed: int, sampling: SamplingParams, weight_version: int
+    ) -> EndedRollout:
+        """Has an agent do the row."""
+        task = AgentTask(prompt, rollout_index, epoch, seed, sampling, weight_version)
+        return await self.book.ask(task.request_id, task)
 
     async def _run(self, index: int, tasks: list[AgentTask]) -> dict[str, EndedRollout]:
         if (starting := self._starting) is not None:
@@ -228,7 +220,7 @@ class AgentGateway(Actors[GatewayActor]):
         logger.warning("%s; starting it again (%d rollouts of agents begin again)", lost, num_tasks)
         ray.kill(self.handles[index])
         self.handles[index] = self._start()
-        self.news.tell(GENERATION, time.monotonic() + start_deadline(self.config).seconds)
+        self.news.tell(GENERATION, time.monotonic() + start_s(self.config))
         self.book.begin(index)
 
     def _start(self) -> ActorHandle[GatewayActor]:
@@ -241,6 +233,12 @@ class AgentGateway(Actors[GatewayActor]):
     @property
     def _log_file(self) -> Path:
         return self.log_folder / "gateway.log"
+
+
+def start_s(config: RunConfig) -> float:
+    """Seconds in which the gateway is up, with all agents."""
+    gym = config.env.nemo_gym
+    return start_deadline(config).seconds + (gym.start_s if config.env.has_gym_servers and gym.command else 0.0)
 
 
 def as_one(sequences: Sequence[RolloutInfo]) -> RolloutInfo:
@@ -258,7 +256,7 @@ def as_one(sequences: Sequence[RolloutInfo]) -> RolloutInfo:
 
 def start_gateway(config: RunConfig, placement: Placement, engines: EngineGroup, *, log_folder: Path) -> AgentGateway | None:
     """The gateway, once the engines are up, if the config names agents."""
-    if not config.env.agents:
+    if not config.env.has_agents:
         return None
     gateway = AgentGateway(config, placement, engines, log_folder=log_folder)
     gateway.wait_until_built()

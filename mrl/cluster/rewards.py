@@ -7,12 +7,15 @@ knows of the others, and a verdict follows from the rollout alone: the driver gi
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -20,12 +23,12 @@ import ray
 
 from mrl import spans
 from mrl.cluster import hangs
-from mrl.cluster.book import RequestBook
 from mrl.cluster.calls import Actors, answered, ask, start_actor
 from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import ActorLost, DeadlineExceeded
 from mrl.cluster.event_loop import News, Silence, in_loop
 from mrl.cluster.payload import Packed, PayloadRef, pack, pull
+from mrl.cluster.rollouts import RequestBook, Work
 from mrl.cluster.runtime import Placement
 from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.run import RunConfig
@@ -33,12 +36,11 @@ from mrl.data.turns import Ending, TurnFormat
 from mrl.envs.endpoints import FILE_NAME
 from mrl.envs.inspection import Remarks, amend, inspect, rules_of
 from mrl.envs.parsers import parsers_of
-from mrl.envs.pool import RewardPool
-from mrl.envs.scorer import Answer, Load, Scorer, start_environment
+from mrl.envs.scorer import RewardPool, Scorer, goes_last, start_environment
 from mrl.envs.task import Task
 from mrl.envs.workers import describe_workers, longest_verdict_s, num_workers, usable_cores
 from mrl.plan.deadlines import start_deadline
-from mrl.types import Prompt, Rollout, RolloutInfo, Transcript, Verdict
+from mrl.types import Prompt, RewardLoad, Rollout, RolloutInfo, Transcript, Verdict
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -53,6 +55,8 @@ VERDICTS = "rewards"
 ANSWER_S = 1.0
 # Verdicts that come within so long of the first are answered together: a step needs all of them, a rollout of several turns its own.
 GATHER_S, TURN_GATHER_S = 0.1, 0.02
+# The loop answers at once, unless the kernel keeps it from starting or from killing a child.
+STUCK_S = 60.0
 # Texts are made of so many rollouts at once; children begin the first ones meanwhile.
 NUM_TOGETHER = 32
 # Calls of an actor at once: one hands rollouts in, another waits for verdicts, and tests look inside.
@@ -60,126 +64,125 @@ NUM_CALLS = 4
 # A reward actor that dies this often without a single verdict in between will not get better.
 MAX_FRUITLESS_RESTARTS = 3
 
-
-@dataclass(frozen=True)
-class Unjudged:
-    """A rollout that waits for its verdict."""
-
-    info: RolloutInfo
-    prompt: Prompt
-
-    @property
-    def request_id(self) -> str:
-        return self.info.request_id
+Unjudged = tuple[RolloutInfo, Prompt]
+Ended = tuple[Verdict, Ending]
+"""The verdict on a rollout that has ended, and why it has."""
+Judged = tuple[dict[str, Ended], list[str], RewardLoad]
+"""What an actor has done since its last answer: rollouts that have ended, by request id, and those that go on, in the order of their
+packed transcripts."""
 
 
-@dataclass(frozen=True)
-class Judged:
-    """Verdicts of a reward actor since its last answer."""
+class Judge:
+    """Judges rollouts, each in a coroutine, from its text to its verdict or the transcript of its next turn. For one event loop.
 
-    ended: Mapping[str, tuple[Verdict, Ending]]
-    """Verdicts on rollouts that have ended, and why they have, by request id."""
-    continued: Sequence[str]
-    """Rollouts that go on; their packed transcripts come beside, in the same order."""
-    load: Load
+    Apart from the actor: Ray would run one with coroutines in an event loop of its own, beside which no signal is handled.
+    """
 
-
-Judgement = tuple[Verdict, Ending] | PayloadRef
-"""The verdict on a rollout that has ended, and why it has; or the transcript that its next turn continues."""
-
-
-class RewardActor:
-    """Decodes rollouts and asks their environment for a verdict. Its calls come in threads of Ray's; environments live in the scorer's."""
-
-    def __init__(self, config: RunConfig, log_file: Path) -> None:
-        start_actor_process(log_file)
+    def __init__(self, config: RunConfig, endpoints: Path | None) -> None:
         from mrl.data.chat import load_tokenizer, use_chat_template
         from mrl.data.prompts import end_token_ids
 
         self.config = config
+        self.endpoints = endpoints
         self.max_turns = config.max_rollout_turns
         self.max_model_len = config.policy.generation.vllm_cfg.max_model_len
-        self.tokenizer = load_tokenizer(config.policy.tokenizer.name)
-        use_chat_template(self.tokenizer, config.policy.tokenizer)
-        template_kwargs, end_ids = config.policy.tokenizer.chat_template_kwargs, end_token_ids(config.policy, self.tokenizer)
-        self.format = TurnFormat(self.tokenizer, template_kwargs=template_kwargs, end_ids=end_ids)
-        self.rules = rules_of(config, self.decode, self.tokenizer.all_special_tokens)
-        self._remarks: dict[str, Remarks] = {}
-        self.undecided: dict[str, Rollout] = {}
-        # One thread at a time uses the tokenizer, and the two tables.
-        self._lock = threading.Lock()
+        tokenizer = load_tokenizer(config.policy.tokenizer.name)
+        use_chat_template(tokenizer, config.policy.tokenizer)
+        template_kwargs, end_ids = config.policy.tokenizer.chat_template_kwargs, end_token_ids(config.policy, tokenizer)
+        self.format = TurnFormat(tokenizer, template_kwargs=template_kwargs, end_ids=end_ids)
+        self.decode = lambda token_ids: cast(str, tokenizer.decode(list(token_ids)))
+        self.rules = rules_of(config, self.decode, tokenizer.all_special_tokens)
         self.scorer = Scorer(self._build, masks_flagged=config.env.should_mask_flagged_samples)
+        self.work = Work[Ended | Transcript]()
+        # All that uses the tokenizer: one thread at a time may.
+        self._texts = ThreadPoolExecutor(1, "texts")
+
+    async def start(self) -> None:
+        """Starts the environments that users name. Those that come with mrl start when the first row needs them."""
+        env = self.config.env
+        await self.scorer.start(list(dict.fromkeys((*env.own.functions, *({self.config.data.default.env_name} - {NEMO_GYM, *env.agents})))))
+
+    async def take(self, unjudged: Sequence[Unjudged]) -> tuple[Judged, Packed]:
+        """See `RewardActor.judge`."""
+        if unjudged:
+            self.work.begin(self._begin(unjudged))
+        answers = await self.work.take(ANSWER_S, gather_s=GATHER_S if self.max_turns == 1 else TURN_GATHER_S)
+        transcripts = {name: answer for name, answer in answers.items() if isinstance(answer, Transcript)}
+        ended = {name: answer for name, answer in answers.items() if not isinstance(answer, Transcript)}
+        return (ended, list(transcripts), self.scorer.take_load()), pack(transcripts.values())
+
+    async def _build(self, name: str) -> RewardPool:
+        count = num_workers(name, self.config, num_cores=usable_cores())
+        return await start_environment(name, self.config.env, num_workers=count, endpoints=self.endpoints)
+
+    async def _begin(self, unjudged: Sequence[Unjudged]) -> None:
+        for first in range(0, len(unjudged), NUM_TOGETHER):
+            together = unjudged[first : first + NUM_TOGETHER]
+            tasks = await asyncio.get_running_loop().run_in_executor(self._texts, self._make_tasks, together)
+            for (info, prompt), (task, rollout, remarks) in sorted(zip(together, tasks, strict=True), key=lambda one: goes_last(one[1][0])):
+                self.work.begin(self._judge(info.request_id, prompt.env_name, task, rollout, remarks))
+
+    def _make_tasks(self, unjudged: Sequence[Unjudged]) -> list[tuple[Task, Rollout | None, Remarks | None]]:
+        """Of each rollout the task; itself, if it may have further turns; and what is wrong with its form."""
+        start = time.monotonic()
+        tasks = []
+        for (_, prompt), rollout in zip(
+            unjudged, pull([info for info, _ in unjudged], timeout_s=self.config.deadlines.reward_s), strict=True
+        ):
+            parsers = parsers_of(self.config, prompt.env_name, prompt.row)
+            task = Task(self.format.texts(rollout), prompt.expected_answer, prompt.text, prompt.row, *parsers)
+            remarks = inspect(rollout, self.decode, self.rules) if self.rules is not None else None
+            tasks.append((task, rollout if self.max_turns > 1 else None, remarks))
+        spans.add("make texts", start, rollouts=len(unjudged))
+        return tasks
+
+    async def _judge(self, request_id: str, env_name: str, task: Task, rollout: Rollout | None, remarks: Remarks | None) -> None:
+        verdict = await self.scorer.judge(request_id, env_name, task)
+        following: Transcript | Ending = "over"
+        if rollout is not None:
+            limits = {"max_turns": self.max_turns, "max_model_len": self.max_model_len}
+            next_turn = partial(self.format.next_turn, rollout, verdict, **limits)
+            try:
+                following = await asyncio.get_running_loop().run_in_executor(self._texts, next_turn)
+            except ValueError as error:  # the observation is the environment's
+                logger.warning("Rollout %s is not scored: %s", request_id, error)
+                verdict = replace(verdict, is_valid=False, status="error", reason=str(error))
+        if isinstance(following, Transcript):
+            self.work.answer(request_id, following)
+        else:
+            self.work.answer(request_id, (amend(verdict, remarks) if remarks is not None else verdict, following))
+
+
+class RewardActor:
+    """Carries rollouts to its `Judge`, in an event loop in a thread of its own. Its calls come in threads of Ray's."""
+
+    def __init__(self, config: RunConfig, log_file: Path) -> None:
+        start_actor_process(log_file)
         has_servers = config.policy.generation.vllm_cfg.expose_http_server
-        self.endpoints = log_file.parent / FILE_NAME if has_servers else None
+        self.judging = Judge(config, log_file.parent / FILE_NAME if has_servers else None)
+        self.loop = asyncio.new_event_loop()
+        # The kernel kills the children when this thread ends.
+        threading.Thread(target=self.loop.run_forever, name="rewards", daemon=True).start()
 
     def ready(self) -> int:
         """Starts the environments; the cores of this node, once they are up. A user's function that cannot be imported ends it."""
-        config = self.config
-        # Environments that users name start now; those that come with mrl start when the first row needs them.
-        names = dict.fromkeys((*config.env.own.functions, *({config.data.default.env_name} - {NEMO_GYM, *config.env.agents})))
-        self.scorer.start(list(names), timeout_s=start_deadline(config).seconds)
+        starting = asyncio.run_coroutine_threadsafe(self.judging.start(), self.loop)
+        starting.result(start_deadline(self.judging.config).seconds)
         return usable_cores()
 
-    def _build(self, name: str) -> Awaitable[RewardPool]:
-        # No coroutine itself: Ray would run all methods of this class in an event loop of its own, beside which no signal is handled.
-        count = num_workers(name, self.config, num_cores=usable_cores())
-        return start_environment(name, self.config.env, num_workers=count, endpoints=self.endpoints)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return cast(str, self.tokenizer.decode(list(token_ids)))
-
     def judge(self, rollouts: Sequence[Unjudged]) -> tuple[Judged, Packed]:
-        """Hands rollouts to their environments; then what was judged since the last answer, and the transcripts of rollouts that go on.
+        """Begins to judge rollouts; then what was judged since the last answer, and the transcripts of rollouts that go on.
 
-        Waits up to `ANSWER_S` for the first verdict. A later call ends the wait of an earlier one.
+        Waits up to `ANSWER_S` for the first verdict. A later call ends the wait of an earlier one. RuntimeError: an environment failed.
         """
         spans.begin("judge")
-        for first in range(0, len(rollouts), NUM_TOGETHER):
-            self._submit(rollouts[first : first + NUM_TOGETHER])
-        verdicts, load = self.scorer.take(ANSWER_S, gather_s=GATHER_S if self.max_turns == 1 else TURN_GATHER_S)
-        with self._lock:
-            answer = self._decide(verdicts, load)
+        answer = asyncio.run_coroutine_threadsafe(self.judging.take(rollouts), self.loop).result(ANSWER_S + STUCK_S)
         spans.end("judge")
         return answer
 
-    def _decide(self, verdicts: Mapping[str, Verdict], load: Load) -> tuple[Judged, Packed]:
-        ended, continued, transcripts = dict[str, tuple[Verdict, Ending]](), list[str](), list[Transcript]()
-        for request_id, verdict in verdicts.items():
-            remarks = self._remarks.pop(request_id, None)
-            following: Transcript | Ending = "over"
-            if self.max_turns > 1:
-                rollout = self.undecided.pop(request_id)
-                try:
-                    following = self.format.next_turn(rollout, verdict, max_turns=self.max_turns, max_model_len=self.max_model_len)
-                except ValueError as error:  # the observation is the environment's
-                    logger.warning("Rollout %s is not scored: %s", request_id, error)
-                    verdict = replace(verdict, is_valid=False, status="error", reason=str(error))
-            if isinstance(following, Transcript):
-                continued.append(request_id)
-                transcripts.append(following)
-            else:
-                ended[request_id] = (amend(verdict, remarks) if remarks is not None else verdict, following)
-        return Judged(ended, continued, load), pack(transcripts)
-
-    def _submit(self, unjudged: Sequence[Unjudged]) -> None:
-        start = time.monotonic()
-        rollouts = pull([item.info for item in unjudged], timeout_s=self.config.deadlines.reward_s)
-        answers = []
-        with self._lock:
-            for item, rollout in zip(unjudged, rollouts, strict=True):
-                if self.rules is not None:
-                    self._remarks[item.request_id] = inspect(rollout, self.decode, self.rules)
-                if self.max_turns > 1:
-                    self.undecided[item.request_id] = rollout
-                prompt = item.prompt
-                parsers = parsers_of(self.config, prompt.env_name, prompt.row)
-                task = Task(self.format.texts(rollout), prompt.expected_answer, prompt.text, prompt.row, *parsers)
-                answers.append(Answer(item.request_id, prompt.env_name, task))
-            spans.add("make texts", start, rollouts=len(unjudged))
-        self.scorer.submit(answers)
-
     def apply(self, function: Callable[..., T], *arguments: object) -> T:
-        return function(self, *arguments)
+        """`function(judge, *arguments)`: tests look inside with it."""
+        return function(self.judging, *arguments)
 
 
 class Rewards(Actors[RewardActor]):
@@ -199,10 +202,10 @@ class Rewards(Actors[RewardActor]):
         self.news = news or News()
         # A second call hands rollouts in while the first waits for verdicts.
         limits = {"max_fruitless_restarts": MAX_FRUITLESS_RESTARTS, "num_calls": 2}
-        self.book = RequestBook[Unjudged, Judgement](REWARDS, num_actors, self._judge, self._restart, news=self.news, **limits)
+        self.book = RequestBook[Unjudged, Ended | PayloadRef](REWARDS, num_actors, self._judge, self._restart, news=self.news, **limits)
         self._starting: dict[int, ray.ObjectRef[int]] = {}
         self._seconds = [0.0] * num_actors
-        self._load = Load()
+        self._load = RewardLoad()
         self.handles = [self._start(index) for index in range(num_actors)]
         for index in range(num_actors):
             in_loop(self.book.begin, index)
@@ -217,10 +220,6 @@ class Rewards(Actors[RewardActor]):
         num_cores = self.wait({self.name(index): ready for index, ready in starting.items()}, deadline_s=self.start_s, what="start")
         for number, num_nodes in Counter(num_cores.values()).items():
             logger.info("Rewards, on %d nodes: %s", num_nodes, describe_workers(self.config, num_cores=number))
-
-    def asked(self) -> list[str]:
-        """Names of the actors that have not answered."""
-        return [str(self.name(index)) for index in self.book.called()]
 
     def wait_for(self, is_enough: Callable[[], bool]) -> None:
         """Waits for verdicts until there are enough, however many rollouts wait before them for a worker.
@@ -242,9 +241,9 @@ class Rewards(Actors[RewardActor]):
                 )  # fmt: skip
 
         try:
-            self.news.wait(is_enough, what=VERDICTS, who=self.asked, limit_s=self.silence_s, on_tick=warn)
+            self.news.wait(is_enough, what=VERDICTS, who=self.book.called, limit_s=self.silence_s, on_tick=warn)
         except Silence:
-            told = f"; {reason}" if (reason := hangs.explained(self.asked())) else ""
+            told = f"; {reason}" if (reason := hangs.explained(self.book.called())) else ""
             raise DeadlineExceeded(
                 f"rewards: {self.book.missing()} have no verdict, and no worker has begun or ended one within {self.silence_s:g} s "
                 f"(deadlines.reward_s, and the longest env.NAME.timeout_s){told}"
@@ -262,8 +261,8 @@ class Rewards(Actors[RewardActor]):
     def take_metrics(self) -> dict[str, float]:
         """Metrics of the workers' load since the last call."""
 
-        def take() -> Load:
-            load, self._load = self._load, Load()
+        def take() -> RewardLoad:
+            load, self._load = self._load, RewardLoad()
             return load
 
         load = in_loop(take)
@@ -274,17 +273,17 @@ class Rewards(Actors[RewardActor]):
             "rollout/reward_restarts": float(self.book.num_restarts),
         }
 
-    async def _judge(self, index: int, rollouts: list[Unjudged]) -> dict[str, Judgement]:
+    async def _judge(self, index: int, rollouts: list[Unjudged]) -> dict[str, Ended | PayloadRef]:
         if index in self._starting:
             await answered(self._starting.pop(index), actor=self.name(index), what="start")
         answer = self.handles[index].judge.options(num_returns=2).remote(rollouts)
         reference, transcripts = cast("tuple[ray.ObjectRef[Judged], ray.ObjectRef]", answer)
-        judged = await answered(reference, actor=self.name(index), what="rewards")
-        self._seconds[index] += judged.load.seconds
-        self._load += judged.load
-        if judged.ended or judged.continued or judged.load.num_begun:
+        ended, continued, load = await answered(reference, actor=self.name(index), what="rewards")
+        self._seconds[index] += load.seconds
+        self._load += load
+        if ended or continued or load.num_begun:
             self.news.tell(VERDICTS)
-        return {**judged.ended, **{name: PayloadRef(transcripts, place) for place, name in enumerate(judged.continued)}}
+        return {**ended, **{name: PayloadRef(transcripts, place) for place, name in enumerate(continued)}}
 
     def _restart(self, index: int, lost: ActorLost) -> None:
         num_unjudged = self.book.end(index, self._log_file(index))

@@ -1,24 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts: each is a coroutine in the driver's event loop. The training loop asks for groups of them, and waits here."""
+"""Rollouts under way: each is a coroutine in the driver's event loop. The training loop asks for groups of them, and waits here.
+
+A coroutine asks a book for an answer: of an engine or a reward actor, which works on what it is asked. Needs no Ray.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
 
+from mrl.algo.rewards import shape_effort
 from mrl.cluster import hangs
-from mrl.cluster.book import AskedGroup
-from mrl.cluster.engines import GENERATION, EngineGroup
-from mrl.cluster.errors import DeadlineExceeded
-from mrl.cluster.event_loop import Silence, in_loop
-from mrl.cluster.gateway import AgentGateway
-from mrl.cluster.payload import PayloadRef
-from mrl.cluster.rewards import Rewards, Unjudged
+from mrl.cluster.errors import ActorLost, DeadlineExceeded
+from mrl.cluster.event_loop import News, Silence, in_loop
 from mrl.config.schema.run import RunConfig
 from mrl.data.order import LengthHints
-from mrl.rollout.agents import AgentTask
-from mrl.types import Prompt, RolloutGroup, RolloutInfo, RolloutRequest, SamplingParams, request_seed
+from mrl.types import (
+    Prompt,
+    PromptKey,
+    RolloutGroup,
+    RolloutInfo,
+    RolloutRequest,
+    SamplingParams,
+    Verdict,
+    request_seed,
+)
+
+if TYPE_CHECKING:
+    from mrl.cluster.engines import EngineGroup
+    from mrl.cluster.gateway import AgentGateway
+    from mrl.cluster.rewards import Rewards
+
+GENERATION = "generation"
+"""What the driver waits for while engines sample."""
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+@dataclass(eq=False)
+class AskedGroup:
+    """A prompt whose rollouts are under way."""
+
+    epoch: int
+    prompt: Prompt
+    num_generations: int
+    weight_version: int
+    """Of the engines when the group was asked for."""
+    infos: dict[int, RolloutInfo] = field(default_factory=dict)
+    """Rollouts that are sampled, by index."""
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
+
+    @property
+    def key(self) -> PromptKey:
+        return self.epoch, self.prompt.prompt_id
+
+    @property
+    def num_missing(self) -> int:
+        """Rollouts that are not sampled."""
+        return self.num_generations - len(self.infos)
+
+    @property
+    def num_unjudged(self) -> int:
+        return self.num_generations - len(self.verdicts)
+
+    @property
+    def oldest_version(self) -> int:
+        """Weight version of the oldest token of a sampled group."""
+        return min(info.weight_version for info in self.infos.values())
+
+    def judged(self) -> RolloutGroup:
+        """The group as the training loop gets it."""
+        indices = range(self.num_generations)
+        return RolloutGroup(self.prompt, tuple(map(self.infos.__getitem__, indices)), tuple(map(self.verdicts.__getitem__, indices)))
 
 
 class RolloutCollector:
@@ -50,6 +109,7 @@ class RolloutCollector:
         # An agent may do without the model for as long as its deadline allows.
         self.deadline_s = config.deadlines.generate_s + (config.env.agent_timeout_s if gateway is not None else 0.0)
         self.restart_engine = restart_engine
+        self.effort = config.env.nemo_gym.effort_levels if config.env.should_use_nemo_gym else None
         self._hints = LengthHints() if config.policy.generation.longest_first else None
         self._num_missing = 0
         self._busy_s = 0.0
@@ -94,7 +154,10 @@ class RolloutCollector:
         if self._hints:
             for group in groups:
                 self._hints.note(group.prompt, [info.num_generated for info in group.infos.values()])
-        return [group.judged() for group in groups], self.rewards.take_seconds()
+        judged = [group.judged() for group in groups]
+        if self.effort is not None:
+            judged = [shape_effort(group, self.effort) for group in judged]
+        return judged, self.rewards.take_seconds()
 
     def take_busy_s(self) -> float:
         """Seconds since the last call in which an engine had a rollout to work on, as a mean over the engines."""
@@ -109,7 +172,7 @@ class RolloutCollector:
 
     async def _run(self, group: AskedGroup, index: int, sampling: SamplingParams) -> None:
         try:
-            if self.gateway is not None and group.prompt.env_name in self.gateway.agents:
+            if self.gateway is not None and self.gateway.does(group.prompt.env_name):
                 await self._agent_rollout(self.gateway, group, index, sampling)
             else:
                 await self._rollout(group, index, sampling)
@@ -122,14 +185,14 @@ class RolloutCollector:
         seed = request_seed(self.seed, epoch, prompt.prompt_id, index)
         request = RolloutRequest(prompt.prompt_id, index, epoch, seed, prompt.token_ids, sampling)
         while True:
-            info = await self.engines.book.ask(request)
+            info = await self.engines.book.ask(request.request_id, request)
             if info.weight_version < group.weight_version:
                 raise RuntimeError(f"{info.request_id} was drawn from weight version {info.weight_version}, not {group.weight_version}")
             if not self.rewards.decides:
                 self._note_sampled(group, index, info)
             self.news.tell(GENERATION)
-            judged = await self.rewards.book.ask(Unjudged(info, prompt))
-            if not isinstance(judged, PayloadRef):
+            judged = await self.rewards.book.ask(info.request_id, (info, prompt))
+            if isinstance(judged, tuple):
                 break
             request = dataclasses.replace(request, earlier=judged)
         verdict, ending = judged
@@ -142,7 +205,7 @@ class RolloutCollector:
     async def _agent_rollout(self, gateway: AgentGateway, group: AskedGroup, index: int, sampling: SamplingParams) -> None:
         """Has an agent do the row in a session of the gateway, where what it sampled stays until a rank trains on it."""
         seed = request_seed(self.seed, group.epoch, group.prompt.prompt_id, index)
-        ended = await gateway.book.ask(AgentTask(group.prompt, index, group.epoch, seed, sampling, group.weight_version))
+        ended = await gateway.run_agent(group.prompt, index, group.epoch, seed, sampling, group.weight_version)
         for engine in ended.engines:
             self.engines.book.note_answer(engine)
         self._note_sampled(group, index, ended.info)
@@ -155,7 +218,8 @@ class RolloutCollector:
 
     def _wait(self, is_enough: Callable[[], bool], on_tick: Callable[[], None]) -> None:
         def who() -> list[str]:
-            return [*self.engines.asked(), *self.rewards.asked(), *(self.gateway.asked() if self.gateway is not None else [])]
+            books = [self.engines.book, self.rewards.book, *([self.gateway.book] if self.gateway is not None else [])]
+            return [name for book in books for name in book.called()]
 
         try:
             self.news.wait(is_enough, what=GENERATION, who=who, limit_s=self.deadline_s, on_tick=on_tick)
@@ -165,5 +229,214 @@ class RolloutCollector:
                 raise DeadlineExceeded(
                     f"turns: no rollout arrived and no environment answered within {limit}; {undecided} turns wait for their environment"
                 ) from None
-            told = f"; {reason}" if (reason := hangs.explained(self.engines.asked())) else ""
+            told = f"; {reason}" if (reason := hangs.explained(self.engines.book.called())) else ""
             raise DeadlineExceeded(f"generation: {self.engines.book.missing()} unfinished and none arrived within {limit}{told}") from None
+
+
+@dataclass
+class _Actor(Generic[Q, A]):
+    """What is under way with one actor."""
+
+    owed: dict[str, tuple[Q, asyncio.Future[A]]] = field(default_factory=dict)
+    """Its requests without an answer, by id."""
+    unsent: list[Q] = field(default_factory=list)
+    calls: set[asyncio.Future[Mapping[str, A]]] = field(default_factory=set)
+    woken: asyncio.Future[None] | None = None
+    task: asyncio.Task[None] | None = None
+    num_fruitless: int = 0
+    """Deaths in a row without an answer in between."""
+
+
+class RequestBook(Generic[Q, A]):
+    """Requests, each given to the actor with the fewest, until it is answered, however often that dies. Lives in the event loop.
+
+    A task for each actor carries its requests, many in one call. Actors in `lost` have died, and are to be started again.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        num_actors: int,
+        call: Callable[[int, list[Q]], Awaitable[Mapping[str, A]]],
+        on_death: Callable[[int, ActorLost], None],
+        *,
+        news: News,
+        max_fruitless_restarts: int,
+        num_calls: int = 1,
+    ) -> None:
+        """`call(index, requests)` hands an actor requests; what it has answered meanwhile, by id. An actor has up to `num_calls` at once.
+
+        An actor may die `max_fruitless_restarts` times in a row without an answer; each time `on_death` is called.
+        """
+        self.kind = kind
+        self.num_restarts = 0
+        self.lost: set[int] = set()
+        self._actors = [_Actor[Q, A]() for _ in range(num_actors)]
+        self._call, self._on_death, self._news = call, on_death, news
+        self._max_fruitless, self._max_calls = max_fruitless_restarts, num_calls
+        self._new: dict[str, tuple[Q, asyncio.Future[A]]] = {}
+        self._is_held = False
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(len(actor.owed) for actor in self._actors)
+
+    @property
+    def num_lost(self) -> int:
+        """Requests of the actors that are lost."""
+        return sum(len(self._actors[index].owed) for index in self.lost)
+
+    def called(self) -> list[str]:
+        """Names of the actors that have not answered a call. Any thread may ask."""
+        return [f"{self.kind} {index}" for index, actor in enumerate(self._actors) if actor.calls]
+
+    def missing(self) -> str:
+        """The unfinished requests, for messages: `12 rollouts (0/train:7/3 of engine 0 and others)`."""
+        first = next((f"{next(iter(actor.owed))} of {self.kind} {index}" for index, actor in enumerate(self._actors) if actor.owed), "none")
+        return f"{self.num_unfinished} rollouts ({first} and others)"
+
+    async def ask(self, request_id: str, request: Q) -> A:
+        """The answer to a request."""
+        loop = asyncio.get_running_loop()
+        if not self._new:  # all that is asked now is dealt out together
+            loop.call_soon(self._deal)
+        self._new[request_id] = request, (answer := loop.create_future())
+        return await answer
+
+    def begin(self, index: int) -> None:
+        """Carries requests to an actor from now on; one that was started again gets all that it owes."""
+        actor = self._actors[index]
+        actor.unsent = [request for request, _ in actor.owed.values()]
+        actor.task = asyncio.ensure_future(self._serve(index, actor))
+
+    def end(self, index: int, log_file: Path) -> int:
+        """Stops carrying to a dead actor, which is to be started again; how many answers it owes. RuntimeError: it dies too often."""
+        actor = self._actors[index]
+        if actor.task is not None:
+            actor.task.cancel()
+        actor.num_fruitless += 1
+        if actor.num_fruitless > self._max_fruitless:
+            times = f"{actor.num_fruitless} times in a row without finishing a rollout"
+            raise RuntimeError(f"{self.kind} {index} died {times}; see {log_file}")
+        self.num_restarts += 1
+        self.lost.discard(index)
+        return len(actor.owed)
+
+    def note_answer(self, index: int) -> None:
+        """Notes that an actor has answered somebody else."""
+        self._actors[index].num_fruitless = 0
+
+    def hold(self, is_held: bool) -> None:
+        """While it `is_held`, no call begins."""
+        self._is_held = is_held
+        self._wake()
+
+    def _deal(self) -> None:
+        loads = [(len(actor.owed), index) for index, actor in enumerate(self._actors)]
+        heapify(loads)
+        new, self._new = self._new, {}
+        for request_id, (request, answer) in new.items():
+            load, index = loads[0]
+            heapreplace(loads, (load + 1, index))
+            self._actors[index].owed[request_id] = request, answer
+            self._actors[index].unsent.append(request)
+        self._wake()
+
+    def _wake(self) -> None:
+        for actor in self._actors:
+            if actor.woken is not None and not actor.woken.done() and self._wants_call(actor):
+                actor.woken.set_result(None)
+
+    def _wants_call(self, actor: _Actor[Q, A]) -> bool:
+        is_due = actor.unsent or (actor.owed and not actor.calls)
+        return bool(is_due) and len(actor.calls) < self._max_calls and not self._is_held
+
+    async def _serve(self, index: int, actor: _Actor[Q, A]) -> None:
+        try:
+            try:
+                await self._carry(index, actor)
+            except ActorLost as lost:
+                self._on_death(index, lost)
+        except Exception as error:  # whoever waits raises it
+            self._news.fail(error)
+
+    async def _carry(self, index: int, actor: _Actor[Q, A]) -> None:
+        calls = actor.calls = set()
+        try:
+            while True:
+                if self._wants_call(actor):
+                    unsent, actor.unsent = actor.unsent, []
+                    calls.add(asyncio.ensure_future(self._call(index, unsent)))
+                actor.woken = asyncio.get_running_loop().create_future()
+                done, _ = await asyncio.wait({*calls, actor.woken}, return_when=asyncio.FIRST_COMPLETED)
+                for call in calls & done:
+                    calls.remove(call)
+                    for request_id, answer in (await call).items():
+                        actor.num_fruitless = 0
+                        actor.owed.pop(request_id)[1].set_result(answer)
+        finally:
+            for call in calls:
+                call.cancel()
+            calls.clear()
+
+
+class Work(Generic[A]):
+    """What an actor works on, a coroutine for each request, and its answers since they were taken last. Lives in an event loop."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+        self._answers: dict[str, A] = {}
+        self._error: Exception | None = None
+        self._news: asyncio.Future[None] | None = None
+        self._num_takes = 0
+
+    def begin(self, work: Coroutine[None, None, None]) -> None:
+        """Works on something from now on. What it raises, whoever takes answers raises."""
+        task = asyncio.ensure_future(self._run(work))
+        self._running.add(task)
+        task.add_done_callback(self._end)
+
+    def answer(self, request_id: str, answer: A) -> None:
+        """Notes the answer to a request."""
+        self._answers[request_id] = answer
+        if len(self._answers) == 1:
+            self._tell()
+
+    async def take(self, limit_s: float, *, gather_s: float) -> dict[str, A]:
+        """Waits up to `limit_s` for the first answer, then `gather_s` for others that are worked on; all answers by request id.
+
+        A later call ends the waits of an earlier one.
+        """
+        self._num_takes += 1
+        take = self._num_takes
+        self._tell()
+        await self._wait(take, lambda: bool(self._answers), limit_s)
+        if self._answers:
+            await self._wait(take, lambda: not self._running, gather_s)
+        if self._error is not None:
+            raise self._error
+        answers, self._answers = self._answers, {}
+        return answers
+
+    async def _wait(self, take: int, is_enough: Callable[[], bool], limit_s: float) -> None:
+        end = time.monotonic() + limit_s
+        while not (is_enough() or self._error or take < self._num_takes) and (left_s := end - time.monotonic()) > 0:
+            if self._news is None:
+                self._news = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._news], timeout=left_s)
+
+    async def _run(self, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # whoever takes answers raises it
+            self._error = self._error or error
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not self._running or self._error is not None:
+            self._tell()
+
+    def _tell(self) -> None:
+        news, self._news = self._news, None
+        if news is not None:
+            news.set_result(None)

@@ -33,7 +33,7 @@ from mrl.cluster.errors import NoCluster
 from mrl.cluster.lifetime import REAPER_TIMEOUT_S, end_reaper, kill_processes, read_capacity, start_reaper
 from mrl.cluster.lookouts import Lookouts
 from mrl.cluster.members import Member, heads, members
-from mrl.cluster.scheduling import engine_slots, find_engine_across_nodes, share_of_cores, slot_table
+from mrl.cluster.scheduling import engine_slots, find_uneven_engine, share_of_cores, slot_table
 from mrl.cluster.watchdog import start_watchdog
 from mrl.config.schema.run import RunConfig
 from mrl.envs.workers import usable_cores
@@ -242,7 +242,7 @@ class Placement:
     """The Ray placement group of a run, one bundle per slot, and the options that put an actor on a slot."""
 
     def __init__(self, config: RunConfig, folder: Path, *, timeout_s: float) -> None:
-        """Reserves the slots; raises RuntimeError if they do not fit within `timeout_s`, or only with an engine across two nodes."""
+        """Reserves the slots; raises RuntimeError if they do not fit within `timeout_s`, or only with an uneven engine."""
         self.folder = folder
         self.num_slots = config.num_slots
         self.num_policy_ranks = config.num_policy_ranks
@@ -265,9 +265,9 @@ class Placement:
         self.first_slots = [slot for slot in range(self.num_slots) if slot == 0 or self.node_of[slot] != self.node_of[slot - 1]]
         hosts = {node["NodeID"]: str(node["NodeManagerHostname"]) for node in ray.nodes()}
         self._hosts = [hosts[names[bundle]] for bundle in self._bundles]
-        if (engine := find_engine_across_nodes(self.node_of, self.engines)) is not None:
+        if (engine := find_uneven_engine(self.node_of, self.engines)) is not None:
             raise RuntimeError(
-                f"Ray put slots {engine.slots} of engine {engine.engine_index} on several nodes, but an engine fits into one; "
+                f"Ray put more slots of engine {engine.engine_index} ({engine.slots}) on one node than on another; "
                 "check that every node offers the same number of slots"
             )
         self._num_cores: dict[int, int] = {}

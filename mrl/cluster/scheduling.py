@@ -7,6 +7,7 @@ engines share those slots; dedicated engines have the slots that follow.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,9 +26,14 @@ class EngineSlots:
     engine_index: int
     slots: tuple[int, ...]
 
-    def device_ids(self, gpus_per_node: int) -> tuple[int, ...]:
-        """GPU of each worker among those of its node, where its slot's policy rank is too; empty on hosts without GPUs."""
-        return tuple(slot % gpus_per_node for slot in self.slots) if gpus_per_node else ()
+    def parts(self, node_of: Mapping[int, int]) -> list[tuple[int, ...]]:
+        """The slots on each of its nodes, in order; `node_of` by slot."""
+        return [tuple(slots) for _, slots in itertools.groupby(self.slots, key=node_of.__getitem__)]
+
+
+def device_ids(slots: Sequence[int], gpus_per_node: int) -> tuple[int, ...]:
+    """GPU of each of these slots among those of its node, where its policy rank is too; empty on hosts without GPUs."""
+    return tuple(slot % gpus_per_node for slot in slots) if gpus_per_node else ()
 
 
 def engine_slots(config: RunConfig) -> tuple[EngineSlots, ...]:
@@ -60,9 +66,9 @@ def share_of_cores(slot: int, node_of: Mapping[int, int], num_cores: Mapping[int
     return max(1, num_cores[node] // sum(other == node for other in node_of.values()))
 
 
-def find_engine_across_nodes(node_of: Mapping[int, int], engines: Sequence[EngineSlots]) -> EngineSlots | None:
-    """An engine whose workers would be on several nodes; None if there is none."""
-    return next((engine for engine in engines if len({node_of[slot] for slot in engine.slots}) > 1), None)
+def find_uneven_engine(node_of: Mapping[int, int], engines: Sequence[EngineSlots]) -> EngineSlots | None:
+    """An engine that would have more workers on one of its nodes than on another, which vLLM cannot; None if there is none."""
+    return next((engine for engine in engines if len(set(map(len, engine.parts(node_of)))) > 1), None)
 
 
 def lost_engine(lost: ActorLost) -> int:

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conversion.files.hf_folder import read_config
-from mrl.config.rules.data import NEMO_GYM, environment_names, environment_of_agent
+from mrl.config.rules.data import NEMO_GYM, environment_names, is_agent, route_of
 from mrl.config.schema.data import GYM_PROCESSOR, known_dataset
 from mrl.config.schema.env import NEED_ANSWER
 from mrl.config.texts import safe_text
 from mrl.data.chat import load_chat_format, most_tokens, render, tokenize, tokenizer_of, with_prompts
 from mrl.data.fields import Fields, RowError, first_key
 from mrl.data.files import find_data_files
-from mrl.data.gym import agent_of
+from mrl.data.gym import REQUEST, agent_of
 from mrl.data.reading import LeftOut, NoEnvironment, Parsed, Reader, Rows, read_split, with_processor
 from mrl.data.rows import GOLD_MARK, ParsedRow, answer_keys, other_kind, parse_row
 from mrl.data.trial import try_template
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mrl.config.schema.data import DatasetConfig
+    from mrl.config.schema.env import EnvConfig
     from mrl.config.schema.generation import GenerationConfig
     from mrl.config.schema.policy import PolicyConfig
     from mrl.config.schema.run import RunConfig
@@ -115,16 +116,16 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
     chat = load_chat_format(dataset, config.data.default, key, template_kwargs=config.policy.tokenizer.chat_template_kwargs)
 
     def parse(fields: Fields) -> Parsed[Rendered]:
-        row = parse_row(fields, dataset)
+        row = parse_row(_with_question(fields, config.env), dataset)
         if row.env_name is not None:
             env_name = asked = row.env_name
         elif row.agent is not None:
-            env_name, asked = environment_of_agent(row.agent), row.agent
+            env_name, asked = route_of(row.agent, config.env), row.agent
         else:
             env_name = asked = dataset.env_name
         if env_name == NEMO_GYM:
             raise RowError("no agent_ref.name, by which env_name=nemo_gym chooses the environment")
-        if env_name is None or env_name not in env_names:
+        if env_name is None or not (env_name in env_names or (env_name == row.agent and is_agent(env_name, config.env))):
             raise NoEnvironment(asked)
         taught_as = agent_of(fields) or env_name
         teacher = config.teacher_of(taught_as) if key.startswith("data.train") else ""
@@ -134,6 +135,8 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
             _check_answer(row.answer, fields, dataset)
         text = "" if tokenizer is None else rendered(row, tokenizer)
         rest = row.rest | ({"tools": row.tools} if row.tools else {})
+        if is_agent(env_name, config.env) and row.agent is not None:
+            rest = fields  # NeMo Gym's agents get the row as it is
         identity = json.dumps([row.messages, row.answer]) if known_dataset(dataset.dataset_name).repeats_rows else None
         return Parsed(Rendered(text, row.question, row.answer, env_name, json.dumps(rest), teacher), row.row_id, identity, row.unshown)
 
@@ -154,6 +157,14 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
     return Reader(
         key, dataset.source, find_data_files(dataset, setting=key), with_processor(dataset.processor, parse), dataset.repeat, hint
     )
+
+
+def _with_question(fields: Fields, config: EnvConfig) -> Fields:
+    """The row with an empty question, if it has none and goes to an agent, which makes one of its other fields."""
+    request, agent = fields.get(REQUEST), agent_of(fields)
+    if agent is None or not isinstance(request, dict) or request.get("input") or not is_agent(route_of(agent, config) or "", config):
+        return fields
+    return fields | {REQUEST: request | {"input": [{"role": "user", "content": ""}]}}
 
 
 def _check_answer(answer: str, fields: Fields, dataset: DatasetConfig) -> None:

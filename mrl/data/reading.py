@@ -371,7 +371,8 @@ def complaints(left_out: LeftOut, name: str, data: DataConfig, *, is_whole: bool
         else:
             refused.append(
                 f"{name}: {share} ask for environments that are not there ({counts}); "
-                f"name an environment in them, or set data.drop_rows_without_environment=true to train without them"
+                f"name an environment in them, let NeMo Gym's servers do those with an agent_ref (env.nemo_gym.command), or set "
+                f"data.drop_rows_without_environment=true to train without them"
             )
     if left_out.too_long:
         longest = ", ".join(f"{place} ({tokens} tokens)" for place, tokens in list(left_out.too_long.items())[:MAX_SHOWN])

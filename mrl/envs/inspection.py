@@ -11,7 +11,8 @@ from mrl.config.schema.run import RunConfig
 from mrl.envs.tool_calls import tool_calls
 from mrl.types import Flaw, FlawKind, Rollout, Verdict
 
-THINK_TAGS = ("<think>", "</think>")
+THINK_TAGS = ["<think>", "</think>"]
+CALL_TAGS = ("<tool_call>", "</tool_call>")
 
 Decode = Callable[[Sequence[int]], str]
 """The text of token ids, special tokens included."""
@@ -27,6 +28,8 @@ class Rules:
     close_tag: str
     special_texts: tuple[str, ...]
     """Texts of special tokens, which do not count as part of an answer."""
+    call_patterns: tuple[str, ...] = ()
+    """Texts outside of calls that are of broken ones."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,12 @@ def rules_of(config: RunConfig, decode: Decode, special_texts: Sequence[str]) ->
         return None
     ids = config.reward_penalties.token_ids
     given = (None, None) if ids is None else (ids.think_open, ids.think_close)
-    open_tag, close_tag = (tag if token_id is None else decode([token_id]) for token_id, tag in zip(given, THINK_TAGS, strict=True))
+    gym = config.env.nemo_gym
+    tags = (gym.thinking_tags if config.env.should_use_nemo_gym else None) or THINK_TAGS
+    patterns = (gym.invalid_tool_call_patterns if config.env.should_use_nemo_gym else None) or ()
+    open_tag, close_tag = (tag if token_id is None else decode([token_id]) for token_id, tag in zip(given, tags, strict=True))
     texts = tuple(text for text in special_texts if text not in (open_tag, close_tag))
-    return Rules(config.reward_penalties, flaws, open_tag, close_tag, texts)
+    return Rules(config.reward_penalties, flaws, open_tag, close_tag, texts, tuple(patterns))
 
 
 def inspect(rollout: Rollout, decode: Decode, rules: Rules) -> Remarks:
@@ -78,7 +84,7 @@ def inspect(rollout: Rollout, decode: Decode, rules: Rules) -> Remarks:
         if num_open not in (0, 1) or rules.open_tag in text or text.count(rules.close_tag) != num_open:
             is_malformed = True
             flaws["malformed_thinking"].append(Flaw("malformed_thinking", turn.start, turn.stop))
-        if "invalid_tool_call" in rules.flaws and any(call.error for call in tool_calls(answer)):
+        if "invalid_tool_call" in rules.flaws and _has_broken_call(answer, rules):
             flaws["invalid_tool_call"].append(Flaw("invalid_tool_call", turn.start, turn.stop))
     found = {
         "duplicated_reasoning": asked.penalize_duplicated_reasoning and is_repeated,
@@ -87,6 +93,17 @@ def inspect(rollout: Rollout, decode: Decode, rules: Rules) -> Remarks:
         "malformed_think_tag": asked.penalize_malformed_think_tag and is_malformed,
     }
     return Remarks(tuple(name for name, is_so in found.items() if is_so), tuple(flaw for kind in rules.flaws for flaw in flaws[kind]))
+
+
+def _has_broken_call(answer: str, rules: Rules) -> bool:
+    if any(call.error for call in tool_calls(answer)):
+        return True
+    start, stop = CALL_TAGS
+    *closed, outside = answer.split(stop)
+    for part in closed:
+        before, tag, _ = part.rpartition(start)
+        outside += f"\n{before if tag else part + stop}"
+    return any(pattern in outside for pattern in rules.call_patterns)
 
 
 def amend(verdict: Verdict, remarks: Remarks) -> Verdict:

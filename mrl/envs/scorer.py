@@ -1,42 +1,419 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts environments by name, and judges rollouts in all of them at once, in an event loop, while others are still generated.
+"""Scores rollouts in child processes with deadlines, those of each environment in a pool. A fault costs one verdict, never the run.
 
 A rollout has a deadline from when a child begins it. What waits for a child waits as long as it takes: to mask it would leave out the
 rollouts of a step that are slow to judge or late, and so bias the batch.
+
+Our own, not Pebble, loky or multiprocessing: their children answer in pickles, with which a child that a text has taken over runs code in
+the parent; they inherit the parent's environment with its secrets; and a deadline kills the child, but not the processes that it started.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import logging
-import threading
+import os
+import signal
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeGuard, TypeVar
 
+import mrl
+from mrl import spans
 from mrl.config.schema.env import BUILT_IN
-from mrl.envs import own
+from mrl.config.texts import safe_text
+from mrl.envs import own, spawn
 from mrl.envs.confine import landlock_abi
-from mrl.envs.pool import Job, RewardPool
-from mrl.envs.scratch import remove_abandoned
-from mrl.envs.task import MASK_SAMPLE, Environment, Task
+from mrl.envs.scratch import Scratch, remove_abandoned
+from mrl.envs.task import LENGTH_BYTES, MASK_SAMPLE, MAX_MESSAGE_BYTES, Environment, Task, encode
 from mrl.envs.workers import MIN_WORKERS
-from mrl.types import Verdict
+from mrl.types import RewardLoad, Verdict
 
 if TYPE_CHECKING:
     from mrl.config.schema.env import EnvConfig
 
 logger = logging.getLogger(__name__)
 
-# The loop answers at once, unless the kernel keeps it from starting or from killing a child.
-ANSWER_S = 60.0
+# Parsing with sympy stays under 300 MiB; what needs more than this is a bomb.
+MEMORY_BYTES = 2 << 30
+START_TIMEOUT_S = 60.0
+MAX_FAILED_STARTS = 3
+# A killed process is gone at once, unless the kernel holds it (a dead network file system).
+KILL_TIMEOUT_S = 10.0
+# What has arrived by the deadline is read within this time; a loop may look at its clock before its sockets.
+LATE_READ_S = 0.05
+MAX_REMEMBERED = 20_000
+# Longer rollouts hardly repeat, and would fill the memory.
+MAX_REMEMBERED_CHARACTERS = 1_000
+LONG_CHARACTERS = 20_000
+# The machine did not keep a child from its work if the child computed for this share of its deadline.
+GUILTY_CPU_SHARE = 0.5
+MAX_EXTRACTED_CHARACTERS = 1_000
 
+TEXT_FAULT = "text_fault"
+"""Flag of a rollout whose text made its grader fail: its reward is 0."""
 ENVIRONMENTS: Mapping[str, Callable[[EnvConfig], Environment]] = {name: import_module(f"mrl.envs.{name}").environment for name in BUILT_IN}
 """The built-in environments; each module declares its own."""
+
+T = TypeVar("T")
+
+
+class ChildDied(Exception):
+    """The child closed its end or sends no valid message; it can only be replaced."""
+
+
+class Child:
+    """A process that judges one task after another, and the parent's end of the socket to it."""
+
+    def __init__(self, environment: Environment, memory_bytes: int) -> None:
+        """Starts the process and returns at once; its first message says that it is ready."""
+        self.is_ready = False
+        self._scratch = Scratch()
+        self._socket, child_socket = socket.socketpair()
+        self._socket.setblocking(False)
+        # A new interpreter, never a fork: the parent holds torch, Ray and threads. -P: no module of the working directory is picked up.
+        # An environment of our own: no secret of the parent reaches code that judges model output.
+        with child_socket:
+            numbers = [str(child_socket.fileno()), str(os.getpid()), str(memory_bytes)]
+            arguments = [environment.factory, json.dumps(dict(environment.options)), *numbers, ",".join(environment.allowances)]
+            variables = {
+                "PYTHONPATH": os.pathsep.join([str(Path(mrl.__file__).parents[1]), *environment.search_path]),
+                "PYTHONHASHSEED": "0",
+                "PYTHONUTF8": "1",
+                "TMPDIR": str(self._scratch.path),
+                **environment.variables,
+            }
+            self._process = spawn.start(
+                lambda: subprocess.Popen(
+                    [sys.executable, "-P", "-m", "mrl.envs.child", *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[child_socket.fileno()],
+                    start_new_session=True,
+                    cwd="/",
+                    env=variables,
+                )
+            )
+
+    def is_silent(self) -> bool:
+        """Whether the child lives and has sent nothing since its last answer."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
+        return False
+
+    async def ask(self, message: bytes) -> dict[str, object]:
+        """The child's answer; ChildDied if it ended, or answers with something else than a message."""
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._socket, message)
+        except OSError as error:
+            raise ChildDied(f"it does not read: {error}") from error
+        return await self.read()
+
+    async def read(self) -> dict[str, object]:
+        """The child's next message; ChildDied if it ended, or what it sent is no message."""
+        try:
+            length = int.from_bytes(await self._receive(LENGTH_BYTES))
+            if length > MAX_MESSAGE_BYTES:
+                raise ChildDied(f"a message of {length} bytes is longer than {MAX_MESSAGE_BYTES}")
+            message = json.loads(await self._receive(length))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ChildDied(str(error)) from error
+        if not isinstance(message, dict):
+            raise ChildDied(f"its message is a {type(message).__name__}, not an object")
+        return message
+
+    async def _receive(self, num_bytes: int) -> bytearray:
+        data = bytearray()
+        while len(data) < num_bytes:
+            part = await asyncio.get_running_loop().sock_recv(self._socket, min(num_bytes - len(data), 1 << 16))
+            if not part:
+                raise ChildDied("it ended")
+            data += part
+        return data
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the child itself since its start. Of one that ended the kernel keeps the record until `kill` waits for it."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def kill(self) -> int | None:
+        """Kills the child and what it started in its session, and returns the exit code (negative: a signal)."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            logger.debug("reward child %d was gone already", self._process.pid)
+        self._socket.close()
+        try:
+            return self._process.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("reward child %d does not die within %.0f s; it is left behind", self._process.pid, KILL_TIMEOUT_S)
+            return None
+        finally:
+            self._scratch.remove()
+
+
+@dataclass(eq=False)
+class Job:
+    """A task, and the verdict to come for all rollouts that are equal."""
+
+    task: Task
+    verdict: asyncio.Future[Verdict]
+    begun_at: float = 0.0
+    """When a child began it first, a time of `time.monotonic`; 0 if none has."""
+    is_suspect: bool = False
+    """Whether it has cost a child its life, or its deadline, and is tried once more."""
+
+
+class RewardPool:
+    """The children of one environment. A task for each judges one job after another, and replaces a child that fails.
+
+    The kernel kills the children when the thread of the event loop ends.
+    """
+
+    def __init__(self, environment: Environment, *, memory_bytes: int = MEMORY_BYTES) -> None:
+        """Starts the processes; `start` comes next."""
+        self.environment = environment
+        self.memory_bytes = memory_bytes
+        self.num_begun = 0
+        self._children = [Child(environment, memory_bytes) for _ in range(environment.num_workers)]
+        self._spare: Child | None = None
+        self._num_failed_starts = 0
+        self._jobs: dict[Task, Job] = {}
+        """Those without a verdict, and those that are remembered."""
+        self._remembered = deque[Task]()
+        self._queue = deque[Job]()
+        self._num_busy, self._is_one_alone = 0, False
+        self._idle: list[asyncio.Future[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> RewardPool:
+        """Waits until all children are ready; a RuntimeError says that they do not start."""
+        places = range(len(self._children))
+        results = await asyncio.gather(*map(self._ready_child, places), return_exceptions=True)
+        for error in results:
+            if isinstance(error, BaseException):
+                self.close()
+                raise error
+        self._tasks = [asyncio.ensure_future(self._work(place)) for place in places]
+        return self
+
+    def close(self) -> None:
+        """Kills the children."""
+        for task in self._tasks:
+            task.cancel()
+        for child in (*self._children, self._spare):
+            if child is not None:
+                child.kill()
+        self._children, self._spare, self._tasks = [], None, []
+
+    @property
+    def num_waiting(self) -> int:
+        """Tasks that wait for a child."""
+        return len(self._queue)
+
+    def submit(self, task: Task) -> Job:
+        """Queues a task; returns its job. Equal tasks are one job; good verdicts of short texts are remembered.
+
+        A task whose scoring takes longer than the environment's `timeout_s` gets status `timeout`, however long it waited for a child
+        before; one that kills its child `crash`; one whose reward function raises, or gives a reward that is no finite number, `error`.
+        None of these is valid, and each says why. But if the environment `blames_text`, a fault of the text is valid: reward 0, flag
+        `text_fault`. A missed deadline is the text's fault if the child computed all the while; any other one, and a crash, if it happens
+        again when the pool tries the task once more, after all that wait and alone.
+
+        A RuntimeError says that children do not start any more, or that the pool is closed.
+        """
+        if not self._children:
+            raise RuntimeError(f"the reward pool of {self.environment} is closed")
+        if (job := self._jobs.get(task)) is None:
+            job = self._jobs[task] = Job(task, asyncio.get_running_loop().create_future())
+            self._queue.append(job)
+            self._wake()
+        return job
+
+    async def _work(self, place: int) -> None:
+        """Judges one job after another with the child at this place. When children do not start any more, nobody gets a verdict."""
+        lane = f"{self.environment.name} worker {place}"
+        try:
+            while True:
+                job = await self._next_job(lane)
+                start = time.monotonic()
+                job.begun_at = job.begun_at or start
+                self.num_begun += 1
+                verdict = await self._judge(place, job.task, is_last_try=job.is_suspect)
+                spans.stretch("score", start, lane)
+                self._num_busy, self._is_one_alone = self._num_busy - 1, False
+                if verdict is None:
+                    job.is_suspect = True
+                    self._queue.append(job)
+                else:
+                    self._give(job, verdict)
+                self._wake()
+        except Exception as error:
+            self.close()
+            for job in self._jobs.values():
+                if not job.verdict.done():
+                    job.verdict.set_exception(error)
+
+    async def _next_job(self, lane: str) -> Job:
+        """The job that has waited longest. A suspect waits until no child is busy, and all others wait for it."""
+        while self._is_one_alone or not self._queue or (self._queue[0].is_suspect and self._num_busy):
+            spans.end_stretch(lane)
+            self._idle.append(woken := asyncio.get_running_loop().create_future())
+            await woken
+        self._num_busy += 1
+        job = self._queue.popleft()
+        self._is_one_alone = job.is_suspect
+        return job
+
+    def _wake(self) -> None:
+        """Has idle children look for work, as many as there is work for."""
+        woken, self._idle = self._idle[: len(self._queue)], self._idle[len(self._queue) :]
+        for idle in woken:
+            if not idle.done():
+                idle.set_result(None)
+
+    def _give(self, job: Job, verdict: Verdict) -> None:
+        job.verdict.set_result(verdict)
+        # Only good verdicts: a mask may not have been the text's fault.
+        if verdict.status != "ok" or len(verdict.text) > MAX_REMEMBERED_CHARACTERS:
+            del self._jobs[job.task]
+            return
+        self._remembered.append(job.task)
+        if len(self._remembered) > MAX_REMEMBERED:
+            del self._jobs[self._remembered.popleft()]
+
+    async def _judge(self, place: int, task: Task, *, is_last_try: bool) -> Verdict | None:
+        """The verdict that a child gives; None if it died or missed its deadline, and the task may not be at fault."""
+        try:
+            message = encode(astuple(task))
+        except ValueError as error:
+            # Texts are bounded where they enter, so it is the row that is too long.
+            return _failed("error", task, f"the row is too long: {error}")
+        child, timeout_s = await self._ready_child(place), self.environment.timeout_s
+        cpu_s_before, is_guilty = child.cpu_s(), is_last_try
+        status: Literal["timeout", "crash"]
+        try:
+            return _verdict(self.environment, task, await _within(timeout_s, child.ask(message)))
+        except TimeoutError:
+            status, reason = "timeout", "deadline"
+            is_guilty |= child.cpu_s() - cpu_s_before >= GUILTY_CPU_SHARE * timeout_s
+        except ChildDied as error:
+            status, reason = "crash", str(error)
+        reason = f"{status} of {self.environment}, {reason}, exit code {self._replace(place)}"
+        if not self.environment.blames_text:
+            return _failed(status, task, reason)
+        return _zero(task, reason) if is_guilty else None
+
+    async def _ready_child(self, place: int) -> Child:
+        """The child at this place, once it is ready. One that died, or sent something, while idle cannot be asked, and is replaced."""
+        while not (child := self._children[place]).is_ready or not child.is_silent():
+            if child.is_ready:
+                self._replace(place)
+                continue
+            try:
+                await _within(START_TIMEOUT_S, child.read())
+                child.is_ready, self._num_failed_starts = True, 0
+            except (TimeoutError, ChildDied) as error:
+                self._num_failed_starts += 1
+                status, exit_code = "timeout" if isinstance(error, TimeoutError) else "crash", self._replace(place)
+                if self._num_failed_starts >= MAX_FAILED_STARTS:
+                    raise RuntimeError(
+                        f"the reward child of {self.environment} does not start: {status}, exit code {exit_code}, "
+                        f"{self._num_failed_starts} times in a row; its own message is on stderr"
+                    ) from error
+        return child
+
+    def _replace(self, place: int) -> int | None:
+        """Kills a child and puts another one in its place; returns the exit code as `kill` does.
+
+        In a built-in environment, whose texts may kill one child after another, a spare child then starts, for the next time.
+        """
+        exit_code = self._children[place].kill()
+        self._children[place] = self._spare or Child(self.environment, self.memory_bytes)
+        self._spare = Child(self.environment, self.memory_bytes) if self.environment.blames_text else None
+        return exit_code
+
+
+async def _within(seconds: float, work: Coroutine[None, None, T]) -> T:
+    """The result of `work`, even one that came in time while other work kept this process from reading it.
+
+    Else a TimeoutError. `asyncio.timeout` drops such a result, and so would blame a text that was judged in time.
+    """
+    task = asyncio.ensure_future(work)
+    # The work begins before its time does: other coroutines may run first.
+    await asyncio.sleep(0)
+    await asyncio.wait([task], timeout=seconds)
+    if not task.done():
+        await asyncio.wait([task], timeout=LATE_READ_S)
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task])
+        raise TimeoutError
+    return await task
+
+
+def goes_last(task: Task) -> bool:
+    """True if the text is long: what makes a grader slow is long, or odd, and odd ones are refused before they are parsed."""
+    return len(task.text) > LONG_CHARACTERS
+
+
+def _verdict(environment: Environment, task: Task, answer: dict[str, object]) -> Verdict:
+    """The verdict of a child's answer; a child that a text has taken over sends whatever it likes."""
+    if "error" in answer:
+        reason, culprit = str(answer["error"]), answer.get("culprit")
+        if culprit == "text" and environment.blames_text:
+            return _zero(task, reason)
+        if culprit == "row":
+            reason += f"; {environment} reads {', '.join(environment.row_fields)} of a row"
+        return _failed("error", task, reason)
+    reward, components = answer.get("reward"), answer.get("components")
+    if not _is_number(reward):
+        return _failed("error", task, f"the reward is {reward!r:.100}, not a finite number")
+    if not isinstance(components, dict) or not all(map(_is_number, components.values())):
+        return _failed("error", task, f"the components of the reward are {components!r:.100}, not finite numbers")
+    extracted, flags, observation = (answer.get(name) for name in ("extracted", "flags", "observation"))
+    if not isinstance(extracted, str) or not isinstance(flags, list) or not _are_messages(observation):
+        return _failed("error", task, f"the answer {str(answer):.100} is no outcome")
+    return Verdict(
+        reward=float(reward),
+        is_valid=True,
+        status="ok",
+        extracted=safe_text(extracted, MAX_EXTRACTED_CHARACTERS),
+        text="\n".join(task.turns),
+        components={safe_text(name): float(value) for name, value in components.items()},
+        flags=tuple(safe_text(str(flag)) for flag in flags),
+        observation=tuple({key: safe_text(value) for key, value in message.items()} for message in observation),
+    )
+
+
+def _zero(task: Task, reason: str) -> Verdict:
+    return Verdict(reward=0.0, is_valid=True, status="ok", extracted="", text="\n".join(task.turns), flags=(TEXT_FAULT,), reason=reason)
+
+
+def _failed(status: Literal["timeout", "crash", "error"], task: Task, reason: str) -> Verdict:
+    return Verdict(reward=0.0, is_valid=False, status=status, extracted="", text="\n".join(task.turns), reason=reason)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    # By comparison, which also takes integers that are no float.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _are_messages(value: object) -> TypeGuard[list[dict[str, str]]]:
+    return isinstance(value, list) and all(
+        isinstance(message, dict) and all(isinstance(text, str) for text in message.values()) for message in value
+    )
 
 
 async def start_environment(name: str, config: EnvConfig, *, num_workers: int = MIN_WORKERS, endpoints: Path | None = None) -> RewardPool:
@@ -53,150 +430,56 @@ async def start_environment(name: str, config: EnvConfig, *, num_workers: int = 
     return await RewardPool(dataclasses.replace(declared, name=name, num_workers=num_workers)).start()
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A rollout to judge."""
-
-    request_id: str
-    env_name: str
-    task: Task
-
-
-@dataclass(frozen=True)
-class Load:
-    """Load of the children over some time."""
-
-    longest_queue: int = 0
-    """Most rollouts that waited for a child."""
-    num_begun: int = 0
-    """Number of rollouts that children have begun."""
-    seconds: float = 0.0
-    """In which a rollout waited for its verdict."""
-    num_judged: int = 0
-    """Rollouts with a verdict that a child began for them."""
-    wait_s: float = 0.0
-    """Seconds that those had waited before, added up."""
-    longest_wait_s: float = 0.0
-
-    def __add__(self, other: Load) -> Load:
-        """The load of one actor at two times, or of two actors at once."""
-        return Load(
-            max(self.longest_queue, other.longest_queue),
-            self.num_begun + other.num_begun,
-            self.seconds + other.seconds,
-            self.num_judged + other.num_judged,
-            self.wait_s + other.wait_s,
-            max(self.longest_wait_s, other.longest_wait_s),
-        )
-
-
 class Scorer:
-    """Judges answers in the order in which they arrive. Other threads hand them in and take verdicts; all else is in an event loop."""
+    """The environments of a process, by name. Each starts when a rollout first needs it. For one event loop."""
 
-    def __init__(self, build: Callable[[str], Awaitable[RewardPool]], *, masks_flagged: bool = True) -> None:
+    def __init__(self, build: Callable[[str], Coroutine[None, None, RewardPool]], *, masks_flagged: bool = True) -> None:
         """`build` starts an environment. With `masks_flagged`, rollouts that theirs flags with `mask_sample` are not valid."""
         self.environments: dict[str, RewardPool] = {}
-        self._build = build
-        self._masks_flagged = masks_flagged
-        self._starting: dict[str, asyncio.Future[RewardPool]] = {}
-        self._verdicts: dict[str, Verdict] = {}
-        self._error: Exception | None = None
-        self._load = Load()
+        self._build, self._masks_flagged = build, masks_flagged
+        self._starting: dict[str, asyncio.Task[RewardPool]] = {}
+        self._load = RewardLoad()
         self._num_unjudged, self._noted_at = 0, 0.0
-        self._num_calls, self._num_begun = 0, 0
-        self._loop = asyncio.new_event_loop()
-        self._news = self._loop.create_future()
-        # The kernel kills the children when this thread ends.
-        threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
 
-    def start(self, names: Sequence[str], *, timeout_s: float) -> None:
-        """Starts environments now; others start when a rollout first needs them."""
+    async def start(self, names: Sequence[str]) -> None:
+        """Starts environments now."""
+        await asyncio.gather(*map(self._environment, names))
 
-        async def start() -> None:
-            await asyncio.gather(*map(self._environment, names))
-
-        asyncio.run_coroutine_threadsafe(start(), self._loop).result(timeout_s)
-
-    def submit(self, answers: Sequence[Answer]) -> None:
-        """Hands in answers; does not wait."""
-        asyncio.run_coroutine_threadsafe(self._score(answers), self._loop)
-
-    def take(self, timeout_s: float, *, gather_s: float = 0.0) -> tuple[Mapping[str, Verdict], Load]:
-        """Waits up to `timeout_s` for the first verdict, then `gather_s` for others; all verdicts by request id, and the load.
-
-        It returns at once when nothing is left to judge, and when another call comes. A RuntimeError says that an environment failed.
-        """
-        taking = asyncio.run_coroutine_threadsafe(self._take(timeout_s, gather_s), self._loop)
-        return taking.result(timeout_s + gather_s + ANSWER_S)
-
-    def close(self) -> None:
-        """Ends the thread, and with it the children of all environments."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-
-    async def _environment(self, name: str) -> RewardPool:
-        if name not in self.environments:
-            if name not in self._starting:
-                self._starting[name] = asyncio.ensure_future(self._build(name))
-            self.environments[name] = await self._starting[name]
-        return self.environments[name]
-
-    async def _score(self, answers: Sequence[Answer]) -> None:
-        self._note_unjudged(len(answers))
-        by_name: dict[str, list[Answer]] = {}
-        for answer in answers:
-            by_name.setdefault(answer.env_name, []).append(answer)
-        await asyncio.gather(*(self._score_in(name, mine, time.monotonic()) for name, mine in by_name.items()))
-
-    async def _score_in(self, name: str, answers: Sequence[Answer], queued_at: float) -> None:
-        try:
-            environment = await self._environment(name)
-            jobs = environment.submit([answer.task for answer in answers])
-            self._load += Load(longest_queue=sum(one.num_waiting for one in self.environments.values()))
-            await asyncio.gather(*(self._give(answer, job, queued_at) for answer, job in zip(answers, jobs, strict=True)))
-        except Exception as error:  # whoever takes verdicts raises it
-            self._error = error
-            self._tell()
-
-    async def _give(self, answer: Answer, job: Job, queued_at: float) -> None:
+    async def judge(self, request_id: str, env_name: str, task: Task) -> Verdict:
+        """The verdict on a rollout. What its environment raises says that this does not start, or not any more."""
+        queued_at = time.monotonic()
+        self._note_unjudged(1)
+        environment = self.environments.get(env_name) or await self._environment(env_name)
+        job = environment.submit(task)
+        self._load += RewardLoad(longest_queue=sum(one.num_waiting for one in self.environments.values()))
         verdict = await job.verdict
+        self._note_unjudged(-1)
         if job.begun_at >= queued_at:  # an equal rollout may have been begun before, or judged
             wait_s = job.begun_at - queued_at
-            self._load += Load(num_judged=1, wait_s=wait_s, longest_wait_s=wait_s)
+            self._load += RewardLoad(num_judged=1, wait_s=wait_s, longest_wait_s=wait_s)
         if self._masks_flagged and verdict.is_valid and MASK_SAMPLE in verdict.flags:
-            reason = "its environment flags it with mask_sample"
-            verdict = dataclasses.replace(verdict, is_valid=False, status="flagged", reason=reason)
+            verdict = dataclasses.replace(verdict, is_valid=False, status="flagged", reason="its environment flags it with mask_sample")
         if not verdict.is_valid:
-            logger.warning("Rollout %s (%s) is not scored: %s", answer.request_id, answer.env_name, verdict.reason)
-        self._note_unjudged(-1)
-        self._verdicts[answer.request_id] = verdict
-        self._tell()
+            logger.warning("Rollout %s (%s) is not scored: %s", request_id, env_name, verdict.reason)
+        return verdict
 
-    async def _take(self, timeout_s: float, gather_s: float) -> tuple[Mapping[str, Verdict], Load]:
-        self._num_calls += 1
-        self._tell()
-        await self._wait_until(lambda: bool(self._verdicts), timeout_s)
-        await self._wait_until(lambda: self._num_unjudged == 0, gather_s)
-        if self._error is not None:
-            raise self._error
+    def take_load(self) -> RewardLoad:
+        """The load since the last call."""
         self._note_unjudged(0)
-        before, self._num_begun = self._num_begun, sum(one.num_begun for one in self.environments.values())
-        scored = self._verdicts, self._load + Load(num_begun=self._num_begun - before)
-        self._verdicts, self._load = {}, Load()
-        return scored
+        load, self._load = self._load, RewardLoad()
+        for environment in self.environments.values():
+            load += RewardLoad(num_begun=environment.num_begun)
+            environment.num_begun = 0
+        return load
 
-    async def _wait_until(self, is_enough: Callable[[], bool], timeout_s: float) -> None:
-        end, call = time.monotonic() + timeout_s, self._num_calls
-        while not (is_enough() or self._error is not None or call < self._num_calls or time.monotonic() >= end):
-            if self._news.done():
-                self._news = self._loop.create_future()
-            await asyncio.wait([self._news], timeout=end - time.monotonic())
-
-    def _tell(self) -> None:
-        if not self._news.done():
-            self._news.set_result(None)
+    async def _environment(self, name: str) -> RewardPool:
+        if name not in self._starting:
+            self._starting[name] = asyncio.ensure_future(self._build(name))
+        started = await self._starting[name]
+        return self.environments.setdefault(name, started)
 
     def _note_unjudged(self, num_more: int) -> None:
         now = time.monotonic()
         if self._num_unjudged:
-            self._load += Load(seconds=now - self._noted_at)
+            self._load += RewardLoad(seconds=now - self._noted_at)
         self._num_unjudged, self._noted_at = self._num_unjudged + num_more, now

@@ -17,7 +17,7 @@ from mrl.config.files import find_config
 from mrl.config.load import load_run
 from mrl.config.schema.run import RunConfig
 from mrl.loop import examples, rollouts
-from mrl.loop.rollout_queue import NoSignal
+from mrl.loop.rollouts import NoSignal
 from mrl.loop.run import Budget, Run, Supplier, Training
 from mrl.signals import ENDED_EARLY, LISTENER
 from mrl.store.checkpoints import Checkpoint, NoWholeCheckpoint, find_damage

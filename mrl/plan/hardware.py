@@ -46,7 +46,7 @@ GPUS = {
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeKind:
     """One kind of node that a cloud rents out."""
 
     gpu: str
@@ -57,11 +57,11 @@ class Node:
 
 # AWS's instance types with EFA.
 NODES = {
-    "p4d.24xlarge": Node("a100-40g", 8, 1152),
-    "p4de.24xlarge": Node("a100-80g", 8, 1152),
-    "p5.48xlarge": Node("h100-80g", 8, 2048),
-    "p5en.48xlarge": Node("h200-141g", 8, 2048),
-    "p6-b200.48xlarge": Node("b200-192g", 8, 2048),
+    "p4d.24xlarge": NodeKind("a100-40g", 8, 1152),
+    "p4de.24xlarge": NodeKind("a100-80g", 8, 1152),
+    "p5.48xlarge": NodeKind("h100-80g", 8, 2048),
+    "p5en.48xlarge": NodeKind("h200-141g", 8, 2048),
+    "p6-b200.48xlarge": NodeKind("b200-192g", 8, 2048),
 }
 
 

@@ -124,7 +124,7 @@ def _legal_engines(config: RunConfig, sizes: ModelSizes, refused: Counter[str]) 
     if not config.has_engines:
         yield {}
         return
-    for tp in _divisors(config.cluster.slots_per_node):
+    for tp in _divisors(config.num_dedicated_slots or config.num_policy_ranks):
         for ep in sorted({1, tp}) if sizes.experts else (1,):
             values: dict[str, object] = {"engine tp": tp, "engine ep": ep}
             if problem := _illegal(_applied(config, values), sizes, _ENGINE):

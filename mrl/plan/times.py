@@ -42,6 +42,8 @@ EXPERT_PRODUCTS, DENSE_PRODUCTS, DECODING = (0.36, 0.19), (0.50, 0.28), (0.60, 0
 NVLINK, NETWORK, MEMORY = (0.82, 0.41), (0.97, 0.48), (0.80, 0.40)
 # Seconds of a layer in a decode step, added to those of its bytes: kernel launches, and two exchanges between workers.
 LAYER_LATENCY = TimeRange(40e-6, 90e-6)
+# Seconds of an exchange over the network, whatever its size: microseconds for each hop of a ring, and NCCL's own. Assumed.
+NETWORK_LATENCY = TimeRange(20e-6, 100e-6)
 # Seconds of a switch between phases, rewards and data together.
 SWITCHES = TimeRange(10.0, 18.0)
 # Seconds of a refit on the host: a kernel's launch from Python, a wait for a stream or for another process, and a call of an actor by the
@@ -93,7 +95,16 @@ def train_seconds(shape: ModelSizes, cost: SequenceCost, gpu: Gpu, *, tokens: fl
 
 
 def decode_seconds(
-    shape: ModelSizes, gpu: Gpu, engine: EngineMemory, *, tp: int, rollouts: float, at_once: float, mean: float, longest: float
+    shape: ModelSizes,
+    gpu: Gpu,
+    engine: EngineMemory,
+    *,
+    tp: int,
+    rollouts: float,
+    at_once: float,
+    mean: float,
+    longest: float,
+    num_nodes: int = 1,
 ) -> TimeRange:
     """Time in which an engine samples its rollouts: full until the last ones start, then the tail of the longest."""
     letters = "".join(shape.layers)
@@ -102,6 +113,10 @@ def decode_seconds(
     per_rollout = letters.count("*") * token_bytes(shape, tp) * mean / 2 + 2 * engine.layout.state_groups * engine.layout.block_bytes
     num_bytes = engine.weights - idle * experts + at_once * per_rollout
     step = seconds(num_bytes, gpu.bandwidth, DECODING).plus(LAYER_LATENCY.times(len(shape.layers)))
+    if num_nodes > 1:
+        # Each layer's outputs are summed twice: every GPU sends and receives nearly twice what it has.
+        sums = 2 * len(shape.layers)
+        step = step.plus(seconds(sums * 2 * at_once * shape.hidden * BF16, gpu.network, NETWORK)).plus(NETWORK_LATENCY.times(sums))
     return step.times(max(1.0, rollouts / at_once) * mean + longest - mean)
 
 
@@ -201,7 +216,8 @@ def step_times(
     at_once = max(1.0, min(per_engine, vllm.max_num_seqs, engine.concurrency(int(mean_tokens))))
     longest = max(mean_tokens, vllm.max_model_len)
     tp = vllm.tensor_parallel_size
-    generate = decode_seconds(shape, gpu, engine, tp=tp, rollouts=per_engine, at_once=at_once, mean=mean_tokens, longest=longest)
+    sizes = dict(rollouts=per_engine, at_once=at_once, mean=mean_tokens, longest=longest)
+    generate = decode_seconds(shape, gpu, engine, tp=tp, **sizes, num_nodes=config.nodes_of_engine)
     if refit is not None:
         num_calls = refit_calls(config)
         phases["refit"] = refit_times(refit, gpu, engine_weights=engine.weights, num_calls=num_calls).overlapped

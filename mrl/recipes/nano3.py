@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import IO
 
 from conversion.files.durable import sync_file, write_atomic
-from mrl.config.rules.data import environment_of_agent
+from mrl.config.rules.data import route_of
+from mrl.config.schema.env import EnvConfig
 from mrl.data.fields import Fields, RowError, json_object, text_of
 from mrl.data.files import SUFFIXES
 from mrl.data.gym import gym_conversation
@@ -90,7 +91,7 @@ def prepare_nano3(sources: Sequence[Path], out: Path, *, num_validation: int) ->
         write_rows(blend, problems, out / name, first, stop)
     logger.info("%d rows to train on, %d for validation", num_train, num_validation)
     for agent, count in survey.agents.most_common():
-        environment = environment_of_agent(agent) or "no environment (data.drop_rows_without_environment leaves them out)"
+        environment = route_of(agent, EnvConfig()) or "no environment (data.drop_rows_without_environment leaves them out)"
         logger.info("  %6d rows (%4.1f %%) of %s: %s", count, 100 * count / survey.num_rows, agent or "no agent", environment)
     for name, wanted in survey.wanted.items():
         logger.info("  %6d problems of %s filled in", len(wanted), ORIGINS[name].hub_id)

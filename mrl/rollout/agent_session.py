@@ -30,6 +30,7 @@ PASSED = (
     "messages", "prompt", "suffix", "echo", "tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs", "stop",
     "include_stop_str_in_output", "max_tokens", "max_completion_tokens", "n", "logprobs", "top_logprobs", "chat_template_kwargs",
     "reasoning_effort", "include_reasoning", "documents", "skip_special_tokens", "spaces_between_special_tokens",
+    "return_tokens_as_token_ids",
 )  # fmt: skip
 """Fields that engines get as they are."""
 OWN = (
@@ -54,7 +55,9 @@ class AgentSession:
     seed: int
     tree: TurnTree = field(default_factory=TurnTree)
     engines: list[int] = field(default_factory=list)
-    """Indices of the engines that have answered; the last one is asked first."""
+    """Indices of the engines that have answered, in order."""
+    asks: int | None = None
+    """The engine that is asked first, which counts the session among its own."""
     overridden: Counter[str] = field(default_factory=Counter)
     """Number of requests, by parameter, that asked for another value than the run's."""
     num_asked: int = 0
@@ -103,7 +106,7 @@ class AgentSession:
         for index, choice in enumerate(choices):
             message = choice.get("message")
             text = choice.get("text") if message is None else cast(Message, message).get("content")
-            self._note_text(text, message)
+            self.note_text(text, message)
             if not isinstance(record, Mapping):
                 continue
             node = self.tree.add(cast("list[int]", record["prompt_token_ids"]), _answer(record, index))
@@ -117,7 +120,8 @@ class AgentSession:
         """Text of the model, for readers."""
         return "\n\n".join(self.texts)
 
-    def _note_text(self, text: object, message: object) -> None:
+    def note_text(self, text: object, message: object) -> None:
+        """Keeps a text of the model, and the calls of its message, for readers."""
         calls = message.get("tool_calls") if isinstance(message, Mapping) else None
         parts = [str(text or ""), *([json.dumps([call.get("function") for call in calls])] if calls else [])]
         room = MAX_TEXT_CHARACTERS - sum(map(len, self.texts))

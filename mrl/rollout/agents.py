@@ -20,7 +20,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import cast
 
 import aiohttp
 import numpy as np
@@ -28,6 +27,8 @@ import numpy as np
 from mrl.config.texts import safe_text
 from mrl.rollout.agent_session import AgentSession
 from mrl.rollout.gateway import MODEL, Gateway
+from mrl.rollout.gym import GymServers, gym_row, reply_of
+from mrl.rollout.remote import AgentLost, Json, RemoteAgent
 from mrl.rollout.turn_tree import TurnSequence
 from mrl.types import Prompt, Rollout, RolloutRequest, SamplingParams, Status, Verdict
 
@@ -37,14 +38,7 @@ MAX_ATTEMPTS = 4
 """Attempts at one rollout whose agent dies: by its own fault, or by that of another one in its process."""
 MAX_FAILED_STARTS = 3
 """A process that ends so often in a row before it answers does not load the function."""
-# An agent is ended by its own process at its deadline; one whose process does not even do that is ended with it.
-GRACE_S = 10.0
 RETRY_S = 1.0
-Json = Mapping[str, object]
-
-
-class AgentLost(Exception):
-    """The agent's process or server has gone."""
 
 
 @dataclass(frozen=True)
@@ -100,42 +94,6 @@ class Ran:
     verdict: Verdict
     engines: Sequence[int]
     """Engines that have answered."""
-
-
-class RemoteAgent:
-    """An agent at a URL of the user's."""
-
-    def __init__(self, url: str, *, api_key: str = "") -> None:
-        self.url = url
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client: aiohttp.ClientSession | None = None
-
-    async def ask(self, task: Json) -> Json:
-        """The agent's answer to a task; AgentLost: it gives none. TimeoutError: nor does it say that its deadline is over."""
-        if self._client is None:
-            connector = aiohttp.TCPConnector(limit=0)
-            self._client = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=False)
-        try:
-            async with (
-                asyncio.timeout(cast(float, task["deadline_s"]) + GRACE_S),
-                self._client.post(self.url, json=task, headers=self._headers) as response,
-            ):
-                content = await response.read()
-        except aiohttp.ClientError as error:
-            raise AgentLost(f"{self.url}: {error or type(error).__name__}") from error
-        text = content.decode("utf-8", errors="replace")
-        if response.status >= 500:
-            raise AgentLost(f"{self.url} answers {response.status}: {text[:300]}")
-        if response.status != 200:
-            return {"error": f"{self.url} answers {response.status}: {text[:300]}"}
-        try:
-            reply = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            return {"error": f"{self.url} answers what is no JSON: {error}"}
-        return reply if isinstance(reply, dict) else {"error": f"{self.url} answers a {type(reply).__name__}, not an object"}
-
-    async def start(self) -> None:
-        """Nothing: the server is the user's."""
 
 
 class FunctionAgent:
@@ -239,6 +197,8 @@ class AgentRunner:
         """`url` is the gateway's. A rollout takes at most `timeout_s`, all its attempts together."""
         self.gateway = gateway
         self.agents: dict[str, list[Agent]] = {}
+        self.gym: GymServers | None = None
+        """Does the rows of all others."""
         self._url, self._timeout_s, self._masks_flagged = url, timeout_s, masks_flagged
 
     async def run(self, task: AgentTask) -> Ran:
@@ -261,7 +221,13 @@ class AgentRunner:
         return self._ended(task, session, failed(f"the agent was lost {MAX_ATTEMPTS} times: {reason}", "crash"), MAX_ATTEMPTS)
 
     async def _ask(self, task: AgentTask, session: AgentSession, deadline_s: float) -> Json:
-        agents = self.agents[task.prompt.env_name]
+        name = task.prompt.env_name
+        if (agents := self.agents.get(name)) is None:
+            assert self.gym is not None, name
+            with self.gateway.receipts.rollout(task.sampling):
+                row = gym_row(json.loads(task.prompt.row), task.sampling, index=task.rollout_index)
+                result = await self.gym.run(name, row, deadline_s=deadline_s)
+                return reply_of(result, session, self.gateway.receipts)
         agent = min(agents, key=lambda one: one.num_running if isinstance(one, FunctionAgent) else 0)
         base_url = f"{self._url}/sessions/{session.session_id}/v1"
         asked = {"row": task.row, "base_url": base_url, "api_key": session.key, "model": MODEL, "deadline_s": deadline_s}

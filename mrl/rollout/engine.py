@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import multiprocessing.connection
 import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from vllm import EngineArgs, LLMEngine, RequestOutput, SamplingParams
@@ -32,7 +34,8 @@ from mrl.refit import RefitError
 from mrl.refit.inputs import WorkerRefit
 from mrl.refit.pull import VerifyReport
 from mrl.rollout.callers import Callers
-from mrl.spans import memory_facts
+from mrl.rollout.environment import EngineNodes
+from mrl.spans import memory_facts, process_key
 from mrl.types import FinishReason, Proposals, Rollout, RolloutRequest
 
 logger = logging.getLogger(__name__)
@@ -53,7 +56,7 @@ class _Unfinished:
 
 
 class Engine:
-    """One engine: all workers of a TP group. Samples only between a completed refit and the next one.
+    """One engine: all workers of a TP group, and the scheduler. Samples only between a completed refit and the next one.
 
     `weight_version` is None until the first refit is complete. `num_steps` and `num_tokens` count since the start. `llm` is vLLM's engine.
     """
@@ -70,6 +73,7 @@ class Engine:
         keeps_kv_cache: bool = False,
         tokenizer: str | None = None,
         num_tokens: int = 0,
+        nodes: EngineNodes | None = None,
     ) -> None:
         """Starts the engine with the weights of `model_dir`, read by vLLM's own loader; see `engine_arguments`.
 
@@ -77,13 +81,15 @@ class Engine:
         With `keeps_routes` its rollouts tell which experts their tokens went through. With `keeps_kv_cache` requests that a new weight
         version finds running go on with the keys, values and states of the old one; else they compute them anew. `tokenizer` is the
         folder of the tokenizer in whose text stop strings are looked for, if requests have any; `callers` ask in its text, too. Only the
-        first `num_tokens` tokens are drawn; 0: all of the model's.
+        first `num_tokens` tokens are drawn; 0: all of the model's. With `nodes`, `run_part` starts the workers on the others.
         """
         self._worker_timeout_s = worker_timeout_s
         self._max_model_len = config.vllm_cfg.max_model_len
         self._is_colocated = config.colocated.enabled
         self.llm = LLMEngine.from_engine_args(
-            engine_arguments(model_dir, config, seed=seed, device_ids=device_ids, keeps_routes=keeps_routes, tokenizer=tokenizer)
+            engine_arguments(
+                model_dir, config, seed=seed, device_ids=device_ids, keeps_routes=keeps_routes, tokenizer=tokenizer, nodes=nodes
+            )
         )
         if num_tokens:
             self._workers("limit_vocabulary", num_tokens)
@@ -174,7 +180,7 @@ class Engine:
     def memory_facts(self) -> dict[str, int]:
         """Bytes that this process and the workers hold on the host; on GPUs also what is in use of the fullest one, whoever uses it."""
         processes = dict(self._workers("memory_facts"))
-        processes.setdefault(os.getpid(), memory_facts())
+        processes.setdefault(process_key(), memory_facts())
         facts = {"engine_host_bytes": sum(found["host_bytes"] for found in processes.values())}
         used = [found["gpu_used_bytes"] for found in processes.values() if "gpu_used_bytes" in found]
         return facts | ({"gpu_used_bytes": max(used)} if used else {})
@@ -260,19 +266,8 @@ class Engine:
         """From here on, ends this process when a worker process ends before `shutdown`: only as a whole can its owner start it again."""
         executor = self.llm.model_executor
 
-        def kill_after_worker(executor: MultiprocExecutor) -> None:
-            workers = executor.workers
-            multiprocessing.connection.wait([worker.proc.sentinel for worker in workers])
-            # vLLM's own monitor sets `is_failed` before it shuts down what is left.
-            if executor.is_failed or not getattr(executor, "shutting_down", False):
-                logger.error("A worker process of the engine ended; ending the engine")
-                for worker in workers:
-                    # One that waits for the dead worker in a collective keeps its memory for long.
-                    worker.proc.kill()
-                os._exit(1)
-
         if isinstance(executor, MultiprocExecutor):
-            threading.Thread(target=kill_after_worker, args=(executor,), daemon=True).start()
+            threading.Thread(target=end_with_worker, args=(executor,), daemon=True).start()
 
     def shutdown(self) -> None:
         """Ends the engine and its worker processes."""
@@ -310,6 +305,42 @@ class Engine:
 
     def _workers(self, method: str, *arguments: object) -> list:
         return self.llm.collective_rpc(method, timeout=self._worker_timeout_s, args=arguments)
+
+
+def end_with_worker(executor: MultiprocExecutor) -> None:
+    """Waits until a worker process on this node ends, then ends this process, unless the executor is being shut down."""
+    multiprocessing.connection.wait([worker.proc.sentinel for worker in executor.workers])
+    # vLLM's own monitor sets `is_failed` before it shuts down what is left.
+    if executor.is_failed or not getattr(executor, "shutting_down", False):
+        end_engine("A worker process of the engine ended")
+
+
+def end_engine(reason: str) -> NoReturn:
+    """Ends this process and its workers. One that waits for a dead worker in a collective would keep its memory for long."""
+    logger.error("%s; ending the engine", reason)
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(1)
+
+
+def run_part(
+    model_dir: str,
+    config: GenerationConfig,
+    *,
+    seed: int,
+    nodes: EngineNodes,
+    device_ids: Sequence[int] = (),
+    keeps_routes: bool = False,
+    tokenizer: str | None = None,
+) -> NoReturn:
+    """Runs the workers of an `Engine` with the same arguments on a further node of it, until one ends, and the process with it."""
+    arguments = engine_arguments(
+        model_dir, config, seed=seed, device_ids=device_ids, keeps_routes=keeps_routes, tokenizer=tokenizer, nodes=nodes
+    )
+    # As vLLM's own headless nodes do. Its monitor would end the other workers, and not the process.
+    executor = MultiprocExecutor(arguments.create_engine_config(headless=True), monitor_workers=False)
+    end_with_worker(executor)
+    raise RuntimeError("vLLM has shut down the workers of this node")
 
 
 def _sampling_params(request: RolloutRequest, *, max_model_len: int) -> SamplingParams:
@@ -387,6 +418,7 @@ def engine_arguments(
     device_ids: Sequence[int] = (),
     keeps_routes: bool = False,
     tokenizer: str | None = None,
+    nodes: EngineNodes | None = None,
 ) -> EngineArgs:
     """vLLM's arguments for an engine; `vllm_kwargs` of the configuration add to them (`mrl.config.passthrough` says what they may).
 
@@ -437,6 +469,8 @@ def engine_arguments(
         arguments["kv_cache_memory_bytes"] = vllm_cfg.kv_cache_memory_mib << 20
     else:
         arguments |= {"gpu_memory_utilization": vllm_cfg.gpu_memory_utilization, "enable_sleep_mode": config.colocated.enabled}
+    if nodes is not None:
+        arguments |= {"nnodes": nodes.count, "node_rank": nodes.rank, "master_addr": nodes.address, "master_port": nodes.port}
     # The user's repetitions of LAYOUT_ARGUMENTS are for GPUs.
     arguments |= {**config.vllm_kwargs, **LAYOUT_ARGUMENTS}
     if is_cpu:

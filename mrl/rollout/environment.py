@@ -3,6 +3,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineNodes:
+    """The nodes over which an engine's workers are spread evenly, as one of them sees it.
+
+    They are vLLM's own (`nnodes` of its multiprocessing executor): every node's workers are children of an actor of the run, which sets
+    their devices, so that worker and policy rank of a slot share a GPU, and each answers collective calls - sleep, refits, digests - as
+    within a node. vLLM's Ray executor would place and name its workers itself, on devices of Ray's choice, and drives them by a compiled
+    graph that no call of ours can join.
+    """
+
+    count: int
+    rank: int
+    """Of this node; the first has the scheduler."""
+    address: str
+    """Of the first node, where all workers meet."""
+    port: int
+
 
 def engine_environment(*, has_gpu: bool, num_threads: int = 1) -> dict[str, str]:
     """Variables that vLLM and torch must find when an engine process starts, by name.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gateway of a run: one address for all agents, in front of engines that come, die and move. Needs no vLLM.
 
-`/sessions/ID/v1/...` answers OpenAI's protocol for one agent, with a key of its own, and keeps what was sampled. `/v1/...`, with the run's
-key, passes on to an engine and keeps nothing. While no engine answers, requests wait. Everything here is in one event loop.
+`/sessions/ID/v1/...` answers OpenAI's protocol for one agent, with a key of its own, and keeps what was sampled. `/gym/v1/...` answers NeMo
+Gym's servers, which have no sessions, and leaves receipts. `/v1/...`, with the run's key, passes on to an engine and keeps nothing. While
+no engine answers, requests wait. Everything here is in one event loop.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from mrl.config.rules.gym import GYM_PATH
 from mrl.rollout.agent_session import RECORD, AgentSession
 from mrl.rollout.http_gate import BODY_BYTES_PER_TOKEN, OPEN_PATH, SMALL_BODY_BYTES, openai_error
+from mrl.rollout.receipts import Receipts
 from mrl.rollout.sessions import MESSAGE_IDS, PREFIX, PREFIX_MESSAGES
 from mrl.rollout.turn_tree import TreeNode
 from mrl.types import SamplingParams
@@ -33,6 +36,7 @@ logger = logging.getLogger(__name__)
 MODEL = "policy"
 """The model's name; requests may use any."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+GYM = GYM_PATH.removesuffix("/v1")
 PASSED_ON = (CHAT, COMPLETIONS, "/tokenize")
 # A client may send the tokens of every turn back, each with its whole prompt: bodies grow with the square of turns.
 TURNS_IN_BODY, BYTES_PER_ID = 200, 8
@@ -44,6 +48,8 @@ CONNECT_S = 10.0
 Json = dict[str, object]
 Reply = tuple[int, Json]
 """Status and body."""
+FindPrefix = Callable[[Mapping[str, object]], tuple[list[int], int] | None]
+"""See `AgentSession.find_prefix`."""
 
 
 class EngineServers:
@@ -66,27 +72,33 @@ class EngineServers:
         warned_at = time.monotonic()
         while True:
             for index in self._in_order(session):
+                if session is not None and session.asks != index:
+                    self.join(session, index)  # at once, so that sessions that begin together ask different engines
                 reply = await self._try(index, path, body)
                 if reply is not None:
                     if session is not None and session.engines[-1:] != [index]:
-                        self.leave(session)
                         session.engines.append(index)
-                        self._loads[index] = self._loads.get(index, 0) + 1
                     return reply
             if time.monotonic() > warned_at + WARN_S:
                 warned_at = time.monotonic()
                 logger.warning("No engine has answered for %g s; requests wait for one", WARN_S)
             await asyncio.sleep(RETRY_S)
 
+    def join(self, session: AgentSession, index: int) -> None:
+        """The session asks this engine from now on."""
+        self.leave(session)
+        session.asks, self._loads[index] = index, self._loads.get(index, 0) + 1
+
     def leave(self, session: AgentSession) -> None:
         """The session asks its engine no more."""
-        if session.engines:
-            self._loads[session.engines[-1]] -= 1
+        if session.asks is not None:
+            self._loads[session.asks] -= 1
+            session.asks = None
 
     def _in_order(self, session: AgentSession | None) -> list[int]:
         """The session's engine first: it has the conversation in its cache. Then those with the fewest sessions."""
-        last = session.engines[-1] if session is not None and session.engines else None
-        return sorted(range(len(self._addresses)), key=lambda index: (index != last, self._loads.get(index, 0)))
+        first = session.asks if session is not None else None
+        return sorted(range(len(self._addresses)), key=lambda index: (index != first, self._loads.get(index, 0)))
 
     async def _try(self, index: int, path: str, body: Json) -> Reply | None:
         if self._client is None:
@@ -106,10 +118,14 @@ class EngineServers:
 class Gateway:
     """Sessions by id, and the routes."""
 
-    def __init__(self, engines: EngineServers, *, api_key: str, max_model_len: int) -> None:
+    def __init__(self, engines: EngineServers, *, api_key: str, max_model_len: int, gym_key: str | None = None) -> None:
+        """`gym_key` is that of NeMo Gym's servers; None = the run's."""
         self.engines = engines
         self.api_key = api_key
         """The run's."""
+        self.gym_key = gym_key or api_key
+        self.receipts = Receipts()
+        """Of answers to NeMo Gym's servers."""
         self.max_body = SMALL_BODY_BYTES + (BODY_BYTES_PER_TOKEN + TURNS_IN_BODY * BYTES_PER_ID) * max_model_len
         self.num_answered = 0
         """Requests of sessions, since the start."""
@@ -132,7 +148,7 @@ class Gateway:
     def has_key(self, path: str, authorization: bytes) -> bool:
         """True when a request shows the key of its session, or of the run."""
         session = self._sessions.get(path.split("/")[2]) if path.startswith("/sessions/") else None
-        keys = [self.api_key, *([session.key] if session is not None else [])]
+        keys = [self.gym_key if path.startswith(f"{GYM}/") else self.api_key, *([session.key] if session is not None else [])]
         return any([secrets.compare_digest(authorization, b"Bearer " + key.encode()) for key in keys])
 
     def app(self) -> Starlette:
@@ -141,7 +157,9 @@ class Gateway:
         routes = [Route(path, self._passing_on(path), methods=["POST"]) for path in PASSED_ON]
         routes += [Route(inside + path, self._answering(path), methods=["POST"]) for path in (CHAT, COMPLETIONS)]
         routes += [Route(inside + path, self._passing_on("/tokenize"), methods=["POST"]) for path in ("/tokenize", "/v1/tokenize")]
-        routes += [Route(prefix + "/v1/models", _models) for prefix in ("", inside)]
+        routes += [Route(GYM + path, self._answering_gym(path), methods=["POST"]) for path in (CHAT, COMPLETIONS)]
+        routes += [Route(GYM + path, self._passing_on("/tokenize"), methods=["POST"]) for path in ("/tokenize", "/v1/tokenize")]
+        routes += [Route(prefix + "/v1/models", _models) for prefix in ("", inside, GYM)]
         routes += [Route(inside, self._describe), Route(OPEN_PATH, self._health)]
         return Starlette(routes=routes, exception_handlers={HTTPException: _refuse, Exception: _fail})
 
@@ -161,7 +179,7 @@ class Gateway:
                 raise HTTPException(400, "prompt: a session goes on with one prompt; send one request for each")
             # A session that has ended meanwhile waits for nothing any more.
             waiting = self._waiting.get(session.session_id, set())
-            reply = await _while_connected(request, self._ask(path, session, body), waiting)
+            reply = await _while_connected(request, self._ask(path, session, body, session.find_prefix), waiting)
             if session.session_id not in self._sessions:
                 raise HTTPException(410, f"session {session.session_id} is over: its rollout has ended, or has taken too long")
             if reply is None:
@@ -171,10 +189,34 @@ class Gateway:
 
         return answer
 
-    async def _ask(self, path: str, session: AgentSession, body: Json) -> Reply:
+    def _answering_gym(self, path: str) -> Callable[[Request], Coroutine[None, None, Response]]:
+        async def answer(request: Request) -> Response:
+            body = await _body(request)
+            if (sampling := self.receipts.sampling_of(body)) is None:
+                raise HTTPException(410, "no rollout is under way; the one that asks has ended, or has taken too long")
+            # Of one request, as nobody knows which others its rollout has made.
+            session = AgentSession("", "", sampling, secrets.randbits(63))
+            known = self.receipts.find_prefix(body.get("messages"))
+            if known is not None:
+                self.engines.join(session, known[2])
+            try:
+                asking = self._ask(path, session, body | {"return_token_ids": True}, lambda _: None if known is None else known[:2])
+                reply = await _while_connected(request, asking, set())
+            finally:
+                self.engines.leave(session)
+            for node in session.tree.nodes:
+                self.receipts.keep(node, session)
+            if reply is None:
+                return Response(status_code=499)
+            status, response = reply
+            return _streamed(response, body) if body.get("stream") and status == 200 else _response(status, response)
+
+        return answer
+
+    async def _ask(self, path: str, session: AgentSession, body: Json, find_prefix: FindPrefix) -> Reply:
         """An engine's answer, which the session keeps. Whoever hangs up before it is complete has got none, and none is kept."""
         request = session.asked(body)
-        prefix = session.find_prefix(request)
+        prefix = find_prefix(request)
         known: Json = {} if prefix is None else {PREFIX: prefix[0], PREFIX_MESSAGES: prefix[1]}
         status, response = await self.engines.ask(path, request | known, session=session)
         if status == 400 and known:

@@ -6,7 +6,6 @@ vLLM imports this module in every worker before it builds the model, so a CPU ho
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -24,7 +23,7 @@ from mrl.refit.exchange import Exchange
 from mrl.refit.group import ExchangeGroup
 from mrl.refit.inputs import ExchangeMember, WorkerRefit
 from mrl.refit.pull import Puller, VerifyReport
-from mrl.spans import memory_facts
+from mrl.spans import memory_facts, process_key
 
 if current_platform.is_cpu():
     from mrl.rollout import cpu
@@ -58,9 +57,9 @@ class RefitWorker:
         tensors = self._tensors()
         return tuple((slot.name, str(tensor.dtype).removeprefix("torch.")) for slot, tensor in tensors.items())
 
-    def memory_facts(self) -> tuple[int, dict[str, int]]:
+    def memory_facts(self) -> tuple[str, dict[str, int]]:
         """This process, and the memory that it holds."""
-        return os.getpid(), memory_facts()
+        return process_key(), memory_facts()
 
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
         """Computes the schedule, maps its trainer rank's memory or joins the exchange, collectively, and prepares its copies."""

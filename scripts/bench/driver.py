@@ -30,11 +30,10 @@ from unittest.mock import patch
 import numpy as np
 
 from mrl import train
-from mrl.cluster.book import RequestBook
 from mrl.cluster.event_loop import News, in_loop
 from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.refit import Refitter
-from mrl.cluster.rollouts import RolloutCollector
+from mrl.cluster.rollouts import RequestBook, RolloutCollector
 from mrl.loop import rollouts
 from mrl.loop.run import Run
 from mrl.store.ledger import Ledger
@@ -198,7 +197,7 @@ def memory_row(num_rollouts: int, num_tokens: int) -> Row:
         infos = []
         for prompt in asked:
             requests = [RolloutRequest(prompt.prompt_id, index, 0, index, prompt.token_ids, sampling) for index in range(16)]
-            in_loop(lambda requests: [asyncio.ensure_future(book.ask(one)) for one in requests], requests)
+            in_loop(lambda requests: [asyncio.ensure_future(book.ask(one.request_id, one)) for one in requests], requests)
             infos.append([RolloutInfo(one.request_id, one.prompt_id, one.rollout_index, 1, 300, num_tokens, "stop", 0) for one in requests])
         held.append(memory_mb())
         verdicts = [pickle.loads(pickle.dumps([rewards.verdict(number, info) for number, info in enumerate(mine)])) for mine in infos]

@@ -12,7 +12,7 @@ import pytest
 
 from mrl.config.schema.env import BUILT_IN, EnvConfig
 from mrl.config.schema.run import RunConfig
-from mrl.envs.pool import LONG_CHARACTERS, TEXT_FAULT
+from mrl.envs.scorer import LONG_CHARACTERS, TEXT_FAULT
 from mrl.envs.task import MAX_MESSAGE_BYTES, Environment, Task
 from mrl.envs.workers import num_workers
 from tests.unit.envs.deadlines import culprits_miss_theirs

@@ -17,7 +17,7 @@ from mrl.config.secrets import SecretsFormatter
 from mrl.config.texts import MAX_TEXT_CHARACTERS, safe_text
 from mrl.data.prompts import load_prompts
 from mrl.data.turns import TurnFormat
-from mrl.envs.pool import MAX_EXTRACTED_CHARACTERS
+from mrl.envs.scorer import MAX_EXTRACTED_CHARACTERS
 from mrl.envs.task import Environment, Task
 from mrl.recipes.tokenizer import byte_tokenizer
 from mrl.store.run_folder import RunFolder

@@ -31,14 +31,13 @@ from mrl.cluster.scheduling import engine_slots
 from mrl.config.load import load_run
 from mrl.config.schema.run import ClusterConfig, RunConfig
 from mrl.data.turns import Ending
-from mrl.envs.scorer import Load
 from mrl.loop import rollouts
 from mrl.loop.run import Budget, Run
 from mrl.recipes import tokenizer
 from mrl.refit.exchange import GpuHandles
 from mrl.refit.pull import VerifyReport
 from mrl.store.run_folder import RunFolder
-from mrl.types import Rollout, RolloutInfo, RolloutRequest, TokenSample, TrainSequence, Verdict
+from mrl.types import RewardLoad, Rollout, RolloutInfo, RolloutRequest, TokenSample, TrainSequence, Verdict
 
 MODEL = Path(__file__).parents[2] / "scripts" / "bench" / "models" / "nemotron3_nano_30b_a3b.config.json"
 NUM_GENERATIONS = 16
@@ -145,7 +144,7 @@ class EngineStandIn:
         self.shape = shape
         self.weight_version = 0
 
-    def build(self, config: RunConfig, device_ids: Sequence[int], api_key: str) -> None:
+    def build(self, config: RunConfig, device_ids: Sequence[int], parts: Sequence[object], api_key: str) -> None:
         self.num_workers = config.policy.generation.vllm_cfg.tensor_parallel_size
 
     def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[tuple[list[RolloutInfo], float], Packed]:
@@ -177,9 +176,9 @@ class RewardStandIn:
 
     def judge(self, rollouts: Sequence[Unjudged]) -> tuple[Judged, list[bytes]]:
         ended: dict[str, tuple[Verdict, Ending]] = {
-            item.request_id: (self.verdict(index, item.info), "over") for index, item in enumerate(rollouts)
+            info.request_id: (self.verdict(index, info), "over") for index, (info, _) in enumerate(rollouts)
         }
-        return Judged(ended, [], Load(num_begun=len(ended))), []
+        return (ended, [], RewardLoad(num_begun=len(ended))), []
 
     def verdict(self, index: int, info: RolloutInfo) -> Verdict:
         start = 37 * index % 50_000

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from mrl.config.dialect.gym import JUDGES, SERVERS, is_gyms
 from mrl.config.dialect.tables import SAME_VALUE
 from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe, split_key
 from mrl.config.passthrough import KEYS_OF_ENGINE_ARGUMENTS
@@ -32,6 +33,7 @@ FUSED_LAYERS: dict[str, tuple[str, ...]] = {
 COMPILATION = "policy.generation.vllm_kwargs.compilation_config"
 USE_INDUCTOR = f"{COMPILATION}.use_inductor"
 USE_GYM = "env.should_use_nemo_gym"
+GYM_COMMAND = "env.nemo_gym.command"
 GYM_DATA = {"dataset_name": "NemoGymDataset", "processor": GYM_PROCESSOR, "env_name": NEMO_GYM}
 """Values with which NeMo RL's present files describe rows of NeMo Gym in `data.default`."""
 VERIFIER = "env.math.verifier_type"
@@ -84,6 +86,8 @@ class Translation:
     dropped: set[Key] = field(default_factory=set)
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    without_effect: list[tuple[Key, Setting, str]] = field(default_factory=list)
+    """Keys that nobody takes here, and why."""
 
     def given(self, key: str) -> Setting | None:
         """The setting of a dotted key, if the config has one."""
@@ -114,6 +118,7 @@ def translate(settings: Settings, value_of: Callable[[str], object]) -> Translat
     _choose_backend(found)
     _old_forms(found)
     _single_controller(found)
+    _hand_on(found)
     names = dict(ENGINE_ARGUMENTS)
     for section, target in TEMPLATE_VARIABLES.items():
         for key in map(".".join, settings):
@@ -125,6 +130,28 @@ def translate(settings: Settings, value_of: Callable[[str], object]) -> Translat
             found.refuse(source, setting, f"two names of {target}, which is {value_of(target)}", "keep one of them")
         found.put_same(source, target)
     return found
+
+
+def _hand_on(found: Translation) -> None:
+    """Gives NeMo Gym's own keys to its servers, if the run starts them; else they have no effect, but for what sends rows to servers."""
+    starts = found.given(GYM_COMMAND) is not None and found.value_of(GYM_COMMAND) is not None
+    num_handed = 0
+    for key, setting in found.written.items():
+        written = split_key(setting.written_as) if setting.written_as else key
+        if not is_gyms(written, setting.value):
+            continue
+        if starts or (written[-1] == JUDGES and found.value_of(".".join(key)) is True):
+            found.set(".".join(written), setting, ".".join((*SERVERS, *written[2:])), found.value_of(".".join(key)))
+            num_handed += starts
+        elif written == key and not is_template_variable(key):
+            found.without_effect.append((key, setting, "an option of NeMo Gym's servers, which env.nemo_gym.command would start"))
+    if num_handed:
+        found.lines.append(f"env.nemo_gym: {num_handed} keys go to NeMo Gym's servers")
+
+
+def is_template_variable(key: Key) -> bool:
+    """Tells whether a key is a value for the chat template, which is also one of ours."""
+    return ".".join(key).startswith(tuple(f"{section}." for section in TEMPLATE_VARIABLES))
 
 
 def _choose_backend(found: Translation) -> None:

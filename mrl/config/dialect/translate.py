@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from mrl import env
+from mrl.config.dialect.gym import is_gyms
 from mrl.config.dialect.rules import REWRITTEN, TRANSLATED_SECTIONS, Translation, translate
 from mrl.config.dialect.tables import FOREIGN, GPU_VALUES, NO_EFFECT, RENAMED, TRANSLATED, VALUES, Foreign
 from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe, packaged_configs, split_key
@@ -148,7 +149,7 @@ def entry_of(key: Key) -> Foreign | None:
 
 def is_foreign(key: Key, value: object) -> bool:
     """Tells whether a setting belongs to the dialect alone: a key of its tables, or an empty section of them."""
-    if entry_of(key) is not None or is_translated(key):
+    if entry_of(key) is not None or is_translated(key) or is_gyms(key, value):
         return True
     starts = tuple({f"{'.'.join(place)}." for place in (key, as_policy(key))})
     return value in (None, {}) and any(known.startswith(starts) for known in DIALECT_KEYS)
@@ -167,6 +168,7 @@ def migrate(settings: Settings, value_of: Callable[[str], object], problems: lis
     translation = _translate_all(settings, value_of)
     report.translated += translation.lines
     problems += translation.problems
+    report.without_effect += translation.without_effect
     for key, setting in settings.items():
         if key in translation.dropped and setting.value not in (None, {}):
             active = "dtensor_cfg" if key[1] == "megatron_cfg" else "megatron_cfg"
@@ -177,6 +179,8 @@ def migrate(settings: Settings, value_of: Callable[[str], object], problems: lis
             continue
         entry, value = entry_of(key), setting.value
         if entry is None:
+            if is_gyms(key, value):
+                continue  # which `translation` has dealt with
             if isinstance(value, Hashable) and (entry := GPU_VALUES.get((".".join(key), value))) is not None:
                 problems.append(f"{describe(key, setting)}: {entry.reason}; {entry.way_out}")
             elif not is_foreign(key, value):

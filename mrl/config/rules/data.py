@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mrl.config.errors import Problems, Unprovided
 from mrl.config.model import is_hub_id, is_prepared
+from mrl.config.rules.gym import check_gym
 from mrl.config.schema.data import DATASETS, GYM_PROCESSOR, DataDefaultConfig, DatasetConfig, known_dataset
 from mrl.config.schema.env import BUILT_IN, CALLS_TOOLS, REASONING_PARSERS, SERVERS, TOOL_PARSERS, EnvConfig
 from mrl.config.schema.run import RunConfig
@@ -23,7 +24,7 @@ NEMO_GYM = "nemo_gym"
 def environment_names(config: EnvConfig) -> tuple[str, ...]:
     """Names that a row may give: built-in environments, the user's own functions and agents, and those of installed packages."""
     installed = _installed(tuple(sys.path))
-    built_in = tuple(SERVERS[server] for server in config.gym_servers if server in SERVERS) or BUILT_IN
+    built_in = tuple(SERVERS[server] for server in config.gym_servers if config.embeds(server)) or BUILT_IN
     return tuple(dict.fromkeys((*built_in, *config.own.functions, *config.agents, *installed)))
 
 
@@ -33,9 +34,22 @@ def _installed(_path: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(entry_point.name for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
 
 
-def environment_of_agent(agent_name: str) -> str | None:
-    """The environment that replaces this agent of NeMo Gym; None if there is none."""
-    return SERVERS.get(agent_name.removesuffix("_simple_agent"))
+def route_of(agent_name: str, config: EnvConfig) -> str | None:
+    """The environment of rows with this `agent_ref`: the user's agent of that name, a grader of ours, or NeMo Gym's agent itself.
+
+    None if there is none.
+    """
+    server = agent_name.removesuffix("_simple_agent")
+    if agent_name in config.agents:
+        return agent_name
+    if config.embeds(server):
+        return SERVERS[server]
+    return agent_name if config.has_gym_servers else None
+
+
+def is_agent(env_name: str, config: EnvConfig) -> bool:
+    """Tells if an agent, the user's or one of NeMo Gym's servers, does the rows of an environment."""
+    return env_name in config.agents or (config.has_gym_servers and env_name not in (*BUILT_IN, *environment_names(config)))
 
 
 def key_of(name: str, default: DataDefaultConfig, dataset: DatasetConfig, key: str) -> str:
@@ -46,10 +60,7 @@ def key_of(name: str, default: DataDefaultConfig, dataset: DatasetConfig, key: s
 def check_environments(config: RunConfig, problems: Problems) -> None:
     """Checks that the environments of section `env`, and the one of `data.default.env_name`, exist."""
     section = config.env
-    for server in section.gym_servers:
-        if server not in SERVERS:
-            way_out = f"leave it out, or use {', '.join(SERVERS)}"
-            problems.add("env.nemo_gym.config_paths", f"no environment does what {server} does", way_out)
+    check_gym(config, problems)
     sections = {"own.functions": section.own.functions, "own.agents": section.own.agents, "remote": section.remote}
     seen = dict.fromkeys((*BUILT_IN, NEMO_GYM), "a built-in environment")
     for where, named in sections.items():
@@ -57,7 +68,7 @@ def check_environments(config: RunConfig, problems: Problems) -> None:
             if name in seen:
                 problems.add(f"env.{where}.{name}", f"{seen[name]} has that name", "choose another")
             seen[name] = f"one of env.{where}"
-    if section.agents:
+    if section.has_agents:
         _check_agents(config, problems)
     tables = section.workplace_assistant.tables_path
     if tables is not None and not os.path.exists(tables):
@@ -86,7 +97,8 @@ def check_parsers(config: RunConfig, problems: Problems) -> None:
 
 
 def _check_agents(config: RunConfig, problems: Problems) -> None:
-    key = "env.own.agents" if config.env.own.agents else "env.remote"
+    gym = "env.nemo_gym.command" if config.env.nemo_gym.command else "env.nemo_gym.head_server.host"
+    key = "env.own.agents" if config.env.own.agents else "env.remote" if config.env.remote else gym
     for name, url in config.env.remote.items():
         if not url.startswith(("http://", "https://")):
             problems.add(f"env.remote.{name}", "an agent's server has an address that begins with http:// or https://", "give its URL")

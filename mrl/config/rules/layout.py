@@ -68,9 +68,12 @@ def _check_engine_slots(config: RunConfig, problems: Problems) -> None:
         problems.add(f"{_ENGINE}.expert_parallel_size", rule, "use one of them")
     dedicated, is_one_node = config.num_dedicated_slots, cluster.gpus_per_node == 0 or cluster.num_nodes == 1
     per_node = dedicated if dedicated and is_one_node else cluster.slots_per_node
-    if per_node % tp:
-        rule = f"an engine fits into a node, and {_ENGINE}.tensor_parallel_size={tp} does not divide the {per_node} slots of one"
-        problems.add(f"{_ENGINE}.tensor_parallel_size", rule, _divisors(per_node), others=_slot_keys(config))
+    serving = dedicated or config.num_policy_ranks
+    if per_node % tp and (tp % per_node or serving % tp):
+        rule = f"nodes hold whole engines or engines whole nodes, and {_ENGINE}.tensor_parallel_size={tp} divides neither"
+        slots = f"the {per_node} slots of one nor, as a multiple, the {serving} that serve"
+        whole = [size for size in range(1, serving + 1) if per_node % size == 0 or (size % per_node == 0 and serving % size == 0)]
+        problems.add(f"{_ENGINE}.tensor_parallel_size", f"{rule} {slots}", _use(whole), others=_slot_keys(config))
     elif config.num_engines * tp > config.num_slots:
         rule = f"engines of {tp} workers need {config.num_engines * tp} of the {config.num_slots} slots"
         problems.add(f"{_GENERATION}.num_cpu_engines", rule, "lower it, or raise cluster.cpu_units_per_node")
@@ -136,10 +139,10 @@ def _misses_dedicated(config: RunConfig, problems: Problems) -> bool:
     given = {"gpus_per_node": colocated.resources.gpus_per_node, "num_nodes": colocated.resources.num_nodes}
     if not config.has_engines:
         return False
-    if colocated.enabled or cluster.gpus_per_node == 0:
-        rule = "policy.generation.colocated.enabled=true, so that engines have no GPUs of their own"
-        if not colocated.enabled:
-            rule = "cluster.gpus_per_node=0, where dedicated engines add policy.generation.num_cpu_engines x tensor_parallel_size processes"
+    if colocated.enabled:
+        return False
+    if cluster.gpus_per_node == 0:
+        rule = "cluster.gpus_per_node=0, where dedicated engines add policy.generation.num_cpu_engines x tensor_parallel_size processes"
         wrong = [name for name, value in given.items() if value is not None]
         for name in wrong:
             problems.add(f"{_RESOURCES}.{name}", rule, "set it to null")

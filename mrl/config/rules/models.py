@@ -96,11 +96,18 @@ def check_sections(config: RunConfig, problems: Problems) -> None:
         _check_section(config, model, said, problems)
 
 
+def problems_of(config: RunConfig, model: ModelName) -> Problems:
+    """Problems of a model's section under the policy's keys, with the places where the section sets them; see `in_section`."""
+    prefix, origins = prefix_of(model), config.facts.origins
+    own = {f"policy.{key.removeprefix(prefix)}": origin for key, origin in origins.items() if key.startswith(prefix)}
+    return Problems(config.of_model(model), {key: origin for key, origin in origins.items() if key not in own} | own)
+
+
 def _check_section(config: RunConfig, model: ModelName, said: list[str], problems: Problems) -> None:
     """Applies rules of `policy` to a model's section, and adds problems that are not `said` yet, under keys of that section."""
     seen, prefix, is_trained = config.of_model(model), prefix_of(model), model in config.trained_models
-    own = {f"policy.{key.removeprefix(prefix)}": origin for key, origin in config.facts.origins.items() if key.startswith(prefix)}
-    inner = Problems(seen, {key: origin for key, origin in config.facts.origins.items() if key not in own} | own)
+    own = {f"policy.{key.removeprefix(prefix)}" for key in config.facts.origins if key.startswith(prefix)}
+    inner = problems_of(config, model)
     for check in RULES + (TRAINED_RULES if is_trained else ()):
         check(seen, inner)
     sizes = read_sizes(seen, inner, "whether the layout divides it")

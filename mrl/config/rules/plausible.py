@@ -7,8 +7,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from mrl.config.errors import NotKnown, Problems
+from mrl.config.errors import NotKnown, Problems, in_section
 from mrl.config.model import read_model
+from mrl.config.rules.models import problems_of
+from mrl.config.rules.training import doubt_rows
 from mrl.config.schema.megatron import MegatronConfig
 from mrl.config.schema.run import RunConfig
 from mrl.config.texts import counted
@@ -16,8 +18,16 @@ from mrl.config.texts import counted
 COMMON_GPU_BYTES = 80e9
 MAX_GPUS_PER_NODE = 16
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
+_RESOURCES = "policy.generation.colocated.resources"
 
+OF_BIASES = ("moe_router_enable_expert_bias", "moe_router_bias_update_rate")
 OF_EXPERTS = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate", "moe_token_dispatcher_type")
+
+
+def _is_idle(config: RunConfig, name: str) -> bool:
+    colocated = config.policy.generation.colocated
+    return config.has_engines and colocated.enabled and getattr(colocated.resources, name) is not None
+
 
 Doubt = tuple[str, Callable[[RunConfig], bool], str, str]
 
@@ -76,6 +86,15 @@ DOUBTS: tuple[Doubt, ...] = (
         f"hosts have at most {MAX_GPUS_PER_NODE} GPUs",
         "give the GPUs of one host, and cluster.num_nodes",
     ),
+    *(
+        (
+            f"{_RESOURCES}.{name}",
+            lambda config, name=name: _is_idle(config, name),
+            "it has no effect: engines share the policy's GPUs (policy.generation.colocated.enabled=true)",
+            "leave it out, or set that to false",
+        )
+        for name in ("gpus_per_node", "num_nodes")
+    ),
 )
 """Key, whether its value is doubtful, why, and what is usual."""
 
@@ -87,6 +106,11 @@ def find_doubts(config: RunConfig) -> list[str]:
         with suppress(NotKnown):
             if is_doubtful(config):
                 problems.add(key, reason, way_out)
+    with suppress(NotKnown):
+        doubt_rows(config, problems)
+        for model in config.models_beside:
+            doubt_rows(config.of_model(model), inner := problems_of(config, model))
+            problems.extend([in_section(text, model) for text in inner.texts if text not in problems.texts])
     with suppress(NotKnown, ValueError):
         _check_memory(config, problems)
     with suppress(NotKnown, ValueError):
@@ -95,12 +119,11 @@ def find_doubts(config: RunConfig) -> list[str]:
 
 
 def _check_experts(config: RunConfig, problems: Problems) -> None:
-    """Warns about MoE keys on a dense model. ValueError: the model is not known."""
-    if read_model(Path(config.policy.model_name)).experts:
-        return
-    megatron, default = config.policy.megatron_cfg, MegatronConfig()
-    if given := [name for name in OF_EXPERTS if getattr(megatron, name) != getattr(default, name)]:
-        rule = f"the model has no experts, so these have no effect: {', '.join(given)}"
+    """Warns about keys of experts, or of their biases, on a model without. ValueError: the model is not known."""
+    model, megatron, default = read_model(Path(config.policy.model_name)), config.policy.megatron_cfg, MegatronConfig()
+    missing, keys = ("experts", OF_EXPERTS) if not model.experts else ("biases of experts", () if model.has_expert_bias else OF_BIASES)
+    if given := [name for name in keys if getattr(megatron, name) not in (getattr(default, name), False)]:
+        rule = f"the model has no {missing}, so these have no effect: {', '.join(given)}"
         problems.add(f"policy.megatron_cfg.{given[0]}", rule, "leave them out")
 
 

@@ -21,13 +21,18 @@ RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts
 
 
 def check_rows(config: RunConfig, problems: Problems) -> None:
-    """Checks that the longest sequence fits into a row."""
-    policy, packing, dynamic = config.policy, config.policy.sequence_packing, config.policy.dynamic_batching
-    total, multiple = policy.max_total_sequence_length, policy.row_multiple
-    if packing.enabled and dynamic.enabled:
+    """Checks that rows are filled in one way only."""
+    policy = config.policy
+    if policy.sequence_packing.enabled and policy.dynamic_batching.enabled:
         rule = "policy.sequence_packing.enabled=true fills the same rows in another way"
         problems.add("policy.dynamic_batching.enabled", rule, "set one of them to false")
-    elif packing.enabled or dynamic.enabled:  # else rows have a fixed number of sequences
+
+
+def doubt_rows(config: RunConfig, problems: Problems) -> None:
+    """Warns if the longest sequence does not fit into a row. As in NeMo RL, a run starts, and ends at the first that is so long."""
+    policy, packing, dynamic = config.policy, config.policy.sequence_packing, config.policy.dynamic_batching
+    total, multiple = policy.max_total_sequence_length, policy.row_multiple
+    if packing.enabled != dynamic.enabled:  # else rows have a fixed number of sequences
         name, section = ("sequence_packing", packing) if packing.enabled else ("dynamic_batching", dynamic)
         longest = math.ceil(total / multiple) * multiple
         others = ["policy.max_total_sequence_length", "policy.make_sequence_length_divisible_by", f"policy.{name}.sequence_length_round"]
@@ -35,8 +40,8 @@ def check_rows(config: RunConfig, problems: Problems) -> None:
         for key, tokens in (("train_mb_tokens", section.train_mb_tokens), ("logprob_mb_tokens", section.logprob_mb_tokens)):
             if tokens < longest:
                 key = f"policy.{name}.{key}"
-                rule = f"a row of {key}={tokens} must hold policy.max_total_sequence_length={total}, padded to a multiple of {multiple}"
-                problems.add(key, rule, f"use at least {longest} there", others=others)
+                rule = f"policy.max_total_sequence_length={total}, padded to a multiple of {multiple}, exceeds a row of {key}={tokens}"
+                problems.add(key, f"{rule}: the run ends at a sequence of more", f"use at least {longest} there", others=others)
 
 
 def check_logprobs(config: RunConfig, problems: Problems) -> None:
@@ -112,11 +117,9 @@ def check_routing(config: RunConfig, model: ModelSizes, problems: Problems) -> N
     megatron = config.policy.megatron_cfg
     if model.experts == 0:
         return
-    if megatron.moe_router_enable_expert_bias not in (None, model.has_expert_bias):
-        rule = f"the model's routers have {'a' if model.has_expert_bias else 'no'} bias per expert, and the engines route as the model says"
+    if megatron.moe_router_enable_expert_bias is False and model.has_expert_bias:
+        rule = "the model's routers have a bias per expert, and the engines route as the model says"
         problems.add(f"{_MEGATRON}.moe_router_enable_expert_bias", rule, "leave it out")
-    if megatron.moe_router_bias_update_rate > 0 and not model.has_expert_bias:
-        problems.add(f"{_MEGATRON}.moe_router_bias_update_rate", "the model's routers have no bias per expert to update", "set it to 0")
     kind, coefficient = megatron.moe_router_load_balancing_type, megatron.moe_aux_loss_coeff
     if kind == "none" and coefficient > 0:
         rule = "it weights no loss, because policy.megatron_cfg.moe_router_load_balancing_type=none"
@@ -137,9 +140,9 @@ def check_dispatch(config: RunConfig, model: ModelSizes, problems: Problems) -> 
         f"{_MEGATRON}.moe_shared_expert_overlap",
     )
     no_deepep = "use alltoall, and set moe_enable_deepep to false"
-    if megatron.moe_enable_deepep != (dispatcher == "flex"):
-        rule = f"must agree with policy.megatron_cfg.moe_token_dispatcher_type={dispatcher}: only flex uses DeepEP"
-        problems.add(f"{_MEGATRON}.moe_enable_deepep", rule, f"set it to {spell(dispatcher == 'flex')}, or choose the dispatcher")
+    if megatron.moe_enable_deepep and dispatcher != "flex":
+        rule = f"policy.megatron_cfg.moe_token_dispatcher_type={dispatcher} does not use DeepEP"
+        problems.add(f"{_MEGATRON}.moe_enable_deepep", rule, "set it to false, or choose the dispatcher flex")
     elif dispatcher == "flex" and config.cluster.gpus_per_node == 0:
         problems.add(key, "DeepEP needs GPUs, and cluster.gpus_per_node=0", no_deepep)
     elif dispatcher == "flex" and megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size == 1:

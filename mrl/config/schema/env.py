@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from mrl.config.fields import AboveZero, Workers
+from mrl.config.fields import AboveZero, Finite, Port, Positive, Workers
 
 
 @dataclass
@@ -83,9 +83,68 @@ class OwnEnvConfig(WorkersConfig):
 
 
 @dataclass
+class EffortConfig:
+    """Rewards of rows whose last question contains `low_string`, `r` becoming `r + r * max(l, 0) + low_penalty * min(l, 0)`.
+
+    `l` is the smaller of 1 and `low_weight * (1 - tokens of the last answer / low_ub)`.
+    """
+
+    low_weight: Finite = 0.0
+    """Weight of an answer's length; 0 and below = rewards stay as they are."""
+    low_penalty: Finite = 1.0
+    """Weight of the punishment for an answer of more than `low_ub` tokens."""
+    low_ub: Positive = 64000
+    """Tokens of an answer that is neither short nor long."""
+    low_string: str = ""
+    """Text in a question that asks for a short answer; empty = rewards stay as they are."""
+
+
+@dataclass
+class GymHeadConfig:
+    host: str = ""
+    """Host of NeMo Gym's head server that somebody else starts; empty = none does."""
+    port: Port = 11000
+    """Its port."""
+
+
+@dataclass
 class NemoGymConfig:
     config_paths: list[str] = field(default_factory=list)
-    """Servers of NeMo Gym, `resources_servers/<name>/...`, whose environments rows may use; empty = all. Other paths have no effect."""
+    """Servers of NeMo Gym, `resources_servers/<name>/...`, whose environments rows may use; empty = all. `command` starts them."""
+    command: str | None = None
+    """Program that starts NeMo Gym's servers, such as `/venvs/gym/bin/ng_run`, for rows that mrl has no grader for; null = none."""
+    head_server: GymHeadConfig = field(default_factory=GymHeadConfig)
+    """Address of servers that run already, in place of `command`."""
+    policy_base_url: str | None = None
+    """Address at which servers that run already ask for the model, `http://HOST:PORT/gym/v1`: the gateway listens there."""
+    policy_api_key: str | None = None
+    """Key with which they do."""
+    embedded: bool = True
+    """Grade rows here where mrl has a grader for them. false: NeMo Gym's servers grade all."""
+    start_s: AboveZero = 1800.0
+    """Seconds in which the servers of `command` must be up, the making of their environments included."""
+    servers: dict[str, Any] = field(default_factory=dict)
+    """NeMo Gym's own config, which `command` gets. Its keys may stand at `env.nemo_gym` itself, as in NeMo RL's files."""
+    effort_levels: EffortConfig = field(default_factory=EffortConfig)
+    invalid_tool_call_patterns: list[str] | None = None
+    """Texts in an answer, outside of calls that can be read, that make it an invalid call; null = only what begins as a call does."""
+    thinking_tags: list[str] | None = None
+    """Marks around thoughts, an opening and a closing one; null = `<think>` and `</think>`."""
+
+    @property
+    def has_servers(self) -> bool:
+        """True if rows may go to NeMo Gym's servers."""
+        return bool(self.command or self.head_server.host)
+
+    @property
+    def judged(self) -> frozenset[str]:
+        """Servers that mrl has graders for, of which the config asks what these do not do: that a model judges."""
+        found: set[str] = set()
+        for instance in self.servers.values():
+            for name, options in ((instance.get("resources_servers") or {}) if isinstance(instance, dict) else {}).items():
+                if isinstance(options, dict) and options.get("should_use_judge") is True:
+                    found.add(name)
+        return frozenset(found)
 
 
 @dataclass
@@ -102,7 +161,7 @@ class EnvConfig:
     agent_timeout_s: AboveZero = 1800.0
     """Seconds for one rollout of an agent, those in which its engine trains or waits included; then it is masked."""
     should_use_nemo_gym: bool = False
-    """Rows are NeMo Gym's and name their environment by `agent_ref`; it runs here, without a server."""
+    """Rows are NeMo Gym's and name their environment by `agent_ref`; it runs here, or on a server of `env.nemo_gym`."""
     nemo_gym: NemoGymConfig = field(default_factory=NemoGymConfig)
     should_mask_flagged_samples: bool = True
     """Keep rollouts flagged with `mask_sample` out of the loss; their rewards count in the group's baseline. false: train on them."""
@@ -113,10 +172,24 @@ class EnvConfig:
         return {**self.own.agents, **self.remote}
 
     @property
+    def has_agents(self) -> bool:
+        """True if rollouts may be an agent's: a function's, a URL's or NeMo Gym's."""
+        return bool(self.agents) or self.has_gym_servers
+
+    @property
+    def has_gym_servers(self) -> bool:
+        return self.should_use_nemo_gym and self.nemo_gym.has_servers
+
+    def embeds(self, server: str) -> bool:
+        """Tells if rows of a server of NeMo Gym are graded here."""
+        return server in SERVERS and self.nemo_gym.embedded and server not in self.nemo_gym.judged
+
+    @property
     def gym_servers(self) -> tuple[str, ...]:
-        """Resource servers of NeMo Gym that the config names; empty without NeMo Gym's rows."""
+        """Servers of NeMo Gym that the config names, resources and agents; empty without NeMo Gym's rows."""
         parts = [path.split("/") for path in self.nemo_gym.config_paths] if self.should_use_nemo_gym else []
-        return tuple(folders[1] for folders in parts if folders[0] == "resources_servers" and len(folders) > 1)
+        kinds = ("resources_servers", "responses_api_agents")
+        return tuple(dict.fromkeys(folders[1] for folders in parts if folders[0] in kinds and len(folders) > 1))
 
 
 GYM_TURNS = 6

@@ -49,7 +49,7 @@ class ServingChatConfig:
 @dataclass
 class VllmConfig:
     tensor_parallel_size: Positive = 1
-    """TP of an engine, within one node."""
+    """TP of an engine: it divides the slots of a node, or is a multiple of them, for engines over several nodes."""
     pipeline_parallel_size: Annotated[int, Only(1, "engines with pipeline stages are not supported")] = 1
     """Must be 1."""
     expert_parallel_size: Positive = 1

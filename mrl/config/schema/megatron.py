@@ -171,13 +171,13 @@ class MegatronConfig:
     moe_aux_loss_coeff: NotNegative = 0.0
     """Weight of the auxiliary loss, added to the policy's; 1 is its value at perfect balance."""
     moe_router_enable_expert_bias: bool | None = None
-    """Add a bias per expert, by which routers choose. The model says so; a value that contradicts it is refused."""
+    """Add a bias per expert, by which routers choose. The model decides: false is refused if it has one, true has no effect if not."""
     moe_router_bias_update_rate: NotNegative = 0.0
     """Step of the expert-bias update after each train step, also of frozen routers; 0 = biases stay."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """Transport of tokens to their experts; `flex` is DeepEP."""
     moe_enable_deepep: bool = False
-    """Use DeepEP's kernels, which `moe_token_dispatcher_type=flex` means: must be true with it and false without."""
+    """Older name of `moe_token_dispatcher_type=flex`, which alone decides: true is refused with another dispatcher."""
     moe_shared_expert_overlap: bool = False
     """Compute shared experts while tokens travel, on GPUs. Needs the alltoall dispatcher."""
     track_moe_metrics: bool = True

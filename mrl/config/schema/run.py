@@ -361,6 +361,11 @@ class RunConfig:
             return self.policy.generation.num_cpu_engines
         return (self.num_dedicated_slots or self.num_policy_ranks) // self.policy.generation.vllm_cfg.tensor_parallel_size
 
+    @property
+    def nodes_of_engine(self) -> int:
+        """Nodes over which the workers of an engine are spread."""
+        return min(self.cluster.num_nodes, -(-self.policy.generation.vllm_cfg.tensor_parallel_size // self.cluster.slots_per_node))
+
 
 def section_of(hint: object) -> type | None:
     """The section class of a field's type, through `| None`; None for a plain value."""

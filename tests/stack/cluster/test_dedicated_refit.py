@@ -96,6 +96,6 @@ def test_a_dedicated_engine_is_refitted_and_comes_back(tmp_path: Path, monkeypat
 
         sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=None, max_new_tokens=2, stop_token_ids=())
         request = RolloutRequest("prompt", 0, 0, 0, (1, 2, 3), sampling)
-        in_loop(lambda: [asyncio.ensure_future(engines.book.ask(request)) for _ in range(2)])
+        in_loop(lambda: [asyncio.ensure_future(engines.book.ask(request.request_id, request)) for _ in range(2)])
         with pytest.raises(ValueError, match="engine 0 failed in generation: requests were added twice"):
-            engines.news.wait(lambda: False, what="generation", who=engines.asked, limit_s=DEADLINE_S)
+            engines.news.wait(lambda: False, what="generation", who=engines.book.called, limit_s=DEADLINE_S)

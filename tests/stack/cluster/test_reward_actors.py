@@ -20,7 +20,7 @@ from ray.cluster_utils import Cluster
 
 from mrl.cluster.event_loop import in_loop, tasks_ended
 from mrl.cluster.payload import PayloadRef, describe, pack
-from mrl.cluster.rewards import VERDICTS, Rewards, Unjudged
+from mrl.cluster.rewards import VERDICTS, Rewards
 from mrl.cluster.runtime import placed_slots
 from mrl.config.load import load_config
 from mrl.types import Prompt, Rollout, RolloutInfo, Verdict
@@ -80,7 +80,7 @@ def judge(rewards: Rewards, infos: list[RolloutInfo], prompts: list[Prompt]) -> 
     verdicts: dict[str, Verdict] = {}
 
     async def one(info: RolloutInfo, prompt: Prompt) -> None:
-        judged = await rewards.book.ask(Unjudged(info, prompt))
+        judged = await rewards.book.ask(info.request_id, (info, prompt))
         assert not isinstance(judged, PayloadRef) and judged[1] == "over"
         verdicts[info.request_id] = judged[0]
         rewards.news.tell(VERDICTS)
@@ -135,9 +135,10 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
 
         # Its node's lookout reads what the kernel says of it there.
         os.kill(after[1][1], signal.SIGSTOP)
-        wait_until(lambda: "The run hangs: " in caplog.text, "name of the actor that hangs")
+        hangs = f"The run hangs: reward actor 1 (process {after[1][1]} on "
+        wait_until(lambda: hangs in caplog.text, "name of the actor that hangs")
         os.kill(after[1][1], signal.SIGCONT)
-        assert f"The run hangs: reward actor 1 (process {after[1][1]} on " in caplog.text and "state T" in caplog.text
+        assert "state T" in caplog.text
     folder, signs = tmp_path / "logs", Path(tempfile.gettempdir()) / Path(os.environ["MRL_RUN_FOLDER"]).name
     wait_until(lambda: list(signs.parent.glob(f"{signs.name}*")) == [], "end of the folder of signs")
     assert "=== reward actor 0" in (folder / "stacks-1.txt").read_text() and "The run hangs" in (folder / "watchdog.log").read_text()

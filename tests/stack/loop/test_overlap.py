@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.cluster.book import AskedGroup
+from mrl.cluster.rollouts import AskedGroup
 from mrl.envs.task import Task
 from mrl.store.checkpoints import find_damage
 from mrl.train import train_step

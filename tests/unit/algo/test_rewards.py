@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,8 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrl.algo.advantages import group_advantages
-from mrl.algo.rewards import has_signal, num_out_of_range, scale_reward, scaled_rewards, shape_reward, shaped_rewards, without_lone
+from mrl.algo.rewards import (
+    has_signal,
+    num_out_of_range,
+    scale_reward,
+    scaled_rewards,
+    shape_effort,
+    shape_reward,
+    shaped_rewards,
+    without_lone,
+)
 from mrl.config.schema.algo import GrpoConfig, RewardScalingConfig, RewardShapingConfig
+from mrl.config.schema.env import EffortConfig
 from tests.unit.algo.groups import group
 
 SCALING = RewardScalingConfig(enabled=True, source_min=-1.0, source_max=3.0, target_min=0.0, target_max=10.0)
@@ -32,6 +43,21 @@ def test_scaling_keeps_the_order_and_the_range(a: float, b: float):
 @pytest.mark.parametrize(("length", "reward"), [(1, 1.0), (6, 1.0), (7, 0.5), (8, 0.0), (10, -1.0), (12, -2.0)])
 def test_overlong_penalty_by_hand(length: int, reward: float):
     assert shape_reward(1.0, group([1.0], lengths=[length]).rollouts[0], OVERLONG) == reward
+
+
+def test_effort_by_hand():
+    # As nemo_rl/experience/rollouts.py at 7ea279a, _apply_effort_shaping: of answers of 5, 10, 20 and 100 tokens against 10.
+    effort = EffortConfig(low_weight=0.5, low_penalty=0.2, low_ub=10, low_string="{short}")
+    lengths = [5, 10, 20, 100, 20, 20]
+    asked = group([1.0, 1.0, 1.0, 0.0, 1.0, 0.0], lengths=lengths, invalid=[4])
+    verdicts = (*asked.verdicts[:5], replace(asked.verdicts[5], flags=("empty_final_answer",)))
+    asked = replace(asked, prompt=replace(asked.prompt, text="2+2? {short}"), verdicts=verdicts)
+    assert shape_effort(asked, effort).rewards == pytest.approx([1.25, 1.0, 0.9, -0.9, 1.0, 0.0])
+    # The last of several answers counts.
+    two = replace(asked, rollouts=tuple(replace(rollout, last_turn_start=rollout.length - 5) for rollout in asked.rollouts))
+    assert shape_effort(two, effort).rewards[:4] == [1.25, 1.25, 1.25, 0.0]
+    for off in (replace(effort, low_weight=0.0), replace(effort, low_string=""), replace(effort, low_string="{long}")):
+        assert shape_effort(asked, off) is asked
 
 
 def test_what_was_cut_off_keeps_a_share_of_its_reward():

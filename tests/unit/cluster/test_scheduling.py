@@ -3,8 +3,10 @@ import pytest
 
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.scheduling import (
+    EngineSlots,
+    device_ids,
     engine_slots,
-    find_engine_across_nodes,
+    find_uneven_engine,
     lost_engine,
     share_of_cores,
     slot_table,
@@ -44,16 +46,23 @@ def test_dedicated_engines_follow_the_policys_slots():
 
 def test_workers_run_on_the_devices_of_their_slots():
     gpu = run_config(ClusterConfig(num_nodes=2, gpus_per_node=4), tp=2, colocated=ColocatedConfig())
-    assert [engine.device_ids(4) for engine in engine_slots(gpu)] == [(0, 1), (2, 3), (0, 1), (2, 3)]
+    assert [device_ids(engine.slots, 4) for engine in engine_slots(gpu)] == [(0, 1), (2, 3), (0, 1), (2, 3)]
     cpu = run_config(ClusterConfig(cpu_units_per_node=4), tp=2, colocated=ColocatedConfig())
-    assert [engine.device_ids(0) for engine in engine_slots(cpu)] == [()]
+    assert [device_ids(engine.slots, 0) for engine in engine_slots(cpu)] == [()]
 
 
-def test_an_engine_across_nodes_is_found():
-    (engine,) = engine_slots(run_config(ClusterConfig(cpu_units_per_node=2), tp=2, colocated=ColocatedConfig(enabled=False)))
-    assert engine.slots == (2, 3)
-    assert find_engine_across_nodes({0: 0, 1: 0, 2: 1, 3: 1}, [engine]) is None
-    assert find_engine_across_nodes({0: 0, 1: 0, 2: 0, 3: 1}, [engine]) is engine
+def test_engines_hold_whole_nodes_where_they_are_larger():
+    gpu = run_config(ClusterConfig(num_nodes=4, gpus_per_node=4), tp=8, colocated=ColocatedConfig())
+    engines, node_of = engine_slots(gpu), {slot: slot // 4 for slot in range(16)}
+    assert [engine.parts(node_of) for engine in engines] == [[(0, 1, 2, 3), (4, 5, 6, 7)], [(8, 9, 10, 11), (12, 13, 14, 15)]]
+    assert [device_ids(part, 4) for part in engines[1].parts(node_of)] == [(0, 1, 2, 3), (0, 1, 2, 3)]
+    assert find_uneven_engine(node_of, engines) is None
+
+
+def test_an_engine_with_more_workers_on_one_node_is_found():
+    engine = EngineSlots(0, (1, 2, 3))
+    assert find_uneven_engine({1: 0, 2: 1, 3: 1}, [engine]) is engine
+    assert find_uneven_engine({1: 0, 2: 1, 3: 2}, [engine]) is None
 
 
 def test_the_table_has_a_line_for_every_slot():

@@ -144,6 +144,15 @@ def test_what_an_agent_does_is_judged_by_its_environment(config: RunConfig, tmp_
     write(path, [row(None)])
     with pytest.raises(ValueError, match="train.jsonl:1: no agent_ref.name, by which env_name=nemo_gym chooses"):
         load_prompts(configured(tmp_path, *gym))
+    # Servers get rows as they are, also those whose agent makes the question.
+    swe = {"responses_create_params": {"input": [], "metadata": {"instance_id": "x"}}, "agent_ref": {"name": "swe_agents"}}
+    served = [row("chess_simple_agent"), row("math_with_judge_simple_agent"), swe]
+    write(path, served)
+    with pytest.raises(ValueError, match=r"train.jsonl:3: .*input must be a text or a list of messages, not empty"):
+        load_prompts(configured(tmp_path, *gym, "env.should_use_nemo_gym=true"))
+    prompts = load_prompts(configured(tmp_path, *gym, "env.should_use_nemo_gym=true", "env.nemo_gym.command=ng_run")).train
+    assert [prompt.env_name for prompt in prompts] == ["chess_simple_agent", "math", "swe_agents"]
+    assert [json.loads(prompts[index].row) for index in (0, 2)] == [served[0], swe] and prompts[2].token_ids
 
 
 def test_a_row_is_taught_by_the_teacher_of_its_agent_or_else_of_its_environment(config: RunConfig, tmp_path: Path):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from mrl.envs import pool
+from mrl.envs import scorer
 from tests.waiting import SOON_S
 
 
@@ -20,7 +20,7 @@ def culprits_miss_theirs(*culprits: str, when: Callable[[], bool] = lambda: True
 
     Gives the deadlines that the pool asks for, in seconds, in the order in which children begin.
     """
-    within, asked = pool._within, list[float]()
+    within, asked = scorer._within, list[float]()
 
     async def by_text(seconds: float, work: Coroutine[None, None, dict[str, object]]) -> dict[str, object]:
         message = inspect.getcoroutinelocals(work).get("message")
@@ -35,5 +35,5 @@ def culprits_miss_theirs(*culprits: str, when: Callable[[], bool] = lambda: True
         return await within(SOON_S, asyncio.wait_for(task, None))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "_within", by_text)
+        patch.setattr(scorer, "_within", by_text)
         yield asked

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from mrl.config.schema.env import EnvConfig
-from mrl.envs.pool import MEMORY_BYTES, Job, RewardPool, Worker
-from mrl.envs.scorer import start_environment
+from mrl.envs.scorer import MEMORY_BYTES, Job, RewardPool, goes_last, start_environment
 from mrl.envs.task import Environment, Task
 from mrl.types import Verdict
 
@@ -29,14 +29,17 @@ class Pool:
         except BaseException:
             self._runner.close()
             raise
-        self.environment, self.counts = self.pool.environment, self.pool.counts
+        self.environment = self.pool.environment
+        self.counts: Counter[str] = Counter()
+        """Verdicts by status, and `cached`: those for which no child began a task."""
         self.told: list[tuple[str, bool]] = []
         """The row's answer of what a child begins (False), and of what gets its verdict (True)."""
         judge = self.pool._judge
 
-        async def judge_and_tell(worker: Worker, task: Task, *, is_last_try: bool) -> Verdict | None:
+        async def judge_and_tell(place: int, task: Task, *, is_last_try: bool) -> Verdict | None:
             self.told.append((task.expected, False))
-            verdict = await judge(worker, task, is_last_try=is_last_try)
+            self.counts["cached"] -= not is_last_try
+            verdict = await judge(place, task, is_last_try=is_last_try)
             self.told.append((task.expected, True))
             return verdict
 
@@ -55,7 +58,11 @@ class Pool:
         return self.run(self.judge(tasks))
 
     async def judge(self, tasks: Sequence[Task]) -> list[Verdict]:
-        return list(await asyncio.gather(*(job.verdict for job in self.pool.submit(tasks))))
+        jobs = {task: self.pool.submit(task) for task in sorted(tasks, key=goes_last)}
+        verdicts = [await jobs[task].verdict for task in tasks]
+        self.counts.update([verdict.status for verdict in verdicts])
+        self.counts["cached"] += len(verdicts)
+        return verdicts
 
     def close(self) -> None:
         self.pool.close()
@@ -72,8 +79,8 @@ class Childless:
 
     num_begun = num_waiting = 0
 
-    def submit(self, tasks: Sequence[Task]) -> list[Job]:
-        return [Job(task, asyncio.ensure_future(self.judge(task))) for task in tasks]
+    def submit(self, task: Task) -> Job:
+        return Job(task, asyncio.ensure_future(self.judge(task)))
 
     async def judge(self, task: Task) -> Verdict:
         raise NotImplementedError

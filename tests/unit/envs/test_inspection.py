@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mrl.config.schema.algo import GrpoConfig, PenaltyTokenIdsConfig, RewardPenaltiesConfig
+from mrl.config.schema.env import EnvConfig, NemoGymConfig
 from mrl.config.schema.run import RunConfig
 from mrl.envs.inspection import Remarks, Rules, amend, inspect, rules_of
 from mrl.types import Flaw, Rollout, Turn, Verdict
@@ -118,6 +119,24 @@ def test_tags_of_other_tokens():
     )
     assert inspect(rollout("2+2?{", "hm}4"), decode, rules(config)).penalties == ()
     assert inspect(rollout("2+2?{", "hm4"), decode, rules(config)).penalties == ("malformed_think_tag",)
+
+
+def test_marks_and_patterns_of_nemo_gym():
+    gym = NemoGymConfig(thinking_tags=["[THINK]", "[/THINK]"], invalid_tool_call_patterns=["<function_call>", "</tool_call>"])
+    run = RunConfig(grpo=BOTH, reward_penalties=EVERYTHING, env=EnvConfig(should_use_nemo_gym=True, nemo_gym=gym))
+    call = "<tool_call><function=f></function></tool_call>"
+    cases = {
+        "[/THINK]fine": [],
+        f"[/THINK]{call}": [],
+        "</think>": ["malformed_thinking"],
+        f"[/THINK]{call} </tool_call>": ["invalid_tool_call"],
+        "[/THINK]<function_call>f()": ["invalid_tool_call"],
+    }
+    assert (found := rules_of(run, decode, [])) is not None
+    for text, flaws in cases.items():
+        assert [flaw.kind for flaw in inspect(rollout("2+2?[THINK]", text), decode, found).flaws] == flaws, text
+    run.env.should_use_nemo_gym = False
+    assert (other := rules_of(run, decode, [])) is not None and (other.open_tag, other.call_patterns) == ("<think>", ())
 
 
 def test_without_rules_nothing_is_inspected():

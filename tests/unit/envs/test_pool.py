@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.envs import pool as pool_module
+from mrl.envs import scorer
 from mrl.envs.task import Environment, Task
 from mrl.types import Verdict
 from tests.unit.envs.deadlines import culprits_miss_theirs
@@ -107,7 +107,7 @@ def test_long_and_odd_texts_arrive(pool: Pool):
     verdicts = pool.score(tasks([(text, text) for text in texts]))
     assert [verdict.reward for verdict in verdicts] == [1.0] * len(texts)
     assert [verdict.extracted for verdict in verdicts[1:]] == ["", "\ufffd", "\ufffd", "ä€🙂", "0.1\n"]
-    assert len(verdicts[0].extracted) <= pool_module.MAX_EXTRACTED_CHARACTERS
+    assert len(verdicts[0].extracted) <= scorer.MAX_EXTRACTED_CHARACTERS
 
 
 def test_equal_items_are_scored_once(pool: Pool):
@@ -133,7 +133,7 @@ def test_long_texts_are_not_remembered(pool: Pool):
 
 
 def test_memory_of_verdicts_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pool_module, "MAX_CACHED_VERDICTS", 3)
+    monkeypatch.setattr(scorer, "MAX_REMEMBERED", 3)
     with Pool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S)) as pool:
         items = [(f"bounded {i}", "") for i in range(5)]
         pool.score(tasks(items))
@@ -179,7 +179,7 @@ def loops(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_an_answer_in_time_counts_though_the_parent_is_held_up(loops: None):
     async def answered_while_held_up(ours: socket.socket, theirs: socket.socket) -> bytes:
         ours.setblocking(False)
-        answer = asyncio.ensure_future(pool_module._within(SOON_S, asyncio.get_running_loop().sock_recv(ours, 1)))
+        answer = asyncio.ensure_future(scorer._within(SOON_S, asyncio.get_running_loop().sock_recv(ours, 1)))
         for _ in range(3):  # until it waits
             await asyncio.sleep(0)
         theirs.send(b"x")
@@ -205,10 +205,10 @@ def test_children_that_cannot_start_are_an_error():
 
 
 def test_a_closed_pool_refuses():
-    pool = Pool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S))
-    pool.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        pool.score(tasks([("a", "a")]))
+    with Pool(replace(HOSTILE, num_workers=1, timeout_s=HANG_S)) as pool:
+        pool.pool.close()
+        with pytest.raises(RuntimeError, match="the reward pool of .* is closed"):
+            pool.score(tasks([("a", "a")]))
 
 
 def test_the_grandchild_of_a_killed_child_is_gone():

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.cluster.book import AskedGroup
+from mrl.cluster.rollouts import AskedGroup
 from mrl.data.prompts import load_prompts
-from mrl.loop.rollout_queue import NoSignal, QueuePlan, RolloutQueue, Supplied, oldest_version, open_queue
+from mrl.loop.rollouts import NoSignal, QueuePlan, RolloutQueue, Supplied, oldest_version, open_queue
 from mrl.recipes.tokenizer import byte_tokenizer
 from mrl.store.ledger import Ledger, replay
 from mrl.store.summary import Clock

@@ -14,7 +14,9 @@ import pytest
 
 from mrl.config.own import AGENT, find_fitting
 from mrl.rollout import agents as agents_module
-from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent, Ran, RemoteAgent, judged
+from mrl.rollout import remote as remote_module
+from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent, Ran, judged
+from mrl.rollout.remote import RemoteAgent
 from mrl.types import Prompt
 from tests.unit.rollout.gateways import SAMPLING, FakeEngine, Running
 from tests.waiting import HANG_S
@@ -91,7 +93,7 @@ def test_a_process_that_dies_takes_no_rollout_along(running: Running, runner: Ag
 
 def test_deadlines(running: Running, runner: AgentRunner, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "_timeout_s", 1.0)
-    monkeypatch.setattr(agents_module, "GRACE_S", 1.0)
+    monkeypatch.setattr(remote_module, "GRACE_S", 1.0)
     (slept,) = run(running, runner, task("sleep"))
     assert (slept.verdict.status, len(slept.rollouts)) == ("timeout", 1)
     # Not even the deadline ends it, so its process is.

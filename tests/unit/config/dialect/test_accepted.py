@@ -76,7 +76,13 @@ WITHOUT_EFFECT = [
     "grpo.invalid_tool_call_strategy=mask",
     "policy.generation.mcore_generation_config.anything.new=1",
     "env.nemo_gym.is_trajectory_collection=false",
-    f"{GYM_MODEL}.uses_reasoning_parser=false",
+    "env.nemo_gym.skip_verification=false",
+    "env.nemo_gym.num_gpu_nodes=3",
+    "env.nemo_gym.uv_venv_dir=/venvs",
+    "env.nemo_gym.judge_base_url=http://judge/v1",
+    f"{GYM_MODEL}.uses_reasoning_parser=true",
+    "env.nemo_gym.genrm_compare_resources_server.resources_servers.genrm_compare.num_rollouts_per_prompt=4",
+    "env.nemo_gym.rdkit_chemistry_agent._inherit_from=litmus_agent_agent",
 ]
 
 
@@ -93,7 +99,8 @@ def test_what_has_no_effect_is_reported(load: Callable[..., tuple[RunConfig, Mig
     [
         f"{MEGATRON}.scheduler.override_opt_param_scheduler=false",
         "env.nemo_gym.is_trajectory_collection=true",
-        f"{GYM_MODEL}.uses_reasoning_parser=true",
+        "env.nemo_gym.skip_verification=true",
+        "env.nemo_gym.pad_dynamic_image_shapes=true",
         "policy.sequence_packing.algorithm=ffd",
         "grpo.val_period=-2",
     ],

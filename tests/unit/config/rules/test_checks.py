@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.errors import ConfigError, value_at
+from mrl.config.errors import ConfigError, Problems, value_at
 from mrl.config.fields import Only, Range
 from mrl.config.load import load_config
 from mrl.config.rules.checks import find_problems, num_kept_at_most
+from mrl.config.rules.layout import check_cluster
 from mrl.config.schema.run import KEYS, RunConfig
 from scripts.config_page import markers
 from tests.unit.config.problems import problems_of as found
@@ -49,6 +50,24 @@ def dedicated(**resources: int) -> str:
 
 
 # overrides; policy ranks, units, engines
+WHOLE_NODES = [
+    # nodes, nodes of dedicated engines, TP of an engine; engines
+    (4, 0, 8, 2),
+    (4, 0, 16, 1),
+    (4, 2, 8, 1),
+]
+
+
+@pytest.mark.parametrize(("nodes", "engine_nodes", "tp", "num_engines"), WHOLE_NODES)
+def test_engines_of_whole_nodes_that_fit(workplace: Path, nodes: int, engine_nodes: int, tp: int, num_engines: int):
+    overrides = ["cluster.gpus_per_node=4", f"cluster.num_nodes={nodes}", f"{ENGINE}.tensor_parallel_size={tp}"]
+    config = load_config("grpo_tiny.yaml", [*overrides, *([dedicated(num_nodes=engine_nodes)] if engine_nodes else [])])
+    problems = Problems(config)
+    check_cluster(config, problems)
+    assert problems.texts == []
+    assert (config.num_engines, config.nodes_of_engine) == (num_engines, tp // 4)
+
+
 DEDICATED_LAYOUTS = [
     ([dedicated()], 4, 5, 1),
     ([dedicated(), f"{ENGINE}.tensor_parallel_size=2", "policy.generation.num_cpu_engines=3"], 4, 10, 3),
@@ -119,14 +138,7 @@ BAD = [
      "policy.logprob_chunk_size=64", "the one or the other"),
     (["policy.generation.max_new_tokens=1281"], "policy.generation.max_new_tokens=1281", "lower the one or raise the other"),
     ([f"{ENGINE}.max_model_len=1281"], f"{ENGINE}.max_model_len=1281", "leave it out"),
-    (["policy.sequence_packing.train_mb_tokens=1279"], "policy.sequence_packing.train_mb_tokens=1279", "at least 1280"),
-    (["policy.sequence_packing.logprob_mb_tokens=1"], "policy.sequence_packing.logprob_mb_tokens=1", "at least 1280"),
-    (["policy.sequence_packing.sequence_length_round=1024", "policy.sequence_packing.train_mb_tokens=1280"],
-     "policy.sequence_packing.train_mb_tokens=1280", "at least 2048"),
     (["policy.dynamic_batching.enabled=true"], "policy.dynamic_batching.enabled=true", "set one of them to false"),
-    (["policy.sequence_packing.enabled=false",
-      "policy.dynamic_batching={enabled: true, sequence_length_round: 1000, train_mb_tokens: 1300}"],
-     "policy.dynamic_batching.train_mb_tokens=1300", "at least 2000"),
     (["policy.max_total_sequence_length=4097", "policy.sequence_packing={train_mb_tokens: 5000, logprob_mb_tokens: 5000}"],
      f"{ENGINE}.max_model_len=4097", "lower policy.max_total_sequence_length"),
     ([f"{ENGINE}.enforce_eager=false"], f"{ENGINE}.enforce_eager=false", "set it to true"),
@@ -158,8 +170,6 @@ BAD = [
     ([f"{MEGATRON}.expert_tensor_parallel_size=3"], f"{MEGATRON}.expert_tensor_parallel_size=3", "use 1, 2, 4"),
     ([f"{MEGATRON}.context_parallel_size=3", "cluster.cpu_units_per_node=6"], f"{MEGATRON}.context_parallel_size=3", "use 1, 2 or 4"),
     ([f"{MEGATRON}.context_parallel_size=4"], f"{MEGATRON}.context_parallel_size=4: the 4 slots", "change one of these sizes"),
-    ([f"{MEGATRON}.context_parallel_size=2", "policy.max_total_sequence_length=1281", f"{ENGINE}.max_model_len=1280",
-      "policy.sequence_packing.train_mb_tokens=1284"], "policy.sequence_packing.train_mb_tokens=1284", "at least 1288"),
     ([f"{MEGATRON}.pipeline_model_parallel_size=2"], f"{MEGATRON}.pipeline_model_parallel_size=2", "num_layers_in_first_pipeline_stage"),
     ([f"{MEGATRON}.pipeline_model_parallel_size=8"], f"{MEGATRON}.pipeline_model_parallel_size=8", "num_layers_in_first_pipeline_stage"),
     ([f"{MEGATRON}.pipeline_model_parallel_size=2", f"{MEGATRON}.num_layers_in_first_pipeline_stage=8"],
@@ -173,7 +183,6 @@ BAD = [
     ([f"{ENGINE}.tensor_parallel_size=4"], f"{ENGINE}.tensor_parallel_size=4", "use 1 or 2"),
     ([f"{ENGINE}.expert_parallel_size=2"], f"{ENGINE}.expert_parallel_size=2", "use one of them"),
     (["policy.generation.num_cpu_engines=5"], "policy.generation.num_cpu_engines=5", "lower it"),
-    ([f"{DEDICATED}.resources.gpus_per_node=2"], f"{DEDICATED}.resources.gpus_per_node=2", "set it to null"),
     ([f"{DEDICATED}.enabled=false", f"{DEDICATED}.resources.num_nodes=1"], f"{DEDICATED}.resources.num_nodes=1", "set it to null"),
     (["cluster.gpus_per_node=8", f"{DEDICATED}.enabled=false"], f"{DEDICATED}.resources.gpus_per_node=null", "use 1 to 7"),
     (["cluster.gpus_per_node=8", f"{DEDICATED}={{enabled: false, resources: {{gpus_per_node: 8}}}}"],
@@ -190,6 +199,9 @@ BAD = [
     (["cluster.gpus_per_node=8", f"{DEDICATED}={{enabled: false, resources: {{gpus_per_node: 1}}}}"],
      "cluster.gpus_per_node=8: the 7 slots", "change one of these sizes"),
     (["cluster.gpus_per_node=8", f"{ENGINE}.tensor_parallel_size=3"], f"{ENGINE}.tensor_parallel_size=3", "use 1, 2, 4 or 8"),
+    (["cluster.gpus_per_node=4", "cluster.num_nodes=4", f"{ENGINE}.tensor_parallel_size=12"],
+     f"{ENGINE}.tensor_parallel_size=12", "use 1, 2, 4, 8 or 16"),
+    (["cluster.gpus_per_node=4", "cluster.num_nodes=2", f"{ENGINE}.tensor_parallel_size=6"], f"{ENGINE}.tensor_parallel_size=6", "4 or 8"),
 ]  # fmt: skip
 
 

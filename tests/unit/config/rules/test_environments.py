@@ -2,7 +2,7 @@
 import pytest
 
 from mrl.config.errors import Problems
-from mrl.config.rules.data import check_environments, check_parsers, environment_names, environment_of_agent
+from mrl.config.rules.data import check_environments, check_parsers, environment_names
 from mrl.config.schema.algo import GrpoConfig
 from mrl.config.schema.data import DataConfig, DataDefaultConfig
 from mrl.config.schema.env import BUILT_IN, EnvConfig, NemoGymConfig, OwnEnvConfig
@@ -30,18 +30,12 @@ def test_without_nemo_gym_all_environments_are_there():
     assert "use one of math" in problems_of(EnvConfig(), "nemo_gym")[0]
 
 
-def test_agents_of_the_blend():
-    assert environment_of_agent("code_gen_simple_agent") == "code"
-    assert environment_of_agent("math_with_judge_simple_agent") == "math"
-    assert environment_of_agent("browser_simple_agent") is None
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (
             EnvConfig(should_use_nemo_gym=True, nemo_gym=NemoGymConfig(["resources_servers/browser/a.yaml"])),
-            "does what browser does",
+            "no grader for rows of browser",
         ),
         (EnvConfig(own=OwnEnvConfig(functions={"math": "a:b"})), "built-in environment has that name"),
     ],

@@ -21,6 +21,25 @@ DOUBTFUL = [
     ("policy.generation.top_k=1", "teach nothing"),
     ("policy.generation.max_new_tokens=2", "few answers are so short"),
     ("cluster.gpus_per_node=256", "hosts have at most 16 GPUs"),
+    ("policy.generation.colocated.resources.gpus_per_node=2", "it has no effect: engines share the policy's GPUs"),
+    ("policy.generation.colocated.resources.num_nodes=1", "it has no effect: engines share the policy's GPUs"),
+]
+PACKING, DYNAMIC = "policy.sequence_packing", "policy.dynamic_batching"
+LONG_ROWS = [
+    # overrides, key=value, what a row should hold
+    ([f"{PACKING}.train_mb_tokens=1279"], f"{PACKING}.train_mb_tokens=1279", 1280),
+    ([f"{PACKING}.logprob_mb_tokens=1"], f"{PACKING}.logprob_mb_tokens=1", 1280),
+    ([f"{PACKING}={{train_mb_tokens: 1280, sequence_length_round: 1024}}"], f"{PACKING}.train_mb_tokens=1280", 2048),
+    (
+        [f"{PACKING}.enabled=false", f"{DYNAMIC}={{enabled: true, sequence_length_round: 1000, train_mb_tokens: 1300}}"],
+        f"{DYNAMIC}.train_mb_tokens=1300",
+        2000,
+    ),
+    (
+        ["policy.megatron_cfg.context_parallel_size=2", "policy.max_total_sequence_length=1281", f"{PACKING}.train_mb_tokens=1284"],
+        f"{PACKING}.train_mb_tokens=1284",
+        1288,
+    ),
 ]
 OF_DISTILLATION = ("distillation.topk_logits_k=1", "the loss is 0 and nothing is learned")
 OF_PPO = ("ppo.policy_training_start_step=100", "only the critic learns")
@@ -38,6 +57,15 @@ def test_a_slip_is_a_warning_and_no_refusal(workplace: Path, override: str, reas
 
 def test_every_doubt_is_tried():
     assert {key for key, *_ in DOUBTS} == {override.partition("=")[0] for override, _ in (*DOUBTFUL, OF_PPO, OF_DISTILLATION)}
+
+
+@pytest.mark.parametrize(("overrides", "start", "needed"), LONG_ROWS)
+def test_a_row_that_is_shorter_than_a_sequence_may_be(workplace: Path, overrides: list[str], start: str, needed: int):
+    """NeMo RL starts so, too: few sequences are as long as they may be."""
+    config = load_config("grpo_tiny.yaml", overrides)
+    doubt, *_ = find_doubts(config)
+    assert doubt.startswith(f"{start}: ") and doubt.endswith(f"the run ends at a sequence of more; use at least {needed} there")
+    assert not any("_mb_tokens" in problem for problem in find_problems(config))
 
 
 def test_a_critic_may_learn_alone(workplace: Path):

@@ -7,7 +7,7 @@ import pytest
 from mrl.config.errors import Unchecked
 from mrl.config.load import load_config
 from mrl.data.prompts import validation_sampling
-from mrl.loop.rollout_queue import queue_plan
+from mrl.loop.rollouts import queue_plan
 from mrl.types import SamplingParams
 from tests.unit.config.problems import problems_of as problems
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from mrl.cluster.book import RequestBook
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.event_loop import News
+from mrl.cluster.rollouts import RequestBook, Work
 from mrl.types import RolloutRequest, SamplingParams
+from tests.waiting import HANG_S
 
 LOG = Path("logs/engine.log")
 SAMPLING = SamplingParams(1.0, 1.0, None, 8, ())
@@ -51,7 +52,7 @@ class Engines:
         """Asks, and returns when the requests have been sent."""
 
         async def one(name: str) -> None:
-            self.answers[name] = await self.book.ask(request(name))
+            self.answers[name] = await self.book.ask(request(name).request_id, request(name))
 
         for name in names:
             asyncio.ensure_future(one(name))
@@ -82,11 +83,11 @@ def test_a_request_goes_to_the_engine_with_the_fewest_unfinished_ones():
         for index in range(2):
             engines.book.begin(index)
         await engines.ask("a", "b", "c")
-        assert engines.sent == [(0, ["a", "c"]), (1, ["b"])] and engines.book.called() == [0, 1]
+        assert engines.sent == [(0, ["a", "c"]), (1, ["b"])] and engines.book.called() == ["engine 0", "engine 1"]
         await engines.answer(0, "c", "a")
         assert engines.answers == {"a": "a by 0", "c": "c by 0"}
         # An engine without work is not called; one that is called gets what is new with its next call.
-        assert engines.book.called() == [1] and len(engines.sent) == 2
+        assert engines.book.called() == ["engine 1"] and len(engines.sent) == 2
         await engines.ask("d", "e")
         assert engines.sent[2:] == [(0, ["d", "e"])]
         await engines.ask("f")
@@ -180,5 +181,48 @@ def test_an_error_of_an_engine_reaches_who_waits():
         await settled()
         with pytest.raises(ValueError, match="engine 0 failed"):
             await engines.news._until(lambda: False)
+
+    run(story())
+
+
+def test_answers_are_taken_together_and_a_call_ends_the_wait_of_an_earlier_one():
+    async def story() -> None:
+        work, may_end = Work[str](), asyncio.Event()
+
+        async def one(name: str, *, waits: bool = False) -> None:
+            if waits:
+                await may_end.wait()
+            work.answer(name, f"{name} is done")
+
+        for name in "abc":
+            work.begin(one(name))
+        # All that is worked on is done: nobody waits for more.
+        assert await work.take(HANG_S, gather_s=HANG_S) == {name: f"{name} is done" for name in "abc"}
+        # What does not end is not waited for longer than asked.
+        work.begin(one("late", waits=True))
+        assert await work.take(0.0, gather_s=HANG_S) == {}
+        work.begin(one("quick"))
+        assert await work.take(HANG_S, gather_s=0.0) == {"quick": "quick is done"}
+        earlier = asyncio.ensure_future(work.take(HANG_S, gather_s=HANG_S))
+        await settled()
+        later = asyncio.ensure_future(work.take(HANG_S, gather_s=HANG_S))
+        assert await earlier == {}
+        may_end.set()
+        assert await later == {"late": "late is done"}
+
+    run(asyncio.wait_for(story(), HANG_S))
+
+
+def test_an_error_of_the_work_reaches_who_takes_answers():
+    async def story() -> None:
+        work = Work[str]()
+
+        async def fail() -> None:
+            raise KeyError("no such environment")
+
+        work.begin(asyncio.sleep(HANG_S))
+        work.begin(fail())
+        with pytest.raises(KeyError, match="no such environment"):
+            await work.take(HANG_S, gather_s=HANG_S)
 
     run(story())

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo Gym's servers as agents: a row is sent to its agent's `/run`, whose answer says tokens and reward.
+
+The form is that of nemo_gym/rollout_collection.py; what is read of the answer, that of NeMo RL's nemo_rl/environments/nemo_gym.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import cast
+from urllib.parse import urlsplit
+
+import aiohttp
+import yaml
+
+from mrl.rollout.agent_session import AgentSession
+from mrl.rollout.receipts import Receipts
+from mrl.rollout.remote import AgentLost, Json, RemoteAgent
+from mrl.types import SamplingParams
+
+REQUEST = "responses_create_params"
+NO_RECEIPT = "untrained_tokens_no_receipt"
+"""Metric: tokens that came back in a rollout and were not sampled for it."""
+ANYWHERE = ("0.0.0.0", "127.0.0.1", "::", "localhost")
+"""Hosts that mean the machine of the head server itself."""
+HEAD_S = 30.0
+RETRY_S = 2.0
+
+
+@dataclass
+class GymServers:
+    """The servers behind one head server, which knows their addresses."""
+
+    head_url: str
+    up: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Done while the servers are up. Rows wait for it."""
+    process: object = None
+    """Keeps what starts them, which lasts as long."""
+    _agents: dict[str, RemoteAgent] = field(default_factory=dict)
+    _may_have_moved: bool = False
+
+    async def run(self, name: str, row: Json, *, deadline_s: float) -> Json:
+        """The answer of an agent to a row. AgentLost, TimeoutError: as `RemoteAgent.ask`; RuntimeError: there is no such agent."""
+        await asyncio.wait([self.up], timeout=deadline_s)
+        if not self.up.done():
+            raise TimeoutError
+        agent = self._agents.get(name)
+        if agent is None or self._may_have_moved:
+            addresses = await self.addresses("responses_api_agents")
+            if name not in addresses:
+                known = ", ".join(sorted(addresses)) or "none"
+                raise RuntimeError(
+                    f"NeMo Gym's servers have no agent {name}, which rows name in agent_ref; theirs are {known}. Name its config file in "
+                    "env.nemo_gym.config_paths"
+                )
+            url, self._may_have_moved = f"{addresses[name]}/run", False
+            if agent is None or agent.url != url:
+                agent = self._agents[name] = RemoteAgent(url)
+        try:
+            return await agent.post(row, deadline_s=deadline_s)
+        except AgentLost:
+            self._may_have_moved = True
+            raise
+
+    async def addresses(self, kind: str = "") -> dict[str, str]:
+        """URL of every server of a kind, by name; "" = all. AgentLost: the head server does not answer."""
+        timeout = aiohttp.ClientTimeout(total=HEAD_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout, trust_env=False) as client,
+                client.get(f"{self.head_url}/global_config_dict_yaml") as response,
+            ):
+                # YAML as a text in JSON.
+                config = yaml.safe_load(json.loads(await response.text()))
+        except (aiohttp.ClientError, TimeoutError, ValueError, yaml.YAMLError) as error:
+            raise AgentLost(f"{self.head_url}, NeMo Gym's head server: {error or type(error).__name__}") from error
+        head = urlsplit(self.head_url).hostname
+        found = dict[str, str]()
+        for name, instance in config.items() if isinstance(config, dict) else ():
+            for server_kind, servers in instance.items() if isinstance(instance, dict) else ():
+                options = next(iter(servers.values()), None) if isinstance(servers, dict) else None
+                if isinstance(options, dict) and options.get("port") and kind in ("", server_kind):
+                    host = options.get("host") or head
+                    found[name] = f"http://{head if host in ANYWHERE else host}:{options['port']}"
+        return found
+
+    def set_up(self) -> None:
+        """The servers are up."""
+        if not self.up.done():
+            self.up.set_result(None)
+
+    def set_down(self) -> None:
+        """The servers have ended, and others will come."""
+        if self.up.done():
+            self.up = asyncio.get_running_loop().create_future()
+
+    async def look_for_life(self, limit_s: float) -> None:
+        """Notes that the servers are up, once each accepts connections; looks for so long."""
+        addresses, end = dict[str, str](), time.monotonic() + limit_s
+        while time.monotonic() < end:
+            await asyncio.sleep(RETRY_S)
+            with suppress(AgentLost):  # the head server comes first
+                addresses = await self.addresses()
+            if addresses and all([await _accepts(address) for address in addresses.values()]):
+                return self.set_up()
+
+
+async def _accepts(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+def gym_row(fields: Mapping[str, object], sampling: SamplingParams, *, index: int) -> Json:
+    """A row as agents get it: with the run's sampling, as NeMo RL sends it, and the number of the rollout in its group."""
+    request = dict(cast(Mapping[str, object], fields.get(REQUEST) or {}))
+    longest = request.get("max_output_tokens")
+    limits = [sampling.max_new_tokens, *([longest] if isinstance(longest, int) else [])]
+    request |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_output_tokens": min(limits)}
+    return {**fields, REQUEST: request, "_rowidx": index}
+
+
+def reply_of(result: Json, session: AgentSession, receipts: Receipts) -> Json:
+    """An agent's answer in the form of `mrl.rollout.agents`; the turns in it that were sampled here are added to the session's tree."""
+    if "error" in result:
+        return result
+    response = result.get("response")
+    outputs = response.get("output") if isinstance(response, Mapping) else None
+    if not isinstance(outputs, Sequence):
+        return {"error": "NeMo Gym's agent answers without response.output"}
+    num_unknown = receipts.claim(outputs, session)
+    for item in outputs:
+        _note(item, session)
+    numbers = {name: value for name, value in result.items() if isinstance(value, bool | int | float) and math.isfinite(value)}
+    reward = numbers.pop("reward", None)
+    components = result.get("reward_components") or {}
+    if isinstance(components, Mapping) and components and isinstance(reward, int | float):
+        total = sum(value for value in components.values() if isinstance(value, int | float))
+        if not math.isclose(total, reward, rel_tol=1e-5, abs_tol=1e-6):
+            return {"error": f"NeMo Gym's agent answers reward={reward} and reward_components that add up to {total}"}
+    instance = result.get("instance_config")
+    is_masked = isinstance(instance, Mapping) and instance.get("mask_sample") is True
+    metrics = numbers | ({NO_RECEIPT: num_unknown} if num_unknown else {})
+    return {"reward": reward, "components": components, "mask": is_masked, "metrics": metrics}
+
+
+def _note(item: object, session: AgentSession) -> None:
+    if not isinstance(item, Mapping):
+        return
+    if item.get("type") == "function_call":
+        session.note_text("", {"tool_calls": [{"function": {"name": item.get("name"), "arguments": item.get("arguments")}}]})
+    elif item.get("role") == "assistant" and isinstance(parts := item.get("content"), list):
+        session.note_text("".join(str(part.get("text") or "") for part in parts if isinstance(part, Mapping)), None)

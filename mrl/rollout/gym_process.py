@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo Gym's servers as the run starts them, by a program in an environment of the user's; started again if they end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from mrl.config.rules.gym import GYM_PATH
+from mrl.config.schema.env import NemoGymConfig
+from mrl.rollout.gateway import MODEL
+from mrl.rollout.gym import GymServers
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_STARTS = 3
+"""Servers that end so often in a row before they are up do not start."""
+NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+"""Environment variables that are about our Python. Those of our Ray are not theirs, either."""
+# As NeMo RL gives them (nemo_rl/environments/nemo_gym.py): Gym's own defaults let few rollouts run at once.
+CONNECTIONS = {"global_aiohttp_connector_limit": 65_536, "global_aiohttp_connector_limit_per_host": 16_384}
+
+
+def gym_config(section: NemoGymConfig, *, gateway_url: str, key: str, host: str, head_port: int) -> dict[str, object]:
+    """What NeMo Gym reads: the user's own keys, where the model is, and where its head server is to be."""
+    asks = {"policy_base_url": gateway_url + GYM_PATH, "policy_api_key": key, "policy_model_name": MODEL}
+    # Servers of several hosts find each other by a real address.
+    return {"default_host": host, **CONNECTIONS, **section.servers, **asks, "head_server": {"host": host, "port": head_port}}
+
+
+async def reach_gym(section: NemoGymConfig, *, gateway_url: str, key: str, host: str, folder: Path) -> GymServers:
+    """NeMo Gym's servers, started if the config says so; `host` is this machine. RuntimeError: they do not start."""
+    if not section.command:
+        servers = GymServers(f"http://{section.head_server.host}:{section.head_server.port}")
+        servers.set_up()
+        return servers
+    with socket.create_server((host, 0)) as free:
+        head_port = free.getsockname()[1]
+    servers = GymServers(f"http://{host}:{head_port}")
+    config = gym_config(section, gateway_url=gateway_url, key=key, host=host, head_port=head_port)
+    servers.process = process = GymProcess(section, config, servers, folder=folder)
+    await process.start()
+    return servers
+
+
+class GymProcess:
+    """The program, in a process that is replaced when it ends. For one event loop."""
+
+    def __init__(self, section: NemoGymConfig, config: Mapping[str, object], servers: GymServers, *, folder: Path) -> None:
+        """`folder` is where it runs, and gets its config; its output goes to `<folder>.log`."""
+        self.section, self.servers, self.folder = section, servers, folder
+        self.log_file = folder.with_suffix(".log")
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "env.yaml"
+        file.touch(mode=0o600)  # it has the key
+        file.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")  # which is YAML, too
+        self._watch: asyncio.Future[None] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        """Starts the servers, and waits until they are up. RuntimeError: they do not start, or not in time."""
+        self._watch = asyncio.ensure_future(self._keep_alive())
+        up = self.servers.up
+        await asyncio.wait({self._watch, up}, return_when=asyncio.FIRST_COMPLETED, timeout=self.section.start_s)
+        if self._watch.done():
+            await self._watch
+        if not up.done():
+            self.end()
+            limit = f"{self.section.start_s:g} s (env.nemo_gym.start_s)"
+            raise RuntimeError(f"env.nemo_gym.command: NeMo Gym's servers are not up within {limit}; see {self.log_file}")
+
+    def end(self) -> None:
+        """Ends the servers for good."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+
+    async def _keep_alive(self) -> None:
+        num_failed = 0
+        while num_failed < MAX_FAILED_STARTS:
+            num_failed += 1
+            process = self._process = self._begin()
+            looking = asyncio.ensure_future(self.servers.look_for_life(self.section.start_s))
+            await _closed(process)
+            looking.cancel()
+            num_failed = 0 if self.servers.up.done() else num_failed
+            self.servers.set_down()
+            logger.warning("NeMo Gym's servers have ended, and are started again; see %s", self.log_file)
+        what = f"has ended {num_failed} times in a row before NeMo Gym's servers were up"
+        raise RuntimeError(f"env.nemo_gym.command={self.section.command} {what}; see {self.log_file}")
+
+    def _begin(self) -> subprocess.Popen[bytes]:
+        program, *arguments = shlex.split(self.section.command or "")
+        program = shutil.which(program) or program
+        paths = [os.path.abspath(path) if os.path.isfile(path) else path for path in self.section.config_paths]
+        words = [program, *arguments, f"+config_paths=[{','.join(paths)}]"]
+        variables = {name: value for name, value in os.environ.items() if name not in NOT_THEIRS and not name.startswith("RAY_")}
+        variables["PATH"] = os.pathsep.join((os.path.dirname(program), os.environ.get("PATH", "")))
+        with self.log_file.open("ab") as log:
+            return subprocess.Popen(
+                # Isolated: the environment is for the servers.
+                [sys.executable, "-I", str(Path(__file__).with_name("gym_child.py")), *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=self.folder,
+                env=variables,
+            )
+
+
+async def _closed(process: subprocess.Popen[bytes]) -> None:
+    """Returns when nobody holds the standard output of a process any more."""
+    assert process.stdout is not None
+    loop, descriptor = asyncio.get_running_loop(), process.stdout.fileno()
+    closed: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(descriptor, lambda: closed.done() or closed.set_result(None))
+    try:
+        await closed
+    finally:
+        loop.remove_reader(descriptor)
+        process.poll()  # it has detached what runs, and ended long ago

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Receipts of answers to agents that have no session: what was sampled, found again by its tokens. Needs neither vLLM nor HTTP.
+
+NeMo Gym's `/run` cannot pass a session on. Its servers ask the gateway, and the rollout that comes back says prompt and answer of every
+turn in token ids. Those with a receipt were sampled here; all else is not trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+
+from mrl.rollout.agent_session import AgentSession
+from mrl.rollout.sessions import MESSAGE_IDS
+from mrl.rollout.turn_tree import SampledAnswer, TreeNode
+from mrl.types import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """One answer of an engine."""
+
+    answer: SampledAnswer
+    sampling: SamplingParams
+    """That it was drawn with."""
+    engine: int
+    overridden: Counter[str]
+    """See `AgentSession`; of its request."""
+
+
+@dataclass
+class Receipts:
+    """Answers that no rollout has claimed, as long as one is under way that may."""
+
+    _kept: dict[bytes, list[Receipt]] = field(default_factory=dict)
+    _under_way: Counter[SamplingParams] = field(default_factory=Counter)
+
+    @contextmanager
+    def rollout(self, sampling: SamplingParams) -> Iterator[None]:
+        """A rollout that may claim receipts."""
+        self._under_way[sampling] += 1
+        try:
+            yield
+        finally:
+            self._under_way[sampling] -= 1
+            self._under_way += Counter()  # without those that are at 0
+            if not self._under_way:
+                if num_left := sum(map(len, self._kept.values())):
+                    logger.info("%d answers to NeMo Gym's servers came back in no rollout, and are not trained", num_left)
+                self._kept.clear()
+
+    def sampling_of(self, body: Mapping[str, object]) -> SamplingParams | None:
+        """How to sample for a request: as the rollouts under way do, those that the request names if they differ. None: there are none."""
+        named = [one for one in self._under_way if (one.temperature, one.top_p) == (body.get("temperature"), body.get("top_p"))]
+        return next(iter((*named, *self._under_way)), None)
+
+    def keep(self, node: TreeNode, session: AgentSession) -> None:
+        """Leaves a receipt of the answer to a request, for which `session` was made."""
+        assert node.answer is not None
+        ids = node.token_ids
+        digest = _digest(ids[: len(ids) - len(node.answer.token_ids)], node.answer.token_ids)
+        receipt = Receipt(node.answer, session.sampling, session.engines[-1], session.overridden)
+        self._kept.setdefault(digest, []).append(receipt)
+
+    def find_prefix(self, messages: object) -> tuple[list[int], int, int] | None:
+        """The tokens up to the last answer of a conversation that was sampled here, its number of messages, and its engine."""
+        entries = messages if isinstance(messages, list) else []
+        for index in range(len(entries) - 2, -1, -1):
+            if (ids := _ids_of(entries[index])) is not None and (found := self._kept.get(_digest(*ids))):
+                return [*ids[0].tolist(), *ids[1].tolist()], index + 1, found[-1].engine
+        return None
+
+    def claim(self, outputs: Sequence[object], session: AgentSession) -> int:
+        """Adds the turns of a rollout that were sampled for it to the session's tree; the number of tokens that have no receipt.
+
+        Each receipt is good for one turn.
+        """
+        num_unknown = 0
+        for item in outputs:
+            if (ids := _ids_of(item)) is None:
+                continue
+            digest = _digest(*ids)
+            kept = self._kept.get(digest, [])
+            receipt = next((one for one in kept if one.sampling == session.sampling), None)
+            if receipt is None:
+                num_unknown += len(ids[1])
+                continue
+            kept.remove(receipt)
+            if not kept:
+                del self._kept[digest]
+            session.tree.add(ids[0].tolist(), receipt.answer)
+            session.overridden += receipt.overridden
+            if receipt.engine not in session.engines:
+                session.engines.append(receipt.engine)
+        return num_unknown
+
+
+def _ids_of(item: object) -> tuple[np.ndarray, np.ndarray] | None:
+    """The token ids of prompt and answer that a message or an output item carries; None if it has none."""
+    if not isinstance(item, Mapping):
+        return None
+    try:
+        prompt, answer = (np.asarray(cast("list[int]", item.get(name) or ()), dtype=np.int32) for name in MESSAGE_IDS)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return (prompt, answer) if prompt.ndim == answer.ndim == 1 and len(answer) else None
+
+
+def _digest(prompt_ids: np.ndarray, answer_ids: np.ndarray) -> bytes:
+    digest = hashlib.blake2b(len(prompt_ids).to_bytes(8, "little"), digest_size=20)
+    for ids in (prompt_ids, answer_ids):
+        digest.update(ids.astype(np.int32, copy=False).tobytes())
+    return digest.digest()

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts of NeMo Gym's agents, by the form of their requests and answers, in front of an engine that answers by rule."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from mrl.rollout import agents as agents_module
+from mrl.rollout.agent_session import AgentSession
+from mrl.rollout.agents import AgentRunner, AgentTask, Ran
+from mrl.rollout.gym import GymServers, gym_row, reply_of
+from mrl.rollout.receipts import Receipts
+from mrl.types import Prompt, SamplingParams
+from tests.unit.rollout.gateways import CONTEXT, ENGINE_KEY, RUN_KEY, SAMPLING, FakeEngine, Running
+from tests.unit.rollout.gym_server import GymForm
+from tests.waiting import HANG_S
+
+GYM_KEY = "the-key-of-gym"
+ROW = {"responses_create_params": {"input": [{"role": "user", "content": "12+1?"}], "max_output_tokens": 10**6}, "expected": 13}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    running = Running()
+    running.gateway.gym_key = GYM_KEY
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def engine(running: Running) -> FakeEngine:
+    engine = FakeEngine()
+    running.use(engine)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def server(running: Running) -> GymForm:
+    return GymForm(f"{running.url}/gym/v1", GYM_KEY)
+
+
+@pytest.fixture(scope="module")
+def runner(running: Running, server: GymForm) -> Iterator[AgentRunner]:
+    async def make() -> AgentRunner:
+        runner = AgentRunner(running.gateway, url=running.url, timeout_s=HANG_S, masks_flagged=True)
+        runner.gym = GymServers(server.head_url)
+        runner.gym.set_up()
+        return runner
+
+    yield (runner := running.run(make()))
+
+    async def end() -> None:
+        for agent in runner.gym._agents.values() if runner.gym is not None else ():
+            if agent._client is not None:
+                await agent._client.close()
+
+    running.run(end())
+
+
+def task(does: str, index: int = 0, *, agent: str = "two_turns", sampling: SamplingParams = SAMPLING, **row: object) -> AgentTask:
+    prompt = Prompt(does, (1, 2), "12+1?", "13", agent, json.dumps(ROW | {"does": does, "agent_ref": {"name": agent}} | row))
+    return AgentTask(prompt, index, 0, seed=5, sampling=sampling, weight_version=3)
+
+
+def run(running: Running, runner: AgentRunner, *tasks: AgentTask) -> list[Ran]:
+    async def all_of_them() -> list[Ran]:
+        return await asyncio.gather(*map(runner.run, tasks))
+
+    return running.run(all_of_them())
+
+
+def test_a_rollout_is_what_was_sampled_with_its_reward(running: Running, runner: AgentRunner, server: GymForm, engine: FakeEngine):
+    (ran,) = run(running, runner, task("answer", 3))
+    (rollout,) = ran.rollouts
+    assert rollout.request.token_ids == (*b"12+1?", 2)
+    assert rollout.token_ids.tolist() == [901, 800, 2, *b"13", 2, 902, 800, 2]
+    assert rollout.generator_logprobs.tolist() == [-0.25, -0.5, -0.75, 0, 0, 0, -0.25, -0.5, -0.75]
+    assert (len(rollout.turns), rollout.weight_version, ran.engines) == (2, 3, (0,))
+    verdict = ran.verdict
+    assert (verdict.reward, verdict.status, verdict.text) == (0.75, "ok", "answer 1.0\n\nanswer 2.0")
+    assert verdict.metrics == {"num_tries": 2, "is_right": 1, "sequences": 1, "lost_attempts": 0}
+    # The second turn went on from the tokens of the first, and not from those of its text.
+    assert engine.asked[1]["required_prefix_token_ids"] == [*b"12+1?", 2, 901, 800, 2]
+    assert not any("generation_token_ids" in message for message in engine.asked[1]["messages"])
+    row = server.rows[-1]
+    request = row["responses_create_params"]
+    assert (request["temperature"], request["top_p"], request["max_output_tokens"]) == (0.9, 1.0, SAMPLING.max_new_tokens)
+    assert (row["expected"], row["_rowidx"], row["agent_ref"]) == (13, 3, {"name": "two_turns"})
+
+
+def test_rollouts_at_once_get_their_own_tokens(running: Running, runner: AgentRunner, engine: FakeEngine):
+    ran = run(running, runner, *(task("answer", index) for index in range(6)))
+    trained = [rollout.token_ids[turn.start].item() for one in ran for rollout in one.rollouts for turn in rollout.turns]
+    assert sorted(trained) == [900 + number for number in range(1, 13)]
+    assert all(one.verdict.status == "ok" and "untrained_tokens_no_receipt" not in one.verdict.metrics for one in ran)
+    assert running.gateway.receipts == Receipts()  # nothing is left
+
+
+def test_tokens_without_a_receipt_are_counted_and_not_trained(running: Running, runner: AgentRunner, engine: FakeEngine):
+    invented, repeated = run(running, runner, task("invent"), task("repeat"))
+    (rollout,) = invented.rollouts
+    assert len(rollout.turns) == 1 and rollout.token_ids.tolist()[1:] == [800, 2]
+    assert invented.verdict.metrics["untrained_tokens_no_receipt"] == 4
+    (rollout,) = repeated.rollouts
+    assert len(rollout.turns) == 2 and repeated.verdict.metrics["untrained_tokens_no_receipt"] == 3
+
+
+def test_what_a_request_may_not_choose_is_overridden_and_counted(running: Running, runner: AgentRunner, engine: FakeEngine):
+    (ran,) = run(running, runner, task("answer", ask={"temperature": 0.1, "seed": 7, "bad_words": ["x"]}))
+    assert all((asked["temperature"], "bad_words" in asked) == (0.9, False) for asked in engine.asked)
+    assert len({asked["seed"] for asked in engine.asked} - {7}) == 2
+    counted = {name: count for name, count in ran.verdict.metrics.items() if name.startswith("overridden")}
+    assert counted == {"overridden_temperature": 2, "overridden_seed": 2, "overridden_bad_words": 2}
+
+
+def test_validation_beside_training_samples_in_its_own_way(running: Running, runner: AgentRunner, engine: FakeEngine):
+    other = replace(SAMPLING, temperature=0.25)
+    training, validation = run(running, runner, task("answer"), task("answer", sampling=other))
+    assert sorted(asked["temperature"] for asked in engine.asked) == [0.25, 0.25, 0.9, 0.9]
+    assert {rollout.request.sampling.temperature for rollout in validation.rollouts} == {0.25}
+    assert not [name for ran in (training, validation) for name in ran.verdict.metrics if name.startswith(("untrained", "overridden"))]
+
+
+@pytest.mark.parametrize(
+    ("result", "status", "reason"),
+    [
+        ({"reward": None}, "error", "reward=None"),
+        ({"reward": float("nan")}, "error", "reward=None"),
+        ({"reward_components": {"a": 0.5, "b": 0.5}}, "error", "reward_components that add up to 1.0"),
+        ({"reward_components": {"a": 0.5, "b": 0.25}}, "ok", ""),
+        ({"instance_config": {"mask_sample": True}}, "flagged", "its agent masks it"),
+        ({"response": {"output": []}}, "error", "sampled nothing"),
+        ({"response": None}, "error", "without response.output"),
+    ],
+)
+def test_what_an_answer_says(
+    running: Running, runner: AgentRunner, engine: FakeEngine, result: Mapping[str, object], status: str, reason: str
+):
+    if result.get("reward", 0) != result.get("reward", 0):  # JSON has no NaN
+        session = AgentSession("", "", SAMPLING, 0)
+        assert reply_of({"reward": float("nan"), "response": {"output": []}}, session, Receipts())["reward"] is None
+        return
+    (ran,) = run(running, runner, task("answer", result=result))
+    assert ran.verdict.status == status and reason in ran.verdict.reason
+    assert dict(ran.verdict.components) == (result.get("reward_components", {}) if status == "ok" else {})
+
+
+def test_an_agent_that_fails_is_asked_again(running: Running, runner: AgentRunner, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(agents_module, "RETRY_S", 0.01)
+    (ran,) = run(running, runner, task("fail"))
+    assert ran.verdict.status == "crash" and "lost 4 times" in ran.verdict.reason and "boom" in ran.verdict.reason
+
+
+def test_an_agent_that_gym_does_not_have_ends_the_run(running: Running, runner: AgentRunner):
+    with pytest.raises(RuntimeError, match="no agent browser, which rows name in agent_ref; theirs are two_turns. .*config_paths"):
+        run(running, runner, task("answer", agent="browser"))
+
+
+def test_the_gateway_answers_gym_alone_and_only_for_rollouts_under_way(running: Running, runner: AgentRunner, engine: FakeEngine):
+    url, body = f"{running.url}/gym/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}
+
+    def asked(key: str) -> int:
+        return httpx.post(url, json=body, headers={"Authorization": f"Bearer {key}"}, timeout=HANG_S).status_code
+
+    assert [asked(key) for key in (RUN_KEY, ENGINE_KEY, GYM_KEY)] == [401, 401, 410] and engine.asked == []
+    models = httpx.get(f"{running.url}/gym/v1/models", headers={"Authorization": f"Bearer {GYM_KEY}"}, timeout=HANG_S)
+    assert models.json()["data"][0]["id"] == "policy"
+
+
+def test_what_is_too_long_is_told_as_gym_understands_it(running: Running, engine: FakeEngine):
+    body = {"messages": [{"role": "user", "content": "x" * CONTEXT}]}
+
+    async def ask() -> httpx.Response:
+        with running.gateway.receipts.rollout(SAMPLING):
+            async with httpx.AsyncClient() as client:
+                headers = {"Authorization": f"Bearer {GYM_KEY}"}
+                return await client.post(f"{running.url}/gym/v1/chat/completions", json=body, headers=headers, timeout=HANG_S)
+
+    response = running.run(ask())
+    # responses_api_models/vllm_model/app.py takes it for the end of the context, and for a failure of its own otherwise.
+    assert response.status_code == 400 and "context length" in response.text
+
+
+def test_rows_keep_their_own_shorter_limit():
+    assert gym_row({"responses_create_params": {"max_output_tokens": 5}}, SAMPLING, index=0)["responses_create_params"] == {
+        "max_output_tokens": 5,
+        "temperature": 0.9,
+        "top_p": 1.0,
+    }
+
+
+def test_sessions_that_begin_together_ask_different_engines(running: Running):
+    engines = [FakeEngine(), FakeEngine()]
+    running.use(*engines)
+    for engine in engines:
+        engine.released.clear()
+    bodies = [{"messages": [{"role": "user", "content": str(number)}]} for number in range(4)]
+
+    async def ask() -> None:
+        with running.gateway.receipts.rollout(SAMPLING):
+            async with httpx.AsyncClient() as client:
+                headers = {"Authorization": f"Bearer {GYM_KEY}"}
+                url = f"{running.url}/gym/v1/chat/completions"
+                asking = [asyncio.ensure_future(client.post(url, json=body, headers=headers, timeout=HANG_S)) for body in bodies]
+                async with asyncio.timeout(HANG_S):
+                    while sum(len(engine.asked) for engine in engines) < len(bodies):
+                        await asyncio.sleep(0.01)
+                for engine in engines:
+                    engine.released.set()
+                await asyncio.gather(*asking)
+
+    running.run(ask())
+    assert [len(engine.asked) for engine in engines] == [2, 2]
+    assert set(running.gateway.engines._loads.values()) == {0}

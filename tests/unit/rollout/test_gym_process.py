@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program that stands in for NeMo Gym's `ng_run`: it starts with the run's config, is started again, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from mrl.config.schema.env import NemoGymConfig
+from mrl.rollout import gym as gym_module
+from mrl.rollout.gym import GymServers
+from mrl.rollout.gym_process import GymProcess, gym_config
+from tests.waiting import HANG_S
+
+# Serves a head server by env.yaml, with a daemon beside it in a session of its own, as Ray's are.
+PROGRAM = """
+import json, os, subprocess, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+config = json.load(open("env.yaml"))
+daemon = subprocess.Popen(["sleep", "10000"], start_new_session=True)
+with open("started.jsonl", "a") as file:
+    record = {"words": sys.argv[1:], "pids": [os.getpid(), daemon.pid], "ray": os.environ["RAY_TMPDIR"]}
+    file.write(json.dumps(record | {"left": [name for name in os.environ if name in ("PYTHONPATH", "RAY_ADDRESS")]}) + "\\n")
+print("on standard output")
+
+class Head(BaseHTTPRequestHandler):
+    def do_GET(self):
+        port = config["head_server"]["port"]
+        agent = {"host": "127.0.0.1", "port": port}
+        body = json.dumps(json.dumps({"a": {"responses_api_agents": {"simple_agent": agent}}})).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+HTTPServer(("127.0.0.1", config["head_server"]["port"]), Head).serve_forever()
+"""
+
+
+def is_alive(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(gym_module, "RETRY_S", 0.05)
+    monkeypatch.setenv("RAY_ADDRESS", "ours")
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    path = tmp_path / "ng_run.py"
+    path.write_text(PROGRAM)
+    return f"{sys.executable} {path} --flag"
+
+
+def test_servers_start_come_back_and_leave_nothing(tmp_path: Path, program: str):
+    section = NemoGymConfig(["a.yaml"], command=program, start_s=HANG_S, servers={"uv_venv_dir": "/venvs", "policy_base_url": "x"})
+    folder, port = tmp_path / "nemo_gym", free_port()
+
+    def started() -> list[dict]:
+        return [json.loads(line) for line in (folder / "started.jsonl").read_text().splitlines()]
+
+    async def live() -> None:
+        servers = GymServers(f"http://127.0.0.1:{port}")
+        config = gym_config(section, gateway_url="http://me:7", key="k", host="127.0.0.1", head_port=port)
+        process = GymProcess(section, config, servers, folder=folder)
+        async with asyncio.timeout(HANG_S):
+            await process.start()
+            assert await servers.addresses("responses_api_agents") == {"a": f"http://127.0.0.1:{port}"}
+            os.kill(started()[0]["pids"][0], signal.SIGKILL)
+            while len(started()) < 2 or not servers.up.done():
+                await asyncio.sleep(0.05)
+            process.end()
+            while any(is_alive(pid) for one in started() for pid in one["pids"]) or any(os.path.exists(one["ray"]) for one in started()):
+                await asyncio.sleep(0.05)
+
+    asyncio.run(live())
+    config = json.loads((folder / "env.yaml").read_text())
+    assert {name: config[name] for name in ("uv_venv_dir", "policy_base_url", "policy_api_key", "policy_model_name", "default_host")} == {
+        "uv_venv_dir": "/venvs",
+        "policy_base_url": "http://me:7/gym/v1",
+        "policy_api_key": "k",
+        "policy_model_name": "policy",
+        "default_host": "127.0.0.1",
+    }
+    assert (folder / "env.yaml").stat().st_mode & 0o77 == 0
+    assert [one["words"] for one in started()] == [["--flag", "+config_paths=[a.yaml]"]] * 2 and not any(one["left"] for one in started())
+    assert "on standard output" in folder.with_suffix(".log").read_text()
+
+
+def test_a_program_that_does_not_start_is_told_with_its_log(tmp_path: Path):
+    section = NemoGymConfig(command=f"{sys.executable} -c raise(SystemExit(3))", start_s=HANG_S)
+
+    async def live() -> None:
+        servers = GymServers(f"http://127.0.0.1:{free_port()}")
+        async with asyncio.timeout(HANG_S):
+            await GymProcess(section, {}, servers, folder=tmp_path / "nemo_gym").start()
+
+    with pytest.raises(RuntimeError, match=r"has ended 3 times in a row before NeMo Gym's servers were up; see .*nemo_gym.log"):
+        asyncio.run(live())
