@@ -59,7 +59,7 @@ def rows(build: Callable[[Iterable[tuple[int, int]]], list[Row]]) -> list[Row]:
 
 @pytest.fixture(scope="module", params=["installed", "newest"])
 def ranks(request: pytest.FixtureRequest, transformer_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    """Those, or on the megatron-core of newer Pythons the last rank of each run."""
+    """Chosen ranks of both runs; on the megatron-core of newer Pythons only the last rank of each."""
     if request.param == "installed":
         return request.getfixturevalue("rows")
     environment = request.getfixturevalue("newest_megatron")

@@ -19,7 +19,7 @@ EXPERTS = {"GroupedLinear.forward", PERMUTE, UNPERMUTE, SORT, f"{SORT}_with_prob
 
 @pytest.fixture(scope="module", params=["installed", "newest"])
 def environment(request: pytest.FixtureRequest) -> dict[str, str] | None:
-    """Of a child with the installed megatron-core (None), or with that of newer Pythons."""
+    """Environment of a child: None with the installed megatron-core, or one with that of newer Pythons."""
     return request.getfixturevalue("newest_megatron") if request.param == "newest" else None
 
 
