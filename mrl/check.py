@@ -23,7 +23,7 @@ from mrl.config.files import find_config
 from mrl.config.load import changes_since, read_run
 from mrl.config.model import find_missing_weights, find_wrong_weights, read_model, with_cached_folders
 from mrl.config.rules.checks import find_problems
-from mrl.config.rules.gym import describe_routes
+from mrl.config.rules.gym_servers import describe_routes
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import CheckpointingConfig, RunConfig
 from mrl.config.secrets import run_entry, start_logging

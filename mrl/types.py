@@ -178,7 +178,7 @@ class RolloutInfo:
     """Tokens of `length` that came from the environment."""
     num_turns: int = 1
     last_turn_start: int = 0
-    """Where the last turn begins."""
+    """Start of the last turn."""
     num_weight_versions: int = 1
     proposals: Proposals = Proposals()
     epoch: int = 0

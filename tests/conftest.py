@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every suite shares: tests marked long run only on request, only the skips of expected_skips.txt pass, models are cached apart."""
+"""Rules of all suites: tests marked long run only on request, only the skips of expected_skips.txt pass, models are cached apart."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _runs_in(part: str | None, item: pytest.Item) -> bool:
-    """Whether a test runs in the suites (`None`) or a long part; the part hostile repeats the suites' attacks to count them."""
+    """Tells whether a test runs in the suites (`None`) or a long part; the part hostile repeats the suites' attacks to count them."""
     own = _long_part(item)
     return own == part or (part == "hostile" and own is None and item.nodeid in attacks)
 

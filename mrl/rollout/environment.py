@@ -18,9 +18,9 @@ class EngineNodes:
 
     count: int
     rank: int
-    """Of this node; the first has the scheduler."""
+    """Number of this node; the first has the scheduler."""
     address: str
-    """Of the first node, where all workers meet."""
+    """Address of the first node, where all workers meet."""
     port: int
 
 

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from mrl.config.rules.gym import GYM_PATH
+from mrl.config.rules.gym_servers import GYM_PATH
 from mrl.rollout.agent_session import RECORD, AgentSession
 from mrl.rollout.http_gate import BODY_BYTES_PER_TOKEN, OPEN_PATH, SMALL_BODY_BYTES, openai_error
 from mrl.rollout.receipts import Receipts
@@ -125,7 +125,7 @@ class Gateway:
         """The run's."""
         self.gym_key = gym_key or api_key
         self.receipts = Receipts()
-        """Of answers to NeMo Gym's servers."""
+        """Receipts of answers to NeMo Gym's servers."""
         self.max_body = SMALL_BODY_BYTES + (BODY_BYTES_PER_TOKEN + TURNS_IN_BODY * BYTES_PER_ID) * max_model_len
         self.num_answered = 0
         """Requests of sessions, since the start."""

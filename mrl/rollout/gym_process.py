@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from mrl.config.rules.gym import GYM_PATH
+from mrl.config.rules.gym_servers import GYM_PATH
 from mrl.config.schema.env import NemoGymConfig
 from mrl.rollout.gateway import MODEL
 from mrl.rollout.gym import GymServers
@@ -31,7 +31,7 @@ CONNECTIONS = {"global_aiohttp_connector_limit": 65_536, "global_aiohttp_connect
 
 
 def gym_config(section: NemoGymConfig, *, gateway_url: str, key: str, host: str, head_port: int) -> dict[str, object]:
-    """What NeMo Gym reads: the user's own keys, where the model is, and where its head server is to be."""
+    """Settings that NeMo Gym reads: the user's own keys, where the model is, and where its head server is to be."""
     asks = {"policy_base_url": gateway_url + GYM_PATH, "policy_api_key": key, "policy_model_name": MODEL}
     # Servers of several hosts find each other by a real address.
     return {"default_host": host, **CONNECTIONS, **section.servers, **asks, "head_server": {"host": host, "port": head_port}}

@@ -31,7 +31,7 @@ class Receipt:
 
     answer: SampledAnswer
     sampling: SamplingParams
-    """That it was drawn with."""
+    """Sampling parameters that it was drawn with."""
     engine: int
     overridden: Counter[str]
     """See `AgentSession`; of its request."""
@@ -59,7 +59,7 @@ class Receipts:
                 self._kept.clear()
 
     def sampling_of(self, body: Mapping[str, object]) -> SamplingParams | None:
-        """How to sample for a request: as the rollouts under way do, those that the request names if they differ. None: there are none."""
+        """Sampling parameters for a request: those of a rollout under way, if they differ the ones that it names. None: there is none."""
         named = [one for one in self._under_way if (one.temperature, one.top_p) == (body.get("temperature"), body.get("top_p"))]
         return next(iter((*named, *self._under_way)), None)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mrl.config.dialect.gym import JUDGES, SERVERS, is_gyms
+from mrl.config.dialect.gym_keys import JUDGES, SERVERS, is_gyms
 from mrl.config.dialect.tables import SAME_VALUE
 from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe, split_key
 from mrl.config.passthrough import KEYS_OF_ENGINE_ARGUMENTS

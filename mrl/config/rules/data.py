@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mrl.config.errors import Problems, Unprovided
 from mrl.config.model import is_hub_id, is_prepared
-from mrl.config.rules.gym import check_gym
+from mrl.config.rules.gym_servers import check_gym
 from mrl.config.schema.data import DATASETS, GYM_PROCESSOR, DataDefaultConfig, DatasetConfig, known_dataset
 from mrl.config.schema.env import BUILT_IN, CALLS_TOOLS, REASONING_PARSERS, SERVERS, TOOL_PARSERS, EnvConfig
 from mrl.config.schema.run import RunConfig

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows go to graders of ours and which to NeMo Gym's servers, and what those are given."""
+"""Rows that go to graders of ours and which to NeMo Gym's servers, and what those are given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from mrl.config.errors import ConfigError, Problems, Unprovided
 from mrl.config.load import load_run
 from mrl.config.rules.data import check_environments, environment_names, is_agent, route_of
-from mrl.config.rules.gym import describe_routes
+from mrl.config.rules.gym_servers import describe_routes
 from mrl.config.schema.env import EnvConfig, GymHeadConfig, NemoGymConfig, OwnEnvConfig
 from mrl.config.schema.run import RunConfig
 
