@@ -110,7 +110,7 @@ def test_nccl_finds_the_network_cards_of_the_gpu_image():
 def test_launchers_look_for_the_sources_where_images_have_them(capsys: pytest.CaptureFixture[str]):
     for path in FILES:
         assert ("WORKDIR", "/opt/mrl") in instructions(path)
-    assert main(["lepton", "grpo_tiny.yaml", "--image", "mrl"]) == 0
+    assert main(["lepton", "grpo_tiny.yaml", "checkpointing.checkpoint_dir=/mnt/run", "--image", "mrl"]) == 0
     printed = capsys.readouterr().out
     paths = re.findall(r"/opt/mrl/(\S+)", printed + (ROOT / "mrl/launchers/kubernetes.py").read_text())
     assert len(paths) >= 2 and all((ROOT / path.strip('"],')).is_file() for path in paths)
