@@ -274,7 +274,7 @@ class RequestBook(Generic[Q, A]):
         self._actors = [_Actor[Q, A]() for _ in range(num_actors)]
         self._call, self._on_death, self._news = call, on_death, news
         self._max_fruitless, self._max_calls = max_fruitless_restarts, num_calls
-        self._new: dict[str, tuple[Q, asyncio.Future[A]]] = {}
+        self._new: list[tuple[str, Q, asyncio.Future[A]]] = []
         self._is_held = False
 
     @property
@@ -300,7 +300,7 @@ class RequestBook(Generic[Q, A]):
         loop = asyncio.get_running_loop()
         if not self._new:  # all that is asked now is dealt out together
             loop.call_soon(self._deal)
-        self._new[request_id] = request, (answer := loop.create_future())
+        self._new.append((request_id, request, answer := loop.create_future()))
         return await answer
 
     def begin(self, index: int) -> None:
@@ -334,8 +334,8 @@ class RequestBook(Generic[Q, A]):
     def _deal(self) -> None:
         loads = [(len(actor.owed), index) for index, actor in enumerate(self._actors)]
         heapify(loads)
-        new, self._new = self._new, {}
-        for request_id, (request, answer) in new.items():
+        new, self._new = self._new, []
+        for request_id, request, answer in new:
             load, index = loads[0]
             heapreplace(loads, (load + 1, index))
             self._actors[index].owed[request_id] = request, answer

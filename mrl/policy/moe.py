@@ -55,6 +55,7 @@ def routing_arguments(config: MegatronConfig, *, has_experts: bool) -> dict[str,
         moe_router_bias_update_rate=0.0,
         # Megatron refuses its allgather dispatcher for rows that differ in length; `use_row_dispatchers` puts ours in.
         moe_token_dispatcher_type="alltoall" if config.moe_token_dispatcher_type == "allgather" else config.moe_token_dispatcher_type,
+        moe_enable_deepep=config.moe_enable_deepep,
         moe_grouped_gemm=specs.HAVE_TE,
         moe_shared_expert_overlap=config.moe_shared_expert_overlap and torch.cuda.is_available(),
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mrl.cluster.rewards import Judge
 from mrl.config.load import load_config
 from mrl.config.schema.algo import PenaltyTokenIdsConfig, RewardPenaltiesConfig
 from mrl.config.schema.run import ProfilerConfig, RunConfig
@@ -19,8 +20,8 @@ from mrl.train import train_step
 from tests.stack.loop.conftest import SMALL, LiveRun, write_inputs
 
 
-def set_rules(actor, config: RunConfig) -> None:
-    actor.rules = rules_of(config, actor.decode, actor.tokenizer.all_special_tokens)
+def set_rules(judge: Judge, config: RunConfig) -> None:
+    judge.rules = rules_of(config, judge.decode, judge.format.tokenizer.all_special_tokens)
 
 
 def test_on_policy_first_step(live: LiveRun):
