@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Installs, then tests on a CPU host. tests/README.md says what each part shows.
-#   scripts/test.sh [PART...]      what a newcomer runs: style, types, unit tests, proof, and a small real run; or these parts
+#   scripts/test.sh [PART...]      what a newcomer runs: style, unit tests, proof, and a small real run; or these parts
 #   scripts/test.sh --full         every suite; CI runs this
-#   scripts/test.sh --busy         unit, config, proof, smoke and stack beside four busy loops: no verdict may depend on how fast the host is
+#   scripts/test.sh --busy         unit tests, proof, smoke and stack beside four busy loops: no verdict may depend on how fast the host is
 #   scripts/test.sh --long [PART]  the tests marked long("PART"), or all of them part by part
 # With --with-slurm and --with-chromium (as root, with apt-get) it installs Slurm and Chromium, system packages that some tests need.
 set -euo pipefail

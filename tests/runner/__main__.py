@@ -35,15 +35,17 @@ REFERENCE_S = 0.33
 """Processor seconds of `speed_loop` on the host whose minutes tests/README.md has."""
 
 PYTEST = [sys.executable, "-m", "pytest", "--durations=10", "-rs"]
+UNIT_FOLDERS = sorted({path.parent.name for path in (ROOT / "tests/unit").glob("*/test_*.py")} - {"config"})
 PARTS: dict[str, list[str]] = {
     "stack": [*PYTEST, "tests/stack", "--ignore=tests/stack/policy"],
     "learn": [*PYTEST, "tests/learn"],
     "policy": [*PYTEST, "tests/stack/policy"],
-    "unit": [*PYTEST, "tests/unit", "--ignore=tests/unit/config"],
+    "unit": [*PYTEST, *(f"tests/unit/{name}" for name in UNIT_FOLDERS)],
     "smoke": [*PYTEST, "-m", "smoke", "tests/smoke", "tests/stack/policy/test_layouts.py", "tests/stack/rollout/test_engine.py"],
     "faults": [*PYTEST, "tests/faults"],
     "rehearsal": [*PYTEST, "tests/rehearsal"],
     "config": [*PYTEST, "tests/unit/config"],
+    "entries": [*PYTEST, "tests/unit", *(f"--ignore=tests/unit/{name}" for name in (*UNIT_FOLDERS, "config"))],
     "cluster": [*PYTEST, "tests/cluster"],
     "types": [sys.executable, "-m", "pyright", "--pythonpath", sys.executable],
     "proof": [*PYTEST, "tests/proof"],
@@ -52,9 +54,9 @@ PARTS: dict[str, list[str]] = {
     "style": ["bash", "-c", f'"{sys.executable}" -m ruff check . && "{sys.executable}" -m ruff format --check .'],
 }
 """Part -> command. Long ones first, so that both workers end at about the same time."""
-QUICK = ("unit", "smoke", "config", "types", "proof", "style")
-BUSY = ("stack", "unit", "smoke", "config", "proof")
-LIGHT = ("unit", "config", "types", "proof", "hostile", "browser", "style")
+QUICK = ("unit", "smoke", "config", "entries", "proof", "style")
+BUSY = ("stack", "unit", "smoke", "config", "entries", "proof")
+LIGHT = ("unit", "config", "entries", "types", "proof", "hostile", "browser", "style")
 """Parts of few processes at a time, and little memory; the others are heavy."""
 NEWCOMER_ONLY = ("smoke",)
 """Parts of which the full run has other tests for each claim."""

@@ -101,8 +101,8 @@ def test_a_fast_idle_host_is_no_reason():
 
 
 def test_words_choose_parts(capsys: pytest.CaptureFixture[str]):
-    assert set(choose(parse([]))) == {"unit", "smoke", "config", "types", "proof", "style"}
-    assert {"unit", "stack", "proof", "smoke", "config"} == set(choose(parse(["--busy"])))
+    assert set(choose(parse([]))) == {"unit", "smoke", "config", "entries", "proof", "style"}
+    assert {"unit", "stack", "proof", "smoke", "config", "entries"} == set(choose(parse(["--busy"])))
     assert "smoke" not in choose(parse(["--full"])) and "--with-slurm" in choose(parse(["--full", "--with-slurm"]))["cluster"]
     assert list(choose(parse(["--long", "learning"]))) == ["learning"]
     with pytest.raises(SystemExit):
