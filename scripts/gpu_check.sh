@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What only a GPU can show, in two tiers. Results go to docs/data/gpu_*.json, and from there into docs/gpu_status.md.
 #   a: a bare machine with one GPU, Python and torch: refits through CUDA IPC, Triton kernels, Megatron-Core and Mamba kernels where importable.
-#      Libraries that are missing can be carried: pip install --no-deps --target DIR megatron-core==0.16.1 einops safetensors; PYTHONPATH=DIR.
+#      Libraries that are missing can be carried: pip install --no-deps --target DIR megatron-core==0.19.2 einops safetensors; PYTHONPATH=DIR.
 #      A check is left out, by name, where this Python lacks a library that it needs.
 #   b: an installation with mrl[gpu]: parity of trainer and engine, sleep and wake, speed of sampling and training.
 #   first: both tiers on one GPU in ten minutes, what fails soonest and costs least first; later checks run whatever the earlier ones say.
