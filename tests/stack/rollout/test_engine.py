@@ -74,7 +74,6 @@ def test_same_bits_again(engine: Engine, alone: dict[str, Rollout]) -> None:
     assert differences(alone, {key: value for one in REQUESTS for key, value in run(engine, [one]).items()}) == []
 
 
-@pytest.mark.smoke
 def test_same_bits_together(engine: Engine, alone: dict[str, Rollout]) -> None:
     assert differences(alone, run(engine, REQUESTS)) == []
 
@@ -234,7 +233,6 @@ def test_stop_strings_may_be_special_tokens_and_padding_is_never_drawn(start_eng
     np.testing.assert_allclose(run(engine, [one])[one.request_id].generator_logprobs, expected, atol=1e-4)
 
 
-@pytest.mark.smoke
 def test_logprobs_are_those_of_transformers(start_engine: StartEngine) -> None:
     parity = Parity()
     for seed in range(3):
