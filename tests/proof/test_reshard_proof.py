@@ -21,7 +21,7 @@ from tests.schedules import drop_copies
 from tests.sources import ROOT
 
 NUM_CASES = 10_000
-SHORT, CHUNK = 1_000, 250
+SHORT, CHUNK = 750, 250
 """Cases in every run, the rest in part "proof"; cases that a process takes at a time."""
 
 
