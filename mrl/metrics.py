@@ -90,6 +90,15 @@ PREFIXES = {"time/": "timing/train/", "val/": "validation/", "train/mtp_": "trai
 PERCENTAGES = re.compile(r"train/mtp/mtp_\d+_acceptance_rate")
 """Metrics that NeMo RL logs in percent, by its names; ours are shares."""
 
+_UNLIKE = re.compile(
+    r"(time|performance|memory|logger)/|.*(_s|seconds|_per_gpu|idle_fraction|weight_version|reward_queue_max|num_engine_restarts)$"
+)
+
+
+def repeats(name: str) -> bool:
+    """Tells whether equal steps have equal values of a metric: not times, nor what counts since the start of an attempt."""
+    return _UNLIKE.match(name) is None
+
 
 def nemo_rl_names(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics under NeMo RL's names and in its units, so that its dashboards go on working; other metrics keep ours."""

@@ -18,13 +18,13 @@ if __name__ == "__main__":
 
 import argparse
 import logging
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl.loop.main import main as run_command
+from mrl.metrics import repeats
 from mrl.store.checkpoints import Checkpoint, checkpoints_in, find_damage
 from mrl.store.identity import IDENTITY
 from mrl.store.loggers.thread import exit_with
@@ -40,10 +40,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-UNLIKE = re.compile(
-    r"(time|performance|memory|logger)/|.*(_s|seconds|_per_s|idle_fraction|weight_version|reward_queue_max|num_engine_restarts)$"
-)
-"""Metrics that differ whenever a step is made: times, and what counts since the start of an attempt."""
+MARKER = "made_by_replay"
+"""File of the folders that may be emptied."""
 COMPARED = ("prompt_id", "content", "rewards", "masked", "input_lengths", "token_ids", "generation_logprobs", "prev_logprobs", "advantages")
 """Keys of a rollout's record."""
 NO_LOGGERS = [f"logger.{name}_enabled=false" for name in ("wandb", "tensorboard", "mlflow", "swanlab")]
@@ -53,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mrl.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="checkpointing.checkpoint_dir of the run")
     parser.add_argument("--step", type=int, required=True, help="the step to make again")
-    parser.add_argument("--into", type=Path, metavar="FOLDER", help="where to write, instead of RUN/replay; what is there goes")
+    parser.add_argument(
+        "--into", type=Path, metavar="FOLDER", help="where to write, instead of RUN/replay; what an earlier replay left there goes"
+    )
     parser.add_argument("words", nargs="*", metavar="a.b=c", help="other settings, such as another layout of the ranks")
     options = parser.parse_args(arguments)
     run, step = options.run.absolute(), options.step
@@ -63,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             f"{run / METRICS} has no step {step}; it has {', '.join(map(str, sorted(recorded)[:3]))} ... {max(recorded, default=0)}"
         )
+    if into.exists() and not (into / MARKER).is_file():
+        parser.error(f"{into} is there, and no replay has made it; name a folder that is not there")
     config = config_of(run, step)
     if setting(read_config(config), "grpo.async_grpo.enabled"):
         parser.error(
@@ -88,8 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def lay_out(into: Path, run: Path, base: Checkpoint | None) -> None:
     """Makes a run folder that stands where the run stood at a checkpoint; None: at its start. Checkpoints are links."""
-    shutil.rmtree(into, ignore_errors=True)
+    if into.exists():
+        shutil.rmtree(into)
     into.mkdir(parents=True)
+    (into / MARKER).touch()
     if base is not None:
         (into / base.folder.name).symlink_to(base.folder)
         shutil.copy(base.ledger, into / LEDGER)
@@ -146,7 +150,7 @@ def rollout_differences(step: int, one: Dump, other: Dump | None) -> Iterator[st
 
 def metric_differences(step: int, recorded: Row, made: Row) -> Iterator[str]:
     for name in sorted(recorded.keys() | made.keys()):
-        if UNLIKE.match(name) is None and recorded.get(name) != made.get(name):
+        if repeats(name) and recorded.get(name) != made.get(name):
             yield f"step {step}: {name} was {recorded.get(name)} and is {made.get(name)}"
 
 

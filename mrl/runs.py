@@ -16,18 +16,17 @@ from pathlib import Path
 from conversion.files.reading import read_file
 from mrl.config.texts import safe_text
 from mrl.metrics import METRICS as SHOWN
+from mrl.metrics import repeats
+from mrl.store.checkpoints import LEDGER
 from mrl.store.ledger import LedgerState, apply_event
 from mrl.store.loggers.sink import flat
 from mrl.view.advisories import number
 from mrl.view.rows import METRIC_KEYS, METRICS, Row, read_rows
 from mrl.view.run_data import Json, about_lines, checkpoints_of, owner_state, progress_lines, read_config, read_json, setting
 
-LEDGER = "ledger.jsonl"
 RESULTS = ("val/accuracy", "val/val_loss", "val/validation-default_loss", "train/reward", "train/loss")
 """The first of these that a run has tells how far it got."""
 NOTHING = "-"
-UNLIKE = ("time/", "performance/", "memory/", "logger/", "refit/seconds", "rollout/tokens_per_s")
-"""Metrics that differ between runs that train the same."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,16 +97,14 @@ def compare(one: Path, other: Path) -> list[str]:
 
     def differing(step: float | None) -> list[str]:
         names = rows[step].keys() & others[step].keys()
-        return sorted(name for name in names if not name.startswith(UNLIKE) and rows[step][name] != others[step][name])
+        return sorted(name for name in names if repeats(name) and rows[step][name] != others[step][name])
 
     parts = next((step for step in steps if differing(step)), None)
     if parts is None:
         lines.append(f"equal metrics in all {len(steps)} steps that both have")
     else:
         lines.append(f"the metrics part at step {parts}: {', '.join(differing(parts)[:5])}")
-    shared = [
-        name for name in SHOWN if not name.startswith(UNLIKE) and all(any(name in row for row in each.values()) for each in (rows, others))
-    ]
+    shared = [name for name in SHOWN if repeats(name) and all(any(name in row for row in each.values()) for each in (rows, others))]
     table = [
         ("metric (first -> last)", "A", "B"),
         *((name, *(_path_of(list(each.values()), name) for each in (rows, others))) for name in shared),

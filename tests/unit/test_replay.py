@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.replay import config_of, differences, main
+from mrl.replay import config_of, differences, lay_out, main
 from tests.sources import ROOT
 
 ROLLOUT = {
@@ -65,6 +65,18 @@ def test_what_cannot_be_made_again(tmp_path: Path, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as caught:
         main([str(run), "--step", str(step)])
     assert caught.value.code == 2 and reason in capsys.readouterr().err
+
+
+def test_nothing_is_removed_but_what_a_replay_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run, other = record(tmp_path / "a"), record(tmp_path / "b")
+    for into in (other, run, tmp_path):
+        with pytest.raises(SystemExit) as caught:
+            main([str(run), "--step", "2", "--into", str(into)])
+        assert caught.value.code == 2 and "no replay has made it" in capsys.readouterr().err
+    assert (run / "metrics.jsonl").exists() and (other / "metrics.jsonl").exists()
+    for _ in range(2):
+        lay_out(run / "replay", run, None)
+    assert [path.name for path in (run / "replay").iterdir()] == ["made_by_replay"]
 
 
 @pytest.mark.long("replay")

@@ -20,7 +20,10 @@ def run(folder: Path, *learning_rates: float, losses: tuple[float, ...], accurac
             place.mkdir(parents=True, exist_ok=True)
             (place / "config.yaml").write_text(text)
     rows = [{"step": 0, "val/accuracy": 0.25}]
-    rows += [{"step": step, "train/loss": loss, "time/total": step * accuracy} for step, loss in enumerate(losses, start=1)]
+    rows += [
+        {"step": step, "train/loss": loss, "time/total": step * accuracy, "rollout/reward_wait_s": accuracy}
+        for step, loss in enumerate(losses, start=1)
+    ]
     rows[-1]["val/accuracy"] = accuracy
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

@@ -4,17 +4,13 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import pytest
 import ray
-from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]  compiled, without stubs
-from ray.cluster_utils import Cluster
 
 from conversion.boxes import Slot
 from mrl.cluster.calls import ask, start_actor
@@ -27,26 +23,11 @@ from mrl.cluster.verbs import EngineVerbs
 from mrl.config.load import load_config
 from mrl.types import Rollout
 from tests.rollouts import differences, random_requests, run
-from tests.sources import ROOT
 from tests.stack.loop.conftest import SMALL, write_inputs
 from tests.waiting import HANG_S, wait_until
 
 DEADLINE_S = HANG_S
 REQUESTS = random_requests(6)
-
-
-@pytest.fixture
-def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    # An earlier test of this process may have had a cluster, whose token is gone.
-    (token := tmp_path / "token").write_text(secrets.token_hex(32))
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-    AuthenticationTokenLoader.instance().reset_cache()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    cluster.add_node(num_cpus=1)
-    monkeypatch.setenv("RAY_ADDRESS", str(cluster.address))
-    yield
-    cluster.shutdown()
 
 
 def sample(engine) -> dict[str, Rollout]:

@@ -6,17 +6,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import signal
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
-from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]  compiled, without stubs
-from ray.cluster_utils import Cluster
 
 from mrl.cluster.event_loop import in_loop, tasks_ended
 from mrl.cluster.payload import PayloadRef, describe, pack
@@ -25,7 +21,6 @@ from mrl.cluster.runtime import placed_slots
 from mrl.config.load import load_config
 from mrl.types import Prompt, Rollout, RolloutInfo, Verdict
 from tests.rollouts import request
-from tests.sources import ROOT
 from tests.stack.loop.conftest import SMALL, write_inputs
 from tests.waiting import HANG_S, wait_until
 
@@ -46,21 +41,6 @@ OVERRIDES = [
     "deadlines.reward_s=4",
     "deadlines.notice_s=5",
 ]
-
-
-@pytest.fixture
-def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "slow_rewards.py").write_text(SLOW)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    # An earlier test of this process may have had a cluster, whose token is gone.
-    (token := tmp_path / "token").write_text(secrets.token_hex(32))
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
-    AuthenticationTokenLoader.instance().reset_cache()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    cluster.add_node(num_cpus=1)
-    monkeypatch.setenv("RAY_ADDRESS", str(cluster.address))
-    yield
-    cluster.shutdown()
 
 
 def batch(first: int) -> tuple[list[RolloutInfo], list[Prompt], dict[str, float]]:
@@ -100,6 +80,7 @@ def node_and_pid(actor) -> tuple[str, int]:
 def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
     two_nodes: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
+    (tmp_path / "slow_rewards.py").write_text(SLOW)
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *OVERRIDES])
     with placed_slots(config, tmp_path / "logs") as placement, caplog.at_level(logging.INFO), tasks_ended():
         rewards = Rewards(config, placement, log_folder=tmp_path / "logs")
