@@ -114,6 +114,37 @@ class Attempt:
         wait_until(lambda: not (self.processes() or shared_memory()), f"end of all processes of {self.mark}", explain=leftovers)
 
 
+@dataclass(frozen=True)
+class Runs:
+    """Runs of the packaged config on the warm-started model, whose rewards differ within a group: every step has a gradient."""
+
+    folder: Path
+    settings: list[str]
+
+    def attempt(self, run: str, log: str) -> Attempt:
+        """One more attempt of a run."""
+        keys = [*tiny_inputs(), *self.settings, f"checkpointing.checkpoint_dir={self.folder / run}"]
+        return Attempt(self.folder / run, keys, self.folder / f"{run}-{log}.log")
+
+    def unbroken(self) -> Path:
+        """The run folder of a run that nobody disturbs."""
+        with self.attempt("unbroken", "only") as only:
+            assert only.finish() == 0, only.text()
+        return only.run_folder
+
+
+def tiny_inputs(prepared: Path = ROOT / "prepared" / "tiny") -> list[str]:
+    """Overrides with the model and the data that `python -m mrl.prepare tiny` makes."""
+    from mrl.recipes.tiny import prepare_tiny
+
+    prepare_tiny(prepared, seed=0)
+    return [
+        f"policy.model_name={prepared / 'model'}",
+        f"data.train.data_path={prepared / 'data' / 'train.jsonl'}",
+        f"data.validation.data_path={prepared / 'data' / 'validation.jsonl'}",
+    ]
+
+
 def ledger(run_folder: Path) -> list[dict]:
     path = run_folder / "ledger.jsonl"
     if not path.exists():

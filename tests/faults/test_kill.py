@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.recipes.tiny import prepare_tiny
 from mrl.store.checkpoints import find_damage
-from tests.faults.attempts import Attempt, is_taken, is_trained, is_writing, lineage
-from tests.sources import ROOT
+from tests.faults.attempts import Runs, is_taken, is_trained, is_writing, lineage
 from tests.stack.loop.conftest import SMALL
 
 STEPS = 6
@@ -36,30 +34,13 @@ SETTINGS = [
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    prepared = ROOT / "prepared" / "tiny"
-    # The warm-started model: rewards that differ within a group give every step a gradient.
-    prepare_tiny(prepared, seed=0)
-    overrides = [
-        f"policy.model_name={prepared / 'model'}",
-        f"data.train.data_path={prepared / 'data' / 'train.jsonl'}",
-        f"data.validation.data_path={prepared / 'data' / 'validation.jsonl'}",
-    ]
-    return tmp_path_factory.mktemp("faults"), overrides
-
-
-def attempt(inputs: tuple[Path, list[str]], run: str, log: str) -> Attempt:
-    folder, overrides = inputs
-    run_folder = folder / run
-    return Attempt(run_folder, [*overrides, *SETTINGS, f"checkpointing.checkpoint_dir={run_folder}"], folder / f"{run}-{log}.log")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("faults"), SETTINGS)
 
 
 @pytest.fixture(scope="module")
-def unbroken(inputs: tuple[Path, list[str]]) -> Path:
-    """The run folder of a run that nobody disturbed."""
-    with attempt(inputs, "unbroken", "only") as only:
-        assert only.finish() == 0, only.text()
-    return only.run_folder
+def unbroken(runs: Runs) -> Path:
+    return runs.unbroken()
 
 
 def rows(run_folder: Path) -> list[dict]:
@@ -112,15 +93,13 @@ LONG = pytest.mark.long("kills")
 @pytest.mark.parametrize(
     "victims", [(None, RANK, DRIVER), pytest.param((RANK, DRIVER, RANK), marks=LONG), pytest.param((DRIVER, RANK, DRIVER), marks=LONG)]
 )
-def test_a_killed_driver_or_rank_costs_time_only(
-    inputs: tuple[Path, list[str]], unbroken: Path, tmp_path: Path, victims: tuple[str | None, str, str]
-):
+def test_a_killed_driver_or_rank_costs_time_only(runs: Runs, unbroken: Path, tmp_path: Path, victims: tuple[str | None, str, str]):
     """One victim a moment, each in an attempt of its own."""
     run = f"{victims[0]}-first"
     for number, (victim, (name, has_come)) in enumerate(zip(victims, MOMENTS, strict=True)):
         if victim is None:
             continue
-        with attempt(inputs, run, str(number)) as current:
+        with runs.attempt(run, str(number)) as current:
             current.wait_until(lambda: has_come(current.run_folder), name)  # noqa: B023  called in this turn of the loop
             pid = current.process.pid if victim == DRIVER else current.actor_pid(victim)
             os.kill(pid, signal.SIGKILL)
@@ -128,7 +107,7 @@ def test_a_killed_driver_or_rank_costs_time_only(
             if victim == RANK:
                 assert re.search(r"policy rank 1 died during \w+", current.text()), current.text()[-2000:]
             current.assert_nothing_survives()
-    with attempt(inputs, run, "last") as last:
+    with runs.attempt(run, "last") as last:
         assert last.finish() == 0, last.text()
         assert "Resuming from" in last.text()
     assert all(find_damage(folder) is None for folder in last.run_folder.glob("step_*"))
@@ -136,8 +115,8 @@ def test_a_killed_driver_or_rank_costs_time_only(
 
 
 @pytest.mark.parametrize("num_kills", [2, pytest.param(3, marks=LONG)])
-def test_a_killed_engine_is_replaced_within_the_run(inputs: tuple[Path, list[str]], unbroken: Path, tmp_path: Path, num_kills: int):
-    with attempt(inputs, f"{num_kills}-engines", "only") as current:
+def test_a_killed_engine_is_replaced_within_the_run(runs: Runs, unbroken: Path, tmp_path: Path, num_kills: int):
+    with runs.attempt(f"{num_kills}-engines", "only") as current:
         for number, (name, has_come) in enumerate(MOMENTS[:num_kills]):
             current.wait_until(lambda: has_come(current.run_folder), name)  # noqa: B023  called in this turn of the loop
             os.kill(current.actor_pid("engine-0"), signal.SIGKILL)

@@ -81,51 +81,25 @@ def quiet() -> Iterator[None]:
 
 @pytest.mark.attack("an answer flatters its grader")
 @pytest.mark.parametrize(
-    "answer",
+    ("expected", "answers"),
     [
-        "\\boxed{12+30}",
-        "12+30",
-        "$12+30$",
-        "\\boxed{6\\cdot 7}",
-        "\\boxed{84/2}",
-        "\\boxed{\\frac{84}{2}}",
-        "\\boxed{\\sqrt{1764}}",
-        "\\boxed{42^1}",
-        "\\boxed{\\sum_{k=1}^{6} 2k}",
-        "\\boxed{\\int_0^{42} 1 dx}",
-        "\\boxed{\\lim_{x \\to 0} 42}",
-        "\\boxed{\\gcd(84,126)}",
-        "\\boxed{\\max(42,1)}",
-        "\\boxed{|{-42}|}",
-        "\\boxed{\\lfloor 42.5\\rfloor}",
-        "\\boxed{\\binom{42}{1}}",
-        "\\boxed{41=42}",
-        "41=42",
-        "41 = 42",
-        "$41=42$",
+        ("42", r"\boxed{12+30}  12+30  $12+30$  \boxed{6\cdot 7}  \boxed{84/2}  \boxed{\frac{84}{2}}  \boxed{\sqrt{1764}}  \boxed{42^1}"),
+        ("42", r"\boxed{\sum_{k=1}^{6} 2k}  \boxed{\int_0^{42} 1 dx}  \boxed{\lim_{x \to 0} 42}  \boxed{\gcd(84,126)}  \boxed{\max(42,1)}"),
+        ("42", r"\boxed{|{-42}|}  \boxed{\lfloor 42.5\rfloor}  \boxed{\binom{42}{1}}  \boxed{41=42}  41=42  41 = 42  $41=42$"),
+        # Operations that the expected answer lacks are left to do.
+        (r"\frac{n(n+1)}{2}", r"\boxed{\sum_{k=1}^{n} k}"),
+        ("2x", r"\boxed{\lim_{h\to 0} \frac{(x+h)^2-x^2}{h}}"),
+        ("4x", r"\boxed{\frac{4!}{3!} x}"),
+        (r"\frac{1}{2}", r"\boxed{\frac{2}{4}}"),
+        ("0.5", r"\boxed{1-\frac{1}{2}}"),
     ],
 )
-def test_the_question_is_no_answer(answer: str):
-    assert score(answer, "42", is_strict=True)[0] == 0.0
+def test_the_question_is_no_answer(expected: str, answers: str):
+    assert [answer for answer in answers.split("  ") if score(answer, expected, is_strict=True)[0] != 0.0] == []
 
 
 def test_off_the_rule_is_math_verifys():
     assert [score(answer, "42")[0] for answer in ("\\boxed{12+30}", "\\boxed{41=42}")] == [1.0, 1.0]
-
-
-@pytest.mark.attack("an answer flatters its grader")
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        ("\\boxed{\\sum_{k=1}^{n} k}", "\\frac{n(n+1)}{2}"),
-        ("\\boxed{\\lim_{h\\to 0} \\frac{(x+h)^2-x^2}{h}}", "2x"),
-        ("\\boxed{\\frac{4!}{3!} x}", "4x"),
-        ("\\boxed{\\frac{2}{4}}", "\\frac{1}{2}"),
-        ("\\boxed{1-\\frac{1}{2}}", "0.5"),
-    ],
-)
-def test_operations_that_the_expected_answer_lacks_are_left_to_do(answer: str, expected: str):
-    assert score(answer, expected, is_strict=True)[0] == 0.0
 
 
 @pytest.mark.parametrize("is_strict", [False, True])
@@ -135,24 +109,9 @@ def test_no_expected_answer_is_refused(expected: str, is_strict: bool):
     assert (reward, extracted == TOO_COSTLY) == (1.0, False)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "42",
-        "042",
-        "42.0",
-        "12+30=42",
-        "$12+30=42$",
-        "x = 42",
-        "\\boxed{x=42}",
-        "so it is 42.",
-        "\\boxed{42 \\text{ apples}}",
-        "$42",
-        "#### 42",
-    ],
-)
-def test_final_answers_stay_right(answer: str):
-    assert score(answer, "42", is_strict=True)[0] == 1.0
+def test_final_answers_stay_right():
+    answers = r"42  042  42.0  12+30=42  $12+30=42$  x = 42  \boxed{x=42}  so it is 42.  \boxed{42 \text{ apples}}  $42  #### 42"
+    assert [answer for answer in answers.split("  ") if score(answer, "42", is_strict=True)[0] != 1.0] == []
 
 
 def test_fractions_and_decimals_are_the_same_number():

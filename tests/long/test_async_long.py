@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mrl.recipes.tiny import prepare_tiny
 from mrl.store.checkpoints import find_damage
-from tests.faults.attempts import Attempt, is_taken, is_trained, is_writing, ledger, lineage
+from tests.faults.attempts import Runs, is_taken, is_trained, is_writing, ledger, lineage
 from tests.faults.test_kill import SETTINGS, STEPS, Moment, rows, weights
 from tests.learn.quickstart import run_quickstart
-from tests.sources import ROOT
 
 pytestmark = [pytest.mark.long("async"), pytest.mark.timeout(2400)]
 
@@ -43,29 +41,13 @@ def mean(rows: list[dict[str, float]], name: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    prepared = ROOT / "prepared" / "tiny"
-    prepare_tiny(prepared, seed=0)
-    overrides = [
-        f"policy.model_name={prepared / 'model'}",
-        f"data.train.data_path={prepared / 'data' / 'train.jsonl'}",
-        f"data.validation.data_path={prepared / 'data' / 'validation.jsonl'}",
-    ]
-    return tmp_path_factory.mktemp("async"), overrides
-
-
-def attempt(inputs: tuple[Path, list[str]], run: str, log: str) -> Attempt:
-    folder, overrides = inputs
-    keys = [*overrides, *SETTINGS, *AHEAD, f"checkpointing.checkpoint_dir={folder / run}"]
-    return Attempt(folder / run, keys, folder / f"{run}-{log}.log")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("async"), [*SETTINGS, *AHEAD])
 
 
 @pytest.fixture(scope="module")
-def unbroken(inputs: tuple[Path, list[str]]) -> Path:
-    """The run folder of a run that nobody disturbed."""
-    with attempt(inputs, "unbroken", "only") as only:
-        assert only.finish() == 0, only.text()
-    return only.run_folder
+def unbroken(runs: Runs) -> Path:
+    return runs.unbroken()
 
 
 def same_in_every_run(run_folder: Path) -> list[dict]:
@@ -73,21 +55,21 @@ def same_in_every_run(run_folder: Path) -> list[dict]:
     return [{name: value for name, value in row.items() if name not in timed} for row in rows(run_folder)]
 
 
-def test_a_run_in_order_is_a_function_of_config_and_seed(inputs: tuple[Path, list[str]], unbroken: Path, tmp_path: Path):
-    with attempt(inputs, "again", "only") as again:
+def test_a_run_in_order_is_a_function_of_config_and_seed(runs: Runs, unbroken: Path, tmp_path: Path):
+    with runs.attempt("again", "only") as again:
         assert again.finish() == 0, again.text()
     assert same_in_every_run(again.run_folder) == same_in_every_run(unbroken)
     assert weights(again.run_folder, tmp_path / "again") == weights(unbroken, tmp_path / "unbroken")
 
 
-def test_a_killed_driver_loses_no_prompt_and_trains_none_twice(inputs: tuple[Path, list[str]], unbroken: Path):
+def test_a_killed_driver_loses_no_prompt_and_trains_none_twice(runs: Runs, unbroken: Path):
     for number, (name, has_come) in enumerate(MOMENTS):
-        with attempt(inputs, "killed", str(number)) as current:
+        with runs.attempt("killed", str(number)) as current:
             current.wait_until(lambda: has_come(current.run_folder), name)  # noqa: B023  called in this turn of the loop
             os.kill(current.process.pid, signal.SIGKILL)
             assert current.finish() not in (0, 2)
             current.assert_nothing_survives()
-    with attempt(inputs, "killed", "last") as last:
+    with runs.attempt("killed", "last") as last:
         assert last.finish() == 0, last.text()
         assert "Resuming from" in last.text()
     assert all(find_damage(folder) is None for folder in last.run_folder.glob("step_*"))

@@ -14,10 +14,10 @@ from mrl.config.load import load_config
 from mrl.envs.task import Task
 from mrl.loop.rollouts import prepare
 from mrl.loop.run import Budget, is_due
-from mrl.recipes.tiny import prepare_tiny
 from mrl.store.run_folder import RunFolder
 from mrl.train import train_step
 from mrl.types import Verdict
+from tests.faults.attempts import tiny_inputs
 from tests.learn.quickstart import accuracy_before, accuracy_of_export, run_quickstart, sampling_noise
 from tests.long.record import Row, record
 from tests.unit.envs.pools import Childless
@@ -59,12 +59,8 @@ def test_every_seed_learns(tmp_path: Path, rows: list[Row], seed: int):
 def test_random_rewards_teach_nothing(tmp_path: Path, rows: list[Row]):
     """The control. In this process, because no setting gives random rewards."""
     started = time.monotonic()
-    prepared = tmp_path / "prepared"
-    prepare_tiny(prepared, seed=0)
     overrides = [
-        f"policy.model_name={prepared / 'model'}",
-        f"data.train.data_path={prepared / 'data' / 'train.jsonl'}",
-        f"data.validation.data_path={prepared / 'data' / 'validation.jsonl'}",
+        *tiny_inputs(tmp_path / "prepared"),
         f"checkpointing.checkpoint_dir={tmp_path / 'run'}",
         "checkpointing.enabled=false",
         # Validated here instead, with honest rewards.

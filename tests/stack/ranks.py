@@ -7,12 +7,17 @@ import multiprocessing
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING
 
 from tests.waiting import HANG_S
+
+if TYPE_CHECKING:
+    from mrl.config.schema.megatron import MegatronConfig
 
 # Each policy leaves some 50 threads of gloo behind: hooks of Megatron's DDP keep it alive, in a circle that Python's collector cannot see.
 # A run has one policy a process; here, hundreds of them would slow each other down.
@@ -27,6 +32,23 @@ class Rank:
     world_size: int
     master_port: int
     master_address: str = "127.0.0.1"
+
+    @contextmanager
+    def gloo(self) -> Iterator[None]:
+        """A process group of all ranks."""
+        import torch.distributed as dist
+
+        method = f"tcp://{self.master_address}:{self.master_port}"
+        dist.init_process_group("gloo", init_method=method, rank=self.rank, world_size=self.world_size)
+        yield
+        dist.destroy_process_group()
+
+    def initialize(self, megatron: MegatronConfig) -> None:
+        """Megatron's groups of these parallel sizes."""
+        from mrl.policy import parallel
+
+        meeting = parallel.Meeting(self.master_address, self.master_port)
+        parallel.initialize(megatron, rank=self.rank, world_size=self.world_size, meeting=meeting, timeout_s=HANG_S, seed=1)
 
 
 class RankPool:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.recipes.tiny import prepare_tiny
 from mrl.store.checkpoints import find_damage
+from tests.faults.attempts import tiny_inputs
 from tests.learn.quickstart import PREFIX
 from tests.sources import ROOT
 from tests.stack.loop.conftest import SMALL
@@ -51,14 +51,7 @@ MRL, OWN_LOOP = ["-m", "mrl.train"], [str(Path(__file__).parent / "own_loop.py")
 
 def train(folder: Path, *overrides: str, config: str = "grpo_tiny.yaml", program: Sequence[str] = MRL) -> str:
     """Output of a run of a packaged config on the tiny model, which ends well."""
-    prepared = ROOT / "prepared" / "tiny"
-    prepare_tiny(prepared, seed=0)
-    inputs = [
-        f"policy.model_name={prepared / 'model'}",
-        f"data.train.data_path={prepared / 'data' / 'train.jsonl'}",
-        f"data.validation.data_path={prepared / 'data' / 'validation.jsonl'}",
-        f"checkpointing.checkpoint_dir={folder}",
-    ]
+    inputs = [*tiny_inputs(), f"checkpointing.checkpoint_dir={folder}"]
     command = [sys.executable, *program, config, *inputs, *SMALL, *overrides]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)

@@ -16,7 +16,6 @@ from conversion.families.registry import family
 from conversion.tensors import box_view
 from mrl.config.schema.megatron import MegatronConfig
 from tests.stack.ranks import Rank
-from tests.waiting import HANG_S
 
 
 def latent_attention_logits(rank: Rank, tp: int, folder: Path, sequence: list[int]) -> np.ndarray:
@@ -25,14 +24,7 @@ def latent_attention_logits(rank: Rank, tp: int, folder: Path, sequence: list[in
     from mrl.policy.weights import live_tensors
 
     megatron = MegatronConfig(tensor_model_parallel_size=tp)
-    parallel.initialize(
-        megatron,
-        rank=rank.rank,
-        world_size=rank.world_size,
-        meeting=parallel.Meeting(rank.master_address, rank.master_port),
-        timeout_s=HANG_S,
-        seed=1,
-    )
+    rank.initialize(megatron)
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import multi_latent_attention

@@ -58,12 +58,8 @@ def teacher_inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 def losses(rank: Rank, cases: list[Case]) -> list[Result]:
     """Losses of every case, on this rank's columns."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{rank.master_port}", rank=rank.rank, world_size=rank.world_size)
-    result = [_loss(rank, case) for case in cases]
-    dist.destroy_process_group()
-    return result
+    with rank.gloo():
+        return [_loss(rank, case) for case in cases]
 
 
 def _loss(rank: Rank, case: Case) -> Result:

@@ -21,7 +21,6 @@ from mrl.config.schema.policy import PolicyConfig
 from mrl.data.packing import PackedRow, pack_routes, padded_length
 from tests import routes
 from tests.stack.ranks import Rank
-from tests.waiting import HANG_S
 
 
 def policy_config(precision: Literal["float32", "bfloat16"] = "float32", /, **megatron: object) -> PolicyConfig:
@@ -239,14 +238,7 @@ def _build(rank: Rank, config: PolicyConfig, folder: Path):
     from mrl.policy.weights import rank_tensors
 
     megatron = config.megatron_cfg
-    parallel.initialize(
-        megatron,
-        rank=rank.rank,
-        world_size=rank.world_size,
-        meeting=parallel.Meeting(rank.master_address, rank.master_port),
-        timeout_s=HANG_S,
-        seed=1,
-    )
+    rank.initialize(megatron)
 
     layout = live_layout(config, _hf_config(folder), parallel.coordinates())
     bare_chunks = build_model(config, _hf_config(folder))

@@ -69,12 +69,8 @@ def inputs(case: Case) -> Inputs:
 
 def results(rank: Rank, cases: list[Case]) -> list[Result]:
     """Results of every case, on this rank's columns."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{rank.master_port}", rank=rank.rank, world_size=rank.world_size)
-    result = [_result(rank, case) for case in cases]
-    dist.destroy_process_group()
-    return result
+    with rank.gloo():
+        return [_result(rank, case) for case in cases]
 
 
 def _result(rank: Rank, case: Case) -> Result:

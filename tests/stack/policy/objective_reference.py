@@ -95,6 +95,11 @@ LOSSES: dict[str, Callable[[Tokens], Tensor]] = {
 def steps(loss_of: Callable[[Tokens], Tensor], num_steps: int) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of steps with the made-up old logprobs of `policy_ranks`."""
     model, reference = models.nemotron_h(), models.nemotron_h()
+    return plain_steps(model, lambda: loss_of(tokens(model, reference)), num_steps)
+
+
+def plain_steps(model: torch.nn.Module, loss_of: Callable[[], Tensor], num_steps: int) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of steps of torch's AdamW, with the settings of `policy_ranks.run_config`."""
     parameters = list(model.parameters())
     decayed = [parameter for parameter in parameters if parameter.ndim > 1]
     rest = [parameter for parameter in parameters if parameter.ndim <= 1]
@@ -103,7 +108,7 @@ def steps(loss_of: Callable[[Tokens], Tensor], num_steps: int) -> tuple[list[flo
     losses, grad_norms = [], []
     for _ in range(num_steps):
         optimizer.zero_grad()
-        loss = loss_of(tokens(model, reference))
+        loss = loss_of()
         loss.backward()
         losses.append(float(loss.detach()))
         grad_norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0)))

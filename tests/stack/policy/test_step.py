@@ -14,6 +14,7 @@ from mrl.data.planning import PACKERS
 from mrl.types import Rollout
 from tests import models
 from tests.stack.policy import policy_ranks
+from tests.stack.policy.objective_reference import plain_steps
 from tests.stack.ranks import RankPool
 
 KL_PENALTY = 0.05
@@ -70,16 +71,11 @@ def test_one_rank_of_each_row_tells_its_tokens_once(ranks: RankPool, folder: Pat
 def transformers_steps(num_steps: int, out: Path) -> tuple[list[float], list[float], list[float]]:
     """Loss, gradient norm and clipped share of steps of a plain implementation, sequence by sequence; saves the model at the end."""
     model, reference = models.nemotron_h(), models.nemotron_h()
-    parameters = list(model.parameters())
-    decayed = [parameter for parameter in parameters if parameter.ndim > 1]
-    rest = [parameter for parameter in parameters if parameter.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.98), eps=1e-3)
     sequences = [(rollout, advantage) for _, rollout, advantage, is_valid in policy_ranks.rollouts() if is_valid]
     num_tokens = sum(len(rollout.token_ids) for rollout, _ in sequences)
-    losses, grad_norms, clip_fractions = [], [], []
-    for _ in range(num_steps):
-        optimizer.zero_grad()
+    clip_fractions = []
+
+    def loss_of() -> torch.Tensor:
         loss, num_clipped = torch.zeros(()), 0
         for rollout, advantage in sequences:
             logprobs = sequence_logprobs(model, rollout)
@@ -93,12 +89,10 @@ def transformers_steps(num_steps: int, out: Path) -> tuple[list[float], list[flo
                 # A factor of 1 with the gradient of the token's probability: what is drawn changes with the policy too.
                 kl = torch.exp(new - new.detach()) * (torch.exp(frozen - new) - (frozen - new) - 1)
                 loss = loss - torch.minimum(surrogate, clipped) * torch.exp(before - float(generated)) + KL_PENALTY * kl
-        loss = loss / num_tokens
-        loss.backward()
-        losses.append(float(loss.detach()))
-        grad_norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0)))
         clip_fractions.append(num_clipped / num_tokens)
-        optimizer.step()
+        return loss / num_tokens
+
+    losses, grad_norms = plain_steps(model, loss_of, num_steps)
     model.save_pretrained(out)
     return losses, grad_norms, clip_fractions
 

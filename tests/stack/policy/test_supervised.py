@@ -14,6 +14,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.data.supervised import Example, TokenSequence
 from tests import models
 from tests.stack.policy import policy_ranks, supervised_ranks
+from tests.stack.policy.objective_reference import plain_steps
 from tests.stack.ranks import RankPool
 
 NUM_STEPS = 3
@@ -64,20 +65,7 @@ def transformers_steps(loss_of: Loss, examples: list[Example]) -> tuple[list[flo
         model.score = torch.nn.Linear(64, 1, bias=False)
         with torch.no_grad():
             model.score.weight.copy_(0.02 * torch.randn(1, 64, generator=torch.Generator().manual_seed(SEED)))
-    parameters = list(model.parameters())
-    decayed = [parameter for parameter in parameters if parameter.ndim > 1]
-    rest = [parameter for parameter in parameters if parameter.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.98), eps=1e-3)
-    losses, grad_norms = [], []
-    for _ in range(NUM_STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(model, examples)
-        loss.backward()
-        losses.append(float(loss.detach()))
-        grad_norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0)))
-        optimizer.step()
-    return losses, grad_norms
+    return plain_steps(model, lambda: loss_of(model, examples), NUM_STEPS)
 
 
 def check(ranks: RankPool, config: RunConfig, layout: str, examples: list[Example], losses: list[float], grad_norms: list[float]) -> None:

@@ -348,6 +348,16 @@ def become_a_file(folder: Path) -> None:
     folder.touch()
 
 
+def goes_on(attempt: Callable[[], Attempt], first: int) -> None:
+    """Two attempts train one step each."""
+    for step in (first, first + 1):
+        now = attempt()
+        assert now.saver.load(now.newest, last_step=9).step == step - 1
+        now.saver.save_last(now.train(step))
+        with now.folder:
+            pass
+
+
 @pytest.mark.parametrize("break_", [lose_marker, lose_manifest, truncate_shard, break_marker, become_a_file])
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(attempt: Callable[[], Attempt], tmp_path: Path, break_: Callable):
     now, path = attempt(), tmp_path / "run"
@@ -363,12 +373,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(attempt: Call
     # A way out: one of them is restored.
     (path / "step_1").rename(tmp_path / "damaged")
     (tmp_path / "copy").rename(path / "step_1")
-    for step in (2, 3):
-        now = attempt()
-        assert now.saver.load(now.newest, last_step=9).step == step - 1
-        now.saver.save_last(now.train(step))
-        with now.folder:
-            pass
+    goes_on(attempt, 2)
 
 
 def test_a_run_whose_last_checkpoints_the_ranks_find_damaged_is_not_begun_anew(attempt: Callable[[], Attempt], tmp_path: Path):
@@ -386,12 +391,7 @@ def test_a_run_whose_last_checkpoints_the_ranks_find_damaged_is_not_begun_anew(a
     # The other way out: all of them are moved away.
     for folder in path.glob("damaged_step_*"):
         folder.rename(tmp_path / folder.name)
-    for step in (1, 2):
-        now = attempt()
-        assert now.saver.load(now.newest, last_step=9).step == step - 1
-        now.saver.save_last(now.train(step))
-        with now.folder:
-            pass
+    goes_on(attempt, 1)
 
 
 @pytest.mark.parametrize("name", ["tmp_step_1", "step_1"])
@@ -402,12 +402,7 @@ def test_a_run_whose_first_save_was_interrupted_begins_at_step_0(attempt: Callab
             shutil.rmtree(path / f"step_{step}")
     (path / name / "policy/weights").mkdir(parents=True)
     (path / name / "policy/weights/__0_0.distcp").write_bytes(b"half")
-    for step in (1, 2):
-        now = attempt()
-        assert now.saver.load(now.newest, last_step=9).step == step - 1
-        now.saver.save_last(now.train(step))
-        with now.folder:
-            pass
+    goes_on(attempt, 1)
 
 
 def test_a_clock_that_jumps_costs_nothing(attempt: Callable[[], Attempt], monkeypatch: pytest.MonkeyPatch):

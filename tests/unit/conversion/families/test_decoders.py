@@ -17,51 +17,16 @@ from conversion.families.common import HfConfig, MegatronCoords, MegatronParalle
 from conversion.families.decoder import rope_settings
 from conversion.families.registry import FAMILIES, family
 from tests import models
+from tests.sources import ROOT
 from tests.unit.conversion.dense import build_layout, index_arrays
 from tests.unit.conversion.families.reference import megatron_chunk, vllm_worker
 
 DECODERS = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
-QWEN3_30B = dict(
-    model_type="qwen3_moe",
-    vocab_size=151936,
-    hidden_size=2048,
-    intermediate_size=6144,
-    moe_intermediate_size=768,
-    num_hidden_layers=48,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    num_experts=128,
-    num_experts_per_tok=8,
-    norm_topk_prob=True,
-    decoder_sparse_step=1,
-    mlp_only_layers=[],
-    hidden_act="silu",
-    attention_bias=False,
-    rms_norm_eps=1e-6,
-    rope_theta=1000000.0,
-    rope_scaling=None,
-    max_position_embeddings=40960,
-    sliding_window=None,
-    use_sliding_window=False,
-    max_window_layers=48,
-    tie_word_embeddings=False,
-)
-LLAMA_31_8B = dict(
-    model_type="llama",
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    hidden_act="silu",
-    rms_norm_eps=1e-5,
-    rope_theta=500000.0,
-    rope_scaling=dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3"),
-    max_position_embeddings=131072,
-)
+_CONFIGS = ROOT / "scripts" / "bench" / "models"
+_HUB = {name: group["config"] for group in json.loads((_CONFIGS / "hub.json").read_text()) for name in group["ids"]}
+QWEN3_30B = json.loads((_CONFIGS / "qwen3_30b_a3b.config.json").read_text())
+LLAMA_31_8B, QWEN25_7B, QWEN3_06B = (_HUB[name] for name in ("meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-0.6B"))
 MIXTRAL_8X7B = dict(
     model_type="mixtral",
     vocab_size=32000,
@@ -77,39 +42,6 @@ MIXTRAL_8X7B = dict(
     rope_theta=1000000.0,
     max_position_embeddings=32768,
     sliding_window=None,
-)
-QWEN25_7B = dict(
-    model_type="qwen2",
-    vocab_size=152064,
-    hidden_size=3584,
-    intermediate_size=18944,
-    num_hidden_layers=28,
-    num_attention_heads=28,
-    num_key_value_heads=4,
-    hidden_act="silu",
-    rms_norm_eps=1e-6,
-    rope_theta=1000000.0,
-    max_position_embeddings=32768,
-    sliding_window=131072,
-    use_sliding_window=False,
-    max_window_layers=28,
-    tie_word_embeddings=False,
-)
-QWEN3_06B = dict(
-    model_type="qwen3",
-    vocab_size=151936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    hidden_act="silu",
-    rms_norm_eps=1e-6,
-    rope_theta=1000000,
-    max_position_embeddings=40960,
-    sliding_window=None,
-    tie_word_embeddings=True,
 )
 
 
@@ -426,7 +358,11 @@ def test_unknown_positions_and_windows_are_refused(changes: dict[str, object], m
 
 
 def test_windows_that_are_switched_off_or_longer_than_the_model_are_no_windows():
-    for hf_config in (QWEN25_7B, tiny("qwen3", sliding_window=512, max_window_layers=2), tiny("mixtral", sliding_window=4096)):
+    for hf_config in (
+        QWEN25_7B | dict(sliding_window=131072, max_window_layers=28),
+        tiny("qwen3", sliding_window=512, max_window_layers=2),
+        tiny("mixtral", sliding_window=4096),
+    ):
         assert family(hf_config).canonical(hf_config)
 
 
