@@ -194,11 +194,6 @@ class SlurmBox:
         """Facts that Slurm knows of a job."""
         return dict(re.findall(r"(\w+)=(\S*)", self.slurm("scontrol", "show", "job", "-o", str(job_id), check=False)))
 
-    def wait_for_state(self, job_id: int, *states: str, timeout_s: float) -> str:
-        """The first of these states that the job comes to."""
-        wait_until(lambda: self.job(job_id).get("JobState") in states, f"state {states}", timeout_s, explain=self.explain)
-        return self.job(job_id)["JobState"]
-
     def explain(self) -> str:
         """The end of every log."""
         parts = [self.slurm("sinfo", "--Node", "--long", check=False), self.slurm("squeue", "--all", check=False)]

@@ -28,8 +28,6 @@ _COPIES = ("conversion/schedule.py", "conversion/reshard.py", "conversion/rounds
 _FILES = ("conversion/convert.py", "conversion/cache.py", "conversion/files", "conversion/tensors.py")
 _PEAKS = ("mrl/plan/activations.py", "mrl/plan/peaks.py", "mrl/plan/states.py", "scripts/bench/plan_points.py")
 _MODEL = (*_UPDATE, "mrl/policy/model.py", "mrl/policy/specs.py", "mrl/policy/parallel.py", "mrl/algo/losses.py")
-_SAVES = ("mrl/loop/saving.py", *(f"mrl/store/{name}.py" for name in ("checkpoints", "ledger", "resuming", "ownership")))
-_CONFINED = ("mrl/envs/confine.py", "mrl/envs/sandbox.py", "mrl/envs/child.py", "mrl/rollout/http_gate.py")
 _GRADERS = tuple(f"mrl/envs/{name}.py" for name in ("code", "instruction_following", "mcqa", "structured_outputs", "workplace_assistant"))
 _MATH = tuple(f"mrl/envs/math_{name}.py" for name in ("value", "answer", "form", "same", "sums", "tokens"))
 

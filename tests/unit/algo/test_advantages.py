@@ -12,58 +12,36 @@ from mrl.config.schema.algo import AdvantageEstimatorConfig, Estimator, GrpoConf
 from mrl.types import RolloutGroup
 from tests.unit.algo.groups import group
 
-
-def test_leave_one_out_by_hand():
-    advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), normalize=False)
-    assert advantages.tolist() == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
-
-
-def test_mean_baseline_by_hand():
-    advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), normalize=False, use_leave_one_out_baseline=False)
-    assert advantages.tolist() == pytest.approx([0.75, -0.25, -0.25, -0.25])
-
-
 EPSILON = 1e-6  # NeMo RL's, beside every standard deviation
+GROUP_MEAN = dict(normalize=True, use_leave_one_out_baseline=False)
 
 
-def test_one_right_rollout_of_four_by_hand():
-    """The right one is compared with equal rewards, which have no deviation to divide by; the others with 1, 0 and 0."""
-    advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), normalize=True)
-    wrong = -(1 / 3) / (math.sqrt(((2 / 3) ** 2 + (1 / 3) ** 2 + (1 / 3) ** 2) / 2) + EPSILON)
-    assert advantages.tolist() == pytest.approx([1.0, wrong, wrong, wrong], abs=1e-12)
-
-
-def test_one_right_rollout_of_sixteen_by_hand():
-    # 1/15 in the mean, and a variance of (1 - 1/15) / 14 = 1/15.
-    advantages = group_advantages(torch.tensor([1.0] + [0.0] * 15), normalize=True)
-    assert advantages.tolist() == pytest.approx([1.0] + [-(1 / 15) / (math.sqrt(1 / 15) + EPSILON)] * 15, abs=1e-12)
-
-
-def test_a_pair_is_not_divided():
-    assert group_advantages(torch.tensor([1.0, 0.25]), normalize=True).tolist() == [0.75, -0.75]
+@pytest.mark.parametrize(
+    ("rewards", "settings", "expected"),
+    [
+        ([1.0, 0.0, 0.0, 1.0], dict(normalize=False), [2 / 3, -2 / 3, -2 / 3, 2 / 3]),
+        ([1.0, 0.0, 0.0, 0.0], GROUP_MEAN | dict(normalize=False), [0.75, -0.25, -0.25, -0.25]),
+        # The right one is compared with equal rewards, which have no deviation to divide by; the others with 1, 0 and 0.
+        ([1.0, 0.0, 0.0, 0.0], dict(normalize=True), [1.0] + [-(1 / 3) / (math.sqrt((4 / 9 + 1 / 9 + 1 / 9) / 2) + EPSILON)] * 3),
+        # 1/15 in the mean, and a variance of (1 - 1/15) / 14 = 1/15.
+        ([1.0] + [0.0] * 15, dict(normalize=True), [1.0] + [-(1 / 15) / (math.sqrt(1 / 15) + EPSILON)] * 15),
+        # A pair is not divided.
+        ([1.0, 0.25], dict(normalize=True), [0.75, -0.75]),
+        # Deviations 3/4 and -1/4, unbiased variance (9 + 3) / 16 / 3 = 1/4.
+        ([1.0, 0.0, 0.0, 0.0], dict(normalize=True, normalize_by_whole_group=True), [2.0, -2 / 3, -2 / 3, -2 / 3]),
+        ([1.0, 0.0, 0.0, 0.0], GROUP_MEAN, [0.75 / (0.5 + EPSILON)] + [-0.25 / (0.5 + EPSILON)] * 3),
+        # +-0.5e-8 from the mean, and a deviation of 1e-8 / sqrt(2), which the epsilon outweighs.
+        ([0.0, 1e-8], GROUP_MEAN, [sign * 0.5e-8 / (1e-8 / math.sqrt(2) + EPSILON) for sign in (-1, 1)]),
+    ],
+)
+def test_advantages_of_a_group_by_hand(rewards: list[float], settings: dict[str, bool], expected: list[float]):
+    assert group_advantages(torch.tensor(rewards), **settings).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
 def test_one_reward_against_equal_ones_that_are_no_binary_fractions():
     """Their variance as a difference of float32 squares is not 0, and gave an advantage of -2075 (NVIDIA-NeMo/RL#4158)."""
     rewards = torch.tensor([0.0] + [0.95] * 7)
     assert group_advantages(rewards, normalize=True)[0] == -float(rewards[1])
-
-
-def test_normalized_by_the_whole_group_by_hand():
-    # Deviations 3/4 and -1/4, unbiased variance (9 + 3) / 16 / 3 = 1/4.
-    advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), normalize=True, normalize_by_whole_group=True)
-    assert advantages.tolist() == pytest.approx([2.0, -2 / 3, -2 / 3, -2 / 3])
-
-
-def test_the_mean_of_all_and_their_deviation_by_hand():
-    advantages = group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), normalize=True, use_leave_one_out_baseline=False)
-    assert advantages.tolist() == pytest.approx([0.75 / (0.5 + EPSILON)] + [-0.25 / (0.5 + EPSILON)] * 3, abs=1e-12)
-
-
-def test_rewards_a_hundred_millionth_apart_differ_a_little():
-    # +-0.5e-8 from the mean, and a deviation of 1e-8 / sqrt(2), which the epsilon outweighs.
-    advantages = group_advantages(torch.tensor([0.0, 1e-8]), normalize=True, use_leave_one_out_baseline=False)
-    assert advantages.tolist() == pytest.approx([-0.5e-8 / (1e-8 / math.sqrt(2) + EPSILON), 0.5e-8 / (1e-8 / math.sqrt(2) + EPSILON)])
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 0.3, 1 / 3, 1e6 + 0.1])
@@ -120,12 +98,6 @@ def test_advantages_are_bounded_and_sum_to_zero(rewards: list[float], shift: flo
     if rewards_G.max() - rewards_G.min() > 1e-2:
         shifted = group_advantages(rewards_G + shift, normalize=True, normalize_by_whole_group=True)
         assert torch.allclose(shifted, advantages, atol=1e-3)
-
-
-def test_leave_one_out_is_the_mean_of_the_others():
-    rewards = torch.tensor([0.3, 0.1, 0.9, 0.4, 0.0])
-    slow = [rewards[i] - sum(rewards[j] for j in range(5) if j != i) / 4 for i in range(5)]
-    assert group_advantages(rewards, normalize=False).tolist() == pytest.approx([float(value) for value in slow])
 
 
 def estimator(name: Estimator, **rest) -> GrpoConfig:

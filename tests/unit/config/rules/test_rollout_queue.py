@@ -32,24 +32,6 @@ def test_lag_is_a_number(workplace: Path):
         ),
         ([*AHEAD, "grpo.async_grpo.max_trajectory_age_steps=-1"], r"max_trajectory_age_steps=-1: out of range"),
         ([*AHEAD, "grpo.async_grpo.max_generation_failures=-1"], r"max_generation_failures=-1: out of range"),
-    ],
-)
-def test_lag_needs_engines_of_its_own_and_the_correction(workplace: Path, overrides: list[str], problem: str):
-    found, *others = problems(*overrides)
-    assert re.search(problem, found), found
-    assert all(isinstance(other, Unchecked) for other in others)
-
-
-def test_kv_caches_are_kept_only_in_flight(workplace: Path):
-    flying = [*AHEAD, "grpo.async_grpo.in_flight_weight_updates=true"]
-    assert load_config("grpo_tiny.yaml", flying).grpo.async_grpo.keeps_kv_cache
-    again = [*flying, "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"]
-    assert not load_config("grpo_tiny.yaml", again).grpo.async_grpo.keeps_kv_cache
-
-
-@pytest.mark.parametrize(
-    ("overrides", "problem"),
-    [
         (["grpo.batch_multiplier=2"], r"grpo\.batch_multiplier=2\.0: without grpo\.use_dynamic_sampling=true"),
         (["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=0.5"], r"batch_multiplier=0\.5: out of range"),
         (["grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=0"], r"max_gen_batches=0: out of range"),
@@ -64,6 +46,13 @@ def test_what_cannot_be_supplied_is_refused(workplace: Path, overrides: list[str
     found, *others = problems(*overrides)
     assert re.search(problem, found), found
     assert all(isinstance(other, Unchecked) for other in others)
+
+
+def test_kv_caches_are_kept_only_in_flight(workplace: Path):
+    flying = [*AHEAD, "grpo.async_grpo.in_flight_weight_updates=true"]
+    assert load_config("grpo_tiny.yaml", flying).grpo.async_grpo.keeps_kv_cache
+    again = [*flying, "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"]
+    assert not load_config("grpo_tiny.yaml", again).grpo.async_grpo.keeps_kv_cache
 
 
 def test_validation_is_sampled_as_training_unless_it_says_otherwise(workplace: Path):
