@@ -80,10 +80,7 @@ class Problems:
 
     @property
     def texts(self) -> list[str]:
-        """The problems in the order in which they were added; those that one setting causes are one.
-
-        Joins the reasons of a setting that breaks several rules. Omits what it breaks for other keys.
-        """
+        """The problems in the order in which they were added; those that one setting causes are one, without what it breaks elsewhere."""
         groups: dict[str, list[str]] = {}
         for text, cause in self._texts.items():
             groups.setdefault(cause or text, []).append(text)
@@ -119,10 +116,7 @@ def spell(value: object) -> str:
 
 
 def hide(config: Config, faults: Mapping[str, str]) -> Config:
-    """A copy of a config in which reading one of the keys of `faults` raises NotKnown with the key that is at fault.
-
-    Below a section that is null, reading that section raises it. A key that the schema lacks hides nothing.
-    """
+    """A copy of a config in which reading a key of `faults`, or the null section above it, raises NotKnown with the key at fault."""
     hidden = copy.deepcopy(config) if faults else config
     for key, fault in faults.items():
         section: object = hidden

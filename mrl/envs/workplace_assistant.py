@@ -355,10 +355,7 @@ def load_tables(path: Path) -> Tables:
 
 
 def score(task: Task, *, shared_tables: Mapping[str, list[Record]]) -> Outcome:
-    """1 if the office is now in the state that the calls of `ground_truth` lead to, else 0.
-
-    As long as the last turn calls tools, their results are the observation.
-    """
+    """1 if the office is in the state that the calls of `ground_truth` lead to, else 0; results of the last turn's calls are observed."""
     fields = task.fields
     truth: list[object] = field_of(fields, "ground_truth", list)
     try:

@@ -128,11 +128,7 @@ def estimator(
     """`grpo` with this `adv_estimator`."""
     return GrpoConfig(
         adv_estimator=AdvantageEstimatorConfig(
-            name,
-            normalize_rewards=std,
-            use_leave_one_out_baseline=leave_one_out,
-            minus_baseline=minus_baseline,
-            reward_weights=weights,
+            name, normalize_rewards=std, use_leave_one_out_baseline=leave_one_out, minus_baseline=minus_baseline, reward_weights=weights
         )
     )
 

@@ -16,9 +16,7 @@ def narrowed(factor: int) -> HfConfig:
 
     Every matrix has the hidden size as its height or its width. Those with the hidden size as their height (output projections, down
     projections of experts) are the ones that tensor parallelism cuts along the columns, so the rows of the parts stay as long as they are.
-
-    Raises:
-        ValueError: `factor` does not divide the hidden size.
+    ValueError: `factor` does not divide the hidden size.
     """
     config = json.loads(NANO.read_text(encoding="utf-8"))
     if config["hidden_size"] % factor:
