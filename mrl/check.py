@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m mrl.check CONFIG [a.b=c ...]`: prints the resolved run, what became of NeMo RL's keys, and all that is wrong, in seconds.
 
-Also `--check` of `python -m mrl.train` and `mrl.evaluate`. Nothing here imports torch, Ray, vLLM or Megatron.
+Also `--check` of `python -m mrl.train` and `mrl.evaluate`.
+
+Nothing here imports torch, Ray, vLLM or Megatron.
 """
 
 from __future__ import annotations
@@ -361,7 +363,11 @@ class Target:
 
 
 def find_target(name: str, config: str | None) -> Target:
-    """Resolves `name`, a config or a folder. ValueError: it is a folder of neither kind, or has no checkpoint."""
+    """Resolves `name`, a config or a folder.
+
+    Raises:
+        ValueError: it is a folder of neither kind, or has no checkpoint.
+    """
     folder = Path(name)
     if not folder.is_dir():
         return Target(name, Path(name).stem)

@@ -65,7 +65,11 @@ class NemoRl:
 
 
 def load(checkout: Path) -> NemoRl:
-    """Their code, imported from a checkout. ValueError: the folder is no checkout."""
+    """Their code, imported from a checkout.
+
+    Raises:
+        ValueError: the folder is no checkout.
+    """
     if not (checkout / "nemo_rl" / "algorithms" / "grpo.py").exists():
         raise ValueError(f"{checkout} has no nemo_rl/algorithms/grpo.py; give the folder of a NeMo RL checkout")
     sys.meta_path.insert(0, _Stubs())

@@ -97,7 +97,8 @@ class Inputs:
 
 
 def random_inputs(seed: int, *, drift: float = 0.3) -> Inputs:
-    """float64 sequences of 1 to 9 tokens behind prompts of 0 to 2. By fives, one sequence, none that counts, or all ratios at 1.2."""
+    """float64 sequences of 1 to 9 tokens behind prompts of 0 to 2. By fives, a batch has one sequence, none that
+    counts, or all ratios at 1.2."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(scale: float) -> Tensor:

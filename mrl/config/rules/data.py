@@ -35,7 +35,10 @@ def _installed(_path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def route_of(agent_name: str, config: EnvConfig) -> str | None:
-    """The environment of rows with this `agent_ref`: the user's agent of that name, a grader of ours, NeMo Gym's agent itself, or None."""
+    """The environment of rows with this `agent_ref`: the user's agent of that name, a grader of ours, or NeMo Gym's agent itself.
+
+    None if there is none.
+    """
     server = agent_name.removesuffix("_simple_agent")
     if agent_name in config.agents:
         return agent_name
