@@ -48,7 +48,6 @@ PATHS: dict[str, tuple[str, ...]] = {
     ),
     "model_folders": ("conversion", "mrl/train.py", "mrl/config", "mrl/policy", "mrl/refit", "mrl/rollout"),
     "mopd": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/mopd_tiny.yaml", "configs/sft_tiny.yaml"),
-    "nemo_parity": ("mrl/algo", "mrl/policy/batch.py"),
     "nemo_recipes": ("mrl/config", "mrl/check.py"),
     "nemo_reasons": ("mrl/config", "mrl/check.py"),
     "nodes": ("scripts/ray_node.sh", "mrl/cluster/runtime.py", "mrl/cluster/nodes.py"),
