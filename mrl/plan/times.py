@@ -213,7 +213,7 @@ def step_times(
     if engine is None:
         return StepTimes(phases, mean_tokens, 0.0)
     vllm, per_engine = config.policy.generation.vllm_cfg, rollouts / config.num_engines
-    at_once = max(1.0, min(per_engine, vllm.max_num_seqs, engine.concurrency(int(mean_tokens))))
+    at_once = max(1.0, min(per_engine, engine.limits.num_seqs, engine.concurrency(int(mean_tokens))))
     longest = max(mean_tokens, vllm.max_model_len)
     tp = vllm.tensor_parallel_size
     sizes = dict(rollouts=per_engine, at_once=at_once, mean=mean_tokens, longest=longest)

@@ -343,7 +343,8 @@ def test_a_critic_does_not_train_the_output_layer_that_it_does_not_use(folders: 
 
 
 def test_a_teacher_is_counted_where_it_is(folders: dict[str, str]):
-    alone = load_config("grpo_nanov3.yaml", [folders["nano"]])
+    # Without a number it follows from the rollouts, which differ.
+    alone = load_config("grpo_nanov3.yaml", [folders["nano"], "policy.generation.vllm_cfg.max_num_seqs=128"])
     teacher = load_config("grpo_nanov3.yaml", [folders["qwen"], "policy.megatron_cfg.pipeline_model_parallel_size=4"]).policy
     config = with_value(with_value(alone, "teacher", teacher), "algorithm", "distillation")
     model, plain = read_model(config), read_model(alone)
