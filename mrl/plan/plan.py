@@ -202,7 +202,7 @@ def describe_candidates(title: str, candidates: list[Candidate]) -> list[str]:
         sizes = " ".join(f"{name}={value}" for name, value in found.values.items() if value is not None)
         total = found.times.total
         lines.append(
-            f"  {sizes}: {found.worst.peak / GIB:.0f} GiB, {total.low:.0f} to {total.high:.0f} s, exchange up to {found.exchange:.1f} s"
+            f"  {sizes}: {found.worst.peak / GIB:.0f} GiB, {total.low:.1f} to {total.high:.1f} s, exchange up to {found.exchange:.2f} s"
         )
         lines.append(f"    {' '.join(found.overrides) or '(as configured)'}")
     return lines

@@ -108,6 +108,21 @@ def test_a_decode_step_reads_and_writes_one_state_whatever_is_kept():
     assert decode(1) == decode(9)
 
 
+def test_the_tail_is_priced_by_its_own_batch(tmp_path: Path):
+    engine = EngineMemory(15e9, 0.0, 0.0, 0.0, 1e10, CacheLayout(1056, 3_244_032, 1, 4, 1), EngineLimits(128, 4096))
+    shape = PlanModel(NANO).shape
+
+    def decoded(rollouts: int, at_once: int, mean: float, longest: float) -> float:
+        return decode_seconds(shape, H100, engine, tp=4, rollouts=rollouts, at_once=at_once, mean=mean, longest=longest).low
+
+    # One after another there is no tail; rollouts of one length end together.
+    assert decoded(10, 1, 100, 1000) == pytest.approx(10 * decoded(1, 1, 100, 100))
+    assert decoded(64, 64, 1000, 1000) == pytest.approx(2 * decoded(64, 64, 500, 500), rel=0.1)
+    # A rollout of 8,000 tokens among others of 1,000: more than those, and less than 8,000 steps of the full batch.
+    assert decoded(64, 64, 1000, 1000) < decoded(64, 64, 1000, 8000) < 0.8 * decoded(64, 64, 8000, 8000)
+    assert decoded(64, 64, 1000, 8000) > decoded(1, 1, 8000, 8000)
+
+
 def test_an_engine_over_nodes_sums_over_the_network():
     # Of each of 52 layers twice: 64 tokens of 2,688 bfloat16 go and come at 0.97 of 50 GB/s, after 20 us.
     assert decode(num_nodes=2) - decode() == pytest.approx(1000 * 104 * (2 * 64 * 2688 * 2 / (0.97 * 50e9) + 20e-6))
