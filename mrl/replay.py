@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl.config.load import load_config
+from mrl.config.secrets import start_logging
 from mrl.loop.main import main as run_command
 from mrl.loop.preflight import check_start
 from mrl.loop.recording import layout_of
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--sample", action="store_true", help="sample the rollouts again, too, where the steps are recorded")
     parser.add_argument("words", nargs="*", metavar="a.b=c", help="other settings, such as another layout of the ranks")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     run, step = options.run.absolute(), options.step
     into = (options.into or run / "replay").absolute()
     recorded = {row["step"]: row for row in read_rows(run / METRICS, METRIC_KEYS)[0]}
@@ -96,8 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def replay_training(words: Sequence[str], run: Path, into: Path, base: Checkpoint | None, records: Sequence[Path]) -> int:
     """Makes the training of recorded steps again, whatever the lag; returns the exit code."""
+    secrets = start_logging("text")
+    settings = [*words[1:], f"checkpointing.checkpoint_dir={into}", f"logger.log_dir={into / 'logs'}"]
     try:
-        config = check_start(load_config(words[0], [*words[1:], f"checkpointing.checkpoint_dir={into}", f"logger.log_dir={into / 'logs'}"]))
+        config = check_start(load_config(words[0], settings, secrets=secrets))
         recorded = check_replayed(config, base, records)
     except (OSError, ValueError) as error:
         logger.error("%s", error)
@@ -106,7 +109,11 @@ def replay_training(words: Sequence[str], run: Path, into: Path, base: Checkpoin
     same = all(record.layout == layout_of(config) for record in recorded)
     how = "bit for bit" if same else f"within {TOLERANCE[config.policy.precision]:g}, as the layout is another"
     what = f"the training of steps {recorded[0].step} to {recorded[-1].step} of {run}, from their records and {name_of(base)}, {how}"
-    return tell(retrained(config, base, recorded, into / "logs" / "actors"), what)
+    try:
+        return tell(retrained(config, base, recorded, into / "logs" / "actors"), what)
+    except RuntimeError as error:
+        logger.error("The replay ended: %s. Logs of the ranks: %s", error, into / "logs" / "actors")
+        return 2
 
 
 def name_of(base: Checkpoint | None) -> str:

@@ -35,7 +35,7 @@ KEPT = "rollouts"
 """Folder in the run folder."""
 FILE = re.compile(r"kept_(\d+)\.mrl")
 INTERVAL_S = 1.0
-FLUSH_S, END_S = 10.0, 10.0
+FLUSH_S, END_S = 60.0, 10.0
 SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "stop_strings", "vllm_kwargs")
 ENGINE = ("precision", "kv_cache_dtype", "max_model_len", "http_server_serving_chat_kwargs")
 JUDGING = ("num_generations_per_prompt", "max_rollout_turns", "seed")
