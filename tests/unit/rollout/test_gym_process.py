@@ -10,12 +10,14 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from mrl.config.schema.env import NemoGymConfig
 from mrl.rollout import gym as gym_module
 from mrl.rollout.gym import GymServers
+from mrl.rollout.gym_child import make_ray_folder
 from mrl.rollout.gym_process import GymProcess, gym_config
 from tests.waiting import HANG_S
 
@@ -97,6 +99,17 @@ def test_servers_start_come_back_and_leave_nothing(tmp_path: Path, program: str)
     assert (folder / "env.yaml").stat().st_mode & 0o77 == 0
     assert [one["words"] for one in started()] == [["--flag", "+config_paths=[a.yaml]"]] * 2 and not any(one["left"] for one in started())
     assert "on standard output" in folder.with_suffix(".log").read_text()
+
+
+def test_the_folder_of_gym_s_ray_goes_with_the_run_whose_reaper_kills_its_keeper(tmp_path: Path):
+    with TemporaryDirectory(prefix="mrl-ray-") as session_folder:
+        assert Path(make_ray_folder(session_folder)).parent == Path(session_folder)
+    # Sockets have paths of 107 bytes, and without a run's folder there is none.
+    (long := tmp_path / ("long" * 10)).mkdir()
+    for folder in (str(long), str(tmp_path / "absent"), ""):
+        made = Path(make_ray_folder(folder))
+        assert made.parent not in (long, tmp_path)
+        made.rmdir()
 
 
 def test_a_program_that_does_not_start_is_told_with_its_log(tmp_path: Path):
