@@ -23,12 +23,12 @@ PR_SET_CHILD_SUBREAPER = 36
 START_S = 120
 RAY = {
     "RAY_gcs_server_port_wait_time_s": f"{START_S}",
-    "RAY_raylet_start_wait_time_s": f"{START_S}",
     "RAY_worker_register_timeout_seconds": f"{START_S}",
     "RAY_agent_register_timeout_ms": f"{START_S * 1000}",
+    "RAY_prestart_worker_first_driver": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""Gives their Ray more time than its own 15 to 60 s, which are too few on a busy host where a run starts beside it."""
+"""Gives their Ray more time than its own 15 to 60 s, which are too few on a busy host where a run starts beside it, and less to do."""
 GRACE_MS = 15_000
 """For the servers to end by themselves."""
 MAX_SESSION_FOLDER_BYTES = 107 - 68 - len("/g12345678")

@@ -112,8 +112,12 @@ def test_the_folder_of_gym_s_ray_goes_with_the_run_whose_reaper_kills_its_keeper
         made.rmdir()
 
 
-def test_a_program_that_does_not_start_is_told_with_its_log(tmp_path: Path):
-    section = NemoGymConfig(command=f"{sys.executable} -c raise(SystemExit(3))", start_s=HANG_S)
+@pytest.mark.parametrize(("said", "num_starts"), [("no such server", 3), ("The current node timed out during startup.", 7)])
+def test_a_program_that_does_not_start_is_told_with_its_log(tmp_path: Path, said: str, num_starts: int):
+    """A Ray that gives up on a busy host is started as often as it takes; here it then fails in another way."""
+    program = tmp_path / "ng_run.py"
+    program.write_text(f"import sys\nopen('starts', 'a').write('x')\nsys.exit('{said}' if len(open('starts').read()) < 5 else 'broken')")
+    section = NemoGymConfig(command=f"{sys.executable} {program}", start_s=HANG_S)
 
     async def live() -> None:
         servers = GymServers(f"http://127.0.0.1:{free_port()}")
@@ -122,3 +126,4 @@ def test_a_program_that_does_not_start_is_told_with_its_log(tmp_path: Path):
 
     with pytest.raises(RuntimeError, match=r"has ended 3 times in a row before NeMo Gym's servers were up; see .*nemo_gym.log"):
         asyncio.run(live())
+    assert len((tmp_path / "nemo_gym/starts").read_text()) == num_starts
