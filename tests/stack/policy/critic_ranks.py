@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
-from mrl.data.packing import PackedRow, pack_row
+from mrl.data.packing import PackedRow
 from tests.rollouts import pulled
-from tests.stack.policy.model_ranks import open_models
-from tests.stack.policy.policy_ranks import LAYOUTS, PAD_TOKEN_ID, optimizer_checksum, plan_of, raw_checksums, rollouts
+from tests.stack.policy.policy_ranks import open_models, optimizer_checksum, pack_rows, plan_of, raw_checksums, rollouts, sizes_of
 from tests.stack.ranks import Rank
 
 if TYPE_CHECKING:
@@ -40,8 +39,8 @@ def ppo_config(folder: Path, layout: str, critic_layout: str, *overrides: str) -
     """The laptop's config on the model in `folder`, policy and critic in these layouts."""
     words = ["value.megatron_cfg.num_layers_in_first_pipeline_stage=null"]
     for section, name in (("policy", layout), ("value", critic_layout)):
-        sizes = dict(tensor_model_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False, pipeline_model_parallel_size=1)
-        words += [f"{section}.megatron_cfg.{key}={value}" for key, value in (sizes | LAYOUTS[name][1]).items()]
+        given = dict(tensor_model_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False, pipeline_model_parallel_size=1)
+        words += [f"{section}.megatron_cfg.{key}={value}" for key, value in (given | sizes_of(name)).items()]
         words += [f"{section}.megatron_cfg.optimizer.{item}" for item in MARGINS]
         words += [f"{section}.megatron_cfg.scheduler.lr_warmup_iters=0", f"{section}.megatron_cfg.freeze_moe_router=false"]
     return load_config("ppo_tiny.yaml", [f"policy.model_name={folder}", *words, *overrides])
@@ -59,10 +58,7 @@ def rows_of(model: PolicyRank) -> list[PackedRow]:
     model.make_current()
     policy, sequences = model._config.policy, rollouts()
     plan = plan_of("balanced", parallel_state.get_data_parallel_world_size(), policy.sequence_multiple)[0][model.dp_rank]
-    sizes = dict(divisible_by=policy.row_multiple, sequence_multiple=policy.sequence_multiple, pad_token_id=PAD_TOKEN_ID)
-
-    made = {index: pulled(rollout, 0.0, is_valid, reward_of(index)) for index, rollout, _, is_valid in sequences}
-    return [pack_row({index: made[index] for index in row}, **sizes) for row in plan]
+    return pack_rows(policy, plan, {index: pulled(rollout, 0.0, is_valid, reward_of(index)) for index, rollout, _, is_valid in sequences})
 
 
 def of_all_ranks(mine: list[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:

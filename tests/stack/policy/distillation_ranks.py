@@ -15,11 +15,10 @@ from mrl.config.load import load_config
 from mrl.config.model import with_value
 from mrl.config.schema.algo import LossConfig, OnPolicyDistillationConfig
 from mrl.config.schema.run import Facts, RunConfig
-from mrl.data.packing import PackedRow, pack_row
+from mrl.data.packing import PackedRow
 from mrl.types import TeacherTokens, TokenSample
 from tests.rollouts import pulled
 from tests.stack.policy import logprob_ranks, policy_ranks
-from tests.stack.policy.model_ranks import open_models
 from tests.stack.ranks import Rank
 
 K = 5
@@ -117,8 +116,7 @@ def rows_of(config: RunConfig, dp_rank: int, dp_size: int, taught: dict[int, Tea
         for index, rollout, advantage, is_valid in policy_ranks.rollouts()
     }
     plan = policy_ranks.plan_of("balanced", dp_size, policy.sequence_multiple)[0][dp_rank]
-    sizes = dict(divisible_by=policy.row_multiple, sequence_multiple=policy.sequence_multiple, pad_token_id=policy_ranks.PAD_TOKEN_ID)
-    return [pack_row({index: made[index] for index in row if index in kept}, **sizes) for row in plan]
+    return policy_ranks.pack_rows(policy, [[index for index in row if index in kept] for row in plan], made)
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ def distilled(rank: Rank, config: RunConfig, num_steps: int) -> Distilled:
     from mrl.policy.beside import teach
 
     every, names, taught = range(policy_ranks.NUM_SEQUENCES), list(config.teachers), dict[int, TeacherTokens]()
-    with open_models(rank, [(name, config) for name in (*names, "policy")]) as (*teachers, student):
+    with policy_ranks.open_models(rank, [(name, config) for name in (*names, "policy")]) as (*teachers, student):
         for place, (name, teacher) in enumerate(zip(names, teachers, strict=True)):
             teacher.make_current()
             dp_size = parallel_state.get_data_parallel_world_size()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,9 +12,8 @@ import torch
 
 from mrl.config.schema.run import RunConfig
 from mrl.phases import ModelName
-from tests.stack.policy.policy_ranks import optimizer_checksum, packed_rows, raw_checksums, set_batch
+from tests.stack.policy.policy_ranks import open_models, optimizer_checksum, packed_rows, raw_checksums, set_batch
 from tests.stack.ranks import Rank
-from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
     from mrl.policy.policy import PolicyRank
@@ -28,34 +26,6 @@ class Numbers:
     logprobs: list[np.ndarray] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     checksums: list[object] = field(default_factory=list)
-
-
-@contextmanager
-def open_models(rank: Rank, configs: Sequence[tuple[ModelName, RunConfig]]) -> Iterator[list[PolicyRank]]:
-    """The models of these configs in this process, built in this order."""
-    from mrl.policy.parallel import Meeting
-    from mrl.policy.policy import PolicyRank
-
-    torch.set_num_threads(1)
-    models: list[PolicyRank] = []
-    try:
-        for name, config in configs:
-            models.append(
-                PolicyRank(
-                    config,
-                    rank=rank.rank,
-                    world_size=rank.world_size,
-                    meeting=Meeting(rank.master_address, rank.master_port),
-                    timeout_s=HANG_S,
-                    model=name,
-                )
-            )
-        for model in models:
-            model.load_hf(model._config.policy.model_name)
-        yield models
-    finally:
-        for model in models:
-            model.close()
 
 
 def steps(model: PolicyRank, num_steps: int) -> Iterator[Numbers]:

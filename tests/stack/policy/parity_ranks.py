@@ -14,12 +14,12 @@ from conversion.adapters import adapted_layers, adapter_family
 from conversion.families.registry import family
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import plan_batch
-from mrl.data.packing import PackedRow, pack_row
+from mrl.data.packing import PackedRow
 from mrl.data.planning import SequenceCost
 from mrl.types import Rollout, RolloutRequest, SamplingParams
 from tests.rollouts import pulled
 from tests.stack.policy.layout_ranks import canonical_values
-from tests.stack.policy.policy_ranks import PAD_TOKEN_ID, open_policy, optimizers
+from tests.stack.policy.policy_ranks import open_policy, optimizers, pack_rows
 from tests.stack.ranks import Rank
 
 if TYPE_CHECKING:
@@ -75,11 +75,10 @@ def measure(rank: Rank, config: RunConfig, rollouts: Sequence[Rollout], num_step
 def _rows(config: RunConfig, rollouts: Sequence[Rollout], dp_rank: int) -> tuple[list[PackedRow], list[PackedRow]]:
     """Rows of this rank in training and in logprob passes: the same list if they are the same. One in seven rollouts is not valid."""
     policy, advantages = config.policy, np.random.default_rng(1).normal(size=len(rollouts))
-    sequences = [pulled(rollout, float(advantages[index]), index % 7 != 3) for index, rollout in enumerate(rollouts)]
+    made = {index: pulled(rollout, float(advantages[index]), index % 7 != 3) for index, rollout in enumerate(rollouts)}
     lengths = [len(rollout.request.token_ids) + len(rollout.token_ids) for rollout in rollouts]
     plans = plan_batch(lengths, policy, dp_size=config.data_parallel_size, cost=SequenceCost(1.0, 0.01))
-    sizes = dict(divisible_by=policy.row_multiple, sequence_multiple=policy.sequence_multiple, pad_token_id=PAD_TOKEN_ID)
-    rows, logprob_rows = ([pack_row({index: sequences[index] for index in row}, **sizes) for row in plan[dp_rank]] for plan in plans)
+    rows, logprob_rows = (pack_rows(policy, plan[dp_rank], made) for plan in plans)
     return rows, rows if plans[0] == plans[1] else logprob_rows
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +18,10 @@ from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, pack_row, padded_length
 from mrl.data.planning import RowPlan, SequenceCost, batch_in_order, pack, repack
-from mrl.types import Rollout, RolloutRequest, SamplingParams, TokenSample
+from mrl.phases import ModelName
+from mrl.types import Rollout, RolloutRequest, SamplingParams, TokenSample, TrainSequence
 from tests.rollouts import pulled
+from tests.stack.policy.sizes import sizes
 from tests.stack.ranks import Rank
 from tests.waiting import HANG_S
 
@@ -33,60 +35,24 @@ NUM_SEQUENCES = 16
 ROW_TOKENS = 64
 LOGPROB_ROW_TOKENS = 40
 
-LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
-    "one": (1, {}),
-    "dp2": (2, {}),
-    "tp2 sp": (2, dict(tensor_model_parallel_size=2, sequence_parallel=True)),
-    "tp2 sp dp2": (4, dict(tensor_model_parallel_size=2, sequence_parallel=True)),
-    "tp2 sp ep2 etp2": (
-        4,
-        dict(tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=2, sequence_parallel=True),
-    ),
-    "tp2 sp dp2 ep2": (4, dict(tensor_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True)),
-    "tp2 sp etp2": (2, dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=2, sequence_parallel=True)),
-    "pp2 dp2": (4, dict(pipeline_model_parallel_size=2)),
-    "pp2 dp2 ep2": (4, dict(pipeline_model_parallel_size=2, expert_model_parallel_size=2, num_layers_in_first_pipeline_stage=4)),
-    # Of models whose layers two stages share evenly.
-    "pp2 vpp2": (2, dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)),
-    "pp2 vpp2 dp2 ep2": (
-        4,
-        dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, expert_model_parallel_size=2),
-    ),
-    "tp2 sp pp2": (4, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True)),
-    "tp2 sp pp2 ep2": (
-        4,
-        dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True),
-    ),
-    "cp2 ep2": (2, dict(context_parallel_size=2, expert_model_parallel_size=2)),
-    "tp2 sp cp2 ep2": (
-        4,
-        dict(tensor_model_parallel_size=2, context_parallel_size=2, expert_model_parallel_size=2, sequence_parallel=True),
-    ),
-    "cp2 dp2 ep2": (4, dict(context_parallel_size=2, expert_model_parallel_size=2)),
-    "cp4 ep2": (4, dict(context_parallel_size=4, expert_model_parallel_size=2)),
-    "tp2 sp pp2 cp2 ep4": (
-        8,
-        dict(
-            tensor_model_parallel_size=2,
-            pipeline_model_parallel_size=2,
-            context_parallel_size=2,
-            expert_model_parallel_size=4,
-            sequence_parallel=True,
-            num_layers_in_first_pipeline_stage=4,
-        ),
-    ),
-    "pp2 dp4 ep4": (8, dict(pipeline_model_parallel_size=2, expert_model_parallel_size=4)),
-}
+# The tiny model has seven layers.
+UNEVEN = ("pp2 dp2 ep2", "tp2 sp pp2 cp2 ep4")
+BF16 = ("policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true")
 
 
 def world_size(layout: str) -> int:
-    return LAYOUTS[layout][0]
+    return sizes(layout)[0]
+
+
+def sizes_of(layout: str) -> dict[str, object]:
+    """Settings of a layout, as the tiny model's layers allow."""
+    return sizes(layout)[1] | (dict(num_layers_in_first_pipeline_stage=4) if layout in UNEVEN else {})
 
 
 def run_config(folder: Path, layout: str, *overrides: str) -> RunConfig:
     """The laptop's config on the model in `folder`, at a layout, with an optimizer whose steps do not amplify rounding."""
-    sizes = dict(tensor_model_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False) | LAYOUTS[layout][1]
-    megatron = [f"policy.megatron_cfg.{key}={value}" for key, value in sizes.items()]
+    given = dict(tensor_model_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False) | sizes_of(layout)
+    megatron = [f"policy.megatron_cfg.{key}={value}" for key, value in given.items()]
     optimizer = [f"policy.megatron_cfg.optimizer.{item}" for item in ("lr=1e-3", "min_lr=1e-3", "adam_eps=1e-3", "weight_decay=0.01")]
     # A warmup begins with a step of learning rate 0.
     optimizer.append("policy.megatron_cfg.scheduler.lr_warmup_iters=0")
@@ -114,10 +80,11 @@ def plan_of(algorithm: str, dp_size: int, sequence_multiple: int = 1) -> tuple[R
     return plan, repack(plan, lengths, algorithm=algorithm, row_tokens=LOGPROB_ROW_TOKENS)
 
 
-def pack_rows(config: PolicyConfig, plan: Sequence[tuple[int, ...]]) -> list[PackedRow]:
-    """The planned rows of one rank, padded as its layout asks."""
-    sequences, multiples = rollouts(), dict(divisible_by=config.row_multiple, sequence_multiple=config.sequence_multiple)
-    made = {index: pulled(rollout, advantage, is_valid) for index, rollout, advantage, is_valid in sequences}
+def pack_rows(config: PolicyConfig, plan: Iterable[Sequence[int]], made: Mapping[int, TrainSequence] | None = None) -> list[PackedRow]:
+    """The planned rows of one rank, padded as its layout asks; of the random rollouts where no sequences are given."""
+    multiples = dict(divisible_by=config.row_multiple, sequence_multiple=config.sequence_multiple)
+    if made is None:
+        made = {index: pulled(rollout, advantage, is_valid) for index, rollout, advantage, is_valid in rollouts()}
     return [pack_row({index: made[index] for index in row}, **multiples, pad_token_id=PAD_TOKEN_ID) for row in plan]
 
 
@@ -127,24 +94,38 @@ def packed_rows(config: PolicyConfig, dp_rank: int, dp_size: int) -> list[Packed
 
 
 @contextmanager
-def open_policy(rank: Rank, config: RunConfig) -> Iterator[PolicyRank]:
-    """The rank's policy with its model folder's weights and its rows as the batch."""
+def open_models(rank: Rank, configs: Sequence[tuple[ModelName, RunConfig]]) -> Iterator[list[PolicyRank]]:
+    """The models of these configs in this process, built in this order."""
     from mrl.policy.parallel import Meeting
     from mrl.policy.policy import PolicyRank
 
     torch.set_num_threads(1)
-    policy = PolicyRank(
-        config,
-        rank=rank.rank,
-        world_size=rank.world_size,
-        meeting=Meeting(rank.master_address, rank.master_port),
-        timeout_s=HANG_S,
-    )
+    models: list[PolicyRank] = []
     try:
-        policy.load_hf(config.policy.model_name)
-        yield policy
+        for name, config in configs:
+            models.append(
+                PolicyRank(
+                    config,
+                    rank=rank.rank,
+                    world_size=rank.world_size,
+                    meeting=Meeting(rank.master_address, rank.master_port),
+                    timeout_s=HANG_S,
+                    model=name,
+                )
+            )
+        for model in models:
+            model.load_hf(model._config.policy.model_name)
+        yield models
     finally:
-        policy.close()
+        for model in models:
+            model.close()
+
+
+@contextmanager
+def open_policy(rank: Rank, config: RunConfig) -> Iterator[PolicyRank]:
+    """The rank's policy with its model folder's weights and its rows as the batch."""
+    with open_models(rank, [("policy", config)]) as (policy,):
+        yield policy
 
 
 def set_batch(policy: PolicyRank, algorithm: str | None = None) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import batch_examples
-from mrl.data.packing import pack_row
 from mrl.data.planning import SequenceCost
 from mrl.data.supervised import Example, TokenSequence
 from tests.rollouts import pulled
@@ -55,15 +54,9 @@ def evaluation_and_steps(
     with policy_ranks.open_policy(rank, config) as policy:
         dp_size = parallel_state.get_data_parallel_world_size()
         batch = batch_examples(learned, config.policy, dp_size=dp_size, cost=SequenceCost(1.0, 0.01))
-        rows = [
-            pack_row(
-                {index: pulled(batch.rollouts[index], 0.0, True) for index in row},
-                divisible_by=config.policy.row_multiple,
-                sequence_multiple=config.policy.sequence_multiple,
-                pad_token_id=policy_ranks.PAD_TOKEN_ID,
-            )
-            for row in batch.rows[policy.dp_rank]
-        ]
+        plan = batch.rows[policy.dp_rank]
+        made = {index: pulled(batch.rollouts[index], 0.0, True) for row in plan for index in row}
+        rows = policy_ranks.pack_rows(config.policy, plan, made)
         policy.enter("train")
 
         def give_batch() -> None:

@@ -8,16 +8,9 @@ from pathlib import Path
 import pytest
 
 from conversion.cache import cached_mcore
-from tests import models
 from tests.stack.policy import policy_ranks
+from tests.stack.policy.policy_ranks import BF16
 from tests.stack.ranks import RankPool
-
-BF16 = ["policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.save_nemotron_h(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

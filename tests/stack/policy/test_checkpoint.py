@@ -13,18 +13,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from conversion.boxes import Slot
 from conversion.families.registry import family
 from conversion.files.torch_dist import TorchDistFolder
-from tests import models
 from tests.stack.policy import policy_ranks, save_ranks
+from tests.stack.policy.policy_ranks import BF16
 from tests.stack.ranks import RankPool
 
 SAVED_LAYOUT = "tp2 sp dp2 ep2"
 UNDISTRIBUTED = ("optimizer.use_distributed_optimizer", "distributed_data_parallel_config.overlap_param_gather")
-BF16 = ["policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.save_nemotron_h(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from conversion.files.torch_dist import TorchDistFolder
 from conversion.tensors import read_whole
 from tests import models
 from tests.stack.policy import entry_ranks, policy_ranks
+from tests.stack.policy.policy_ranks import BF16
 from tests.stack.ranks import RankPool
 
-BF16 = ["policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true"]
 # Modules that a first save imports, and the pieces in which files are read and written.
 SLACK_BYTES = 24 << 20
 
@@ -23,11 +23,6 @@ SLACK_BYTES = 24 << 20
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """20 million parameters, so that a checkpoint has 275 MB."""
     return models.save_model(tmp_path_factory.mktemp("large"), "llama", num_hidden_layers=2, hidden_size=512, intermediate_size=6144)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.save_nemotron_h(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("dp", [2, 4, 8])

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import models
 from tests.stack.policy import policy_ranks
 from tests.stack.ranks import RankPool
 
@@ -22,11 +21,6 @@ CASES = [
     pytest.param("cp4 ep2", "every sequence", marks=LONG),
     pytest.param("tp2 sp pp2 cp2 ep4", "every sequence", marks=LONG),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.save_nemotron_h(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize(("layout", "loss"), CASES)

@@ -34,11 +34,6 @@ NUM_STEPS = 2
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.save_nemotron_h(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def of_one_rank(ranks: RankPool, folder: Path) -> Steps:
     (found,) = ranks.run(critic_ranks.steps, ppo_config(folder, "one", "one", *OVERRIDES), NUM_STEPS, world_size=1)
     return found

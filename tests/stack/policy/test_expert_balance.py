@@ -35,11 +35,6 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.save_nemotron_h(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def tokens_by_layer() -> dict[int, list[int]]:
     """Choices of each expert by the tokens of all rollouts, by layer, one token after the other."""
     model = models.nemotron_h()

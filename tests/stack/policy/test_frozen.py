@@ -9,18 +9,12 @@ from pathlib import Path
 import pytest
 
 from mrl.config.schema.megatron import FreezeConfig
-from tests import models
 from tests.stack.policy import policy_ranks, save_ranks
 from tests.stack.policy.layouts import EP2, TP2_SP, assert_close, gradients_of
 from tests.stack.ranks import RankPool
 
 # The embedding, and the first layers whole, so that what comes out of the first stage needs no gradient of its own.
 PATTERNS = ["backbone.embeddings.*", "backbone.layers.[0-3].*", "*.shared_experts.up_proj.weight"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.save_nemotron_h(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,6 @@ import torch
 from tests import models
 from tests.stack.policy import layout_ranks
 from tests.stack.policy.layouts import (
-    CP2,
-    CP4,
-    EP2,
-    PP2,
-    TP2,
-    TP2_SP,
     Gradients,
     assert_close,
     gradients_of,
@@ -26,30 +20,12 @@ from tests.stack.policy.layouts import (
     transformers_logprobs,
     transformers_model,
 )
+from tests.stack.policy.sizes import sizes
 from tests.stack.ranks import RankPool
 
-LAYOUTS = {
-    "tp2 sp ep1": (2, TP2_SP),
-    "tp2 sp ep2": (2, TP2_SP | EP2),
-    "tp2 sp etp2": (2, TP2_SP | dict(expert_tensor_parallel_size=2)),
-    "pp2": (2, PP2),
-    "pp2 uneven": (2, PP2 | dict(num_layers_in_first_pipeline_stage=3)),
-    "dp2": (2, {}),
-    "ep2 dp2": (2, EP2),
-    "tp2 sp pp2 ep2": (4, TP2_SP | PP2 | EP2),
-    "tp2 sp dp2 ep2": (4, TP2_SP | EP2),
-    "tp2 sp ep1, recomputed": (2, TP2_SP | dict(activation_checkpointing=True)),
-    "cp2": (2, CP2),
-    "tp2 sp cp2 ep2": (4, TP2_SP | CP2 | EP2),
-}
-LONG_LAYOUTS = {
-    "cp4": (4, CP4),
-    "cp2 dp2": (4, CP2),
-    "cp2 pp2": (4, CP2 | PP2),
-    "cp2 ep2, recomputed": (2, CP2 | EP2 | dict(activation_checkpointing=True)),
-    "tp2 sp cp4 ep2": (8, TP2_SP | CP4 | EP2),
-    "tp2 sp pp2 cp2 ep4": (8, TP2_SP | PP2 | CP2 | dict(expert_model_parallel_size=4)),
-}
+LAYOUTS = ["tp2 sp ep1", "tp2 sp ep2", "tp2 sp etp2", "pp2", "pp2 uneven", "dp2", "ep2 dp2", "tp2 sp pp2 ep2", "tp2 sp dp2 ep2"]
+LAYOUTS += ["tp2 sp ep1, recomputed", "cp2", "tp2 sp cp2 ep2"]
+LONG_LAYOUTS = ["cp4", "cp2 dp2", "cp2 pp2", "cp2 ep2, recomputed", "tp2 sp cp4 ep2", "tp2 sp pp2 cp2 ep4"]
 LONG = pytest.mark.long("parity")
 
 
@@ -71,8 +47,7 @@ def one_rank(ranks: RankPool, moe_folder: Path) -> Gradients:
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=LONG) for name in LONG_LAYOUTS)])
 def test_a_layout_gives_the_loss_and_gradients_of_one_rank(ranks: RankPool, moe_folder: Path, one_rank: Gradients, layout: str):
-    world_size, megatron = (LAYOUTS | LONG_LAYOUTS)[layout]
-    loss, grads = gradients_of(ranks, moe_folder, world_size, megatron)
+    loss, grads = gradients_of(ranks, moe_folder, *sizes(layout))
     assert loss == pytest.approx(one_rank[0], rel=1e-6)
     assert_close(grads, one_rank[1], 1e-5)
 
@@ -80,7 +55,7 @@ def test_a_layout_gives_the_loss_and_gradients_of_one_rank(ranks: RankPool, moe_
 def test_tensor_parallelism_without_sequence_parallelism_gives_the_gradients_of_one_rank(ranks: RankPool, dense_folder: Path):
     # Megatron trains mixture-of-experts models only with both.
     loss, grads = gradients_of(ranks, dense_folder, 1, {})
-    parallel_loss, parallel_grads = gradients_of(ranks, dense_folder, 2, TP2)
+    parallel_loss, parallel_grads = gradients_of(ranks, dense_folder, *sizes("tp2"))
     assert parallel_loss == pytest.approx(loss, rel=1e-6)
     assert_close(parallel_grads, grads, 1e-5)
 
@@ -95,7 +70,7 @@ def test_one_rank_gives_the_gradients_of_transformers(moe_folder: Path, one_rank
 def test_latent_experts_give_the_loss_and_gradients_of_transformers(ranks: RankPool, tmp_path: Path, layout: str):
     folder = models.save_nemotron_h(tmp_path / "model", hybrid_override_pattern="ME-*", num_hidden_layers=4, moe_latent_size=32)
     expected_loss, expected = transformers_gradients(folder, tmp_path / "gradients")
-    loss, grads = gradients_of(ranks, folder, *LAYOUTS[layout])
+    loss, grads = gradients_of(ranks, folder, *sizes(layout))
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert_close(grads, expected, 2e-5)
 
@@ -109,8 +84,7 @@ def test_logprobs_equal_those_of_transformers(ranks: RankPool, tmp_path: Path, s
         expected = np.concatenate([transformers_logprobs(model, row).numpy() for row in rows])
     is_token = np.concatenate([layout_ranks.packed_row(row).loss_mask_T.bool().numpy() for row in rows])
     assert is_token.sum() > 2000
-    layouts = (LAYOUTS["tp2 sp ep2"], LAYOUTS["tp2 sp pp2 ep2"], LAYOUTS["cp2"]) if seed == 0 else ()
-    for world_size, megatron in ((1, {}), *layouts):
+    for world_size, megatron in map(sizes, ("one", "tp2 sp ep2", "tp2 sp pp2 ep2", "cp2") if seed == 0 else ("one",)):
         results = ranks.run(layout_ranks.logprobs, layout_ranks.policy_config(**megatron), folder, rows, world_size=world_size)
         # The last rank is in the last stage.
         difference = np.abs(np.concatenate(results[-1]) - expected)[is_token]

@@ -12,8 +12,9 @@ import torch
 
 from tests import models
 from tests.stack.policy import policy_ranks
-from tests.stack.policy.layouts import EP2, PP2, TP2, TP2_SP, assert_close, gradients_of, transformers_gradients
+from tests.stack.policy.layouts import assert_close, gradients_of, transformers_gradients
 from tests.stack.policy.logprob_ranks import Case, inputs, results
+from tests.stack.policy.sizes import sizes
 from tests.stack.ranks import RankPool
 
 CHUNKS: dict[str, object] = dict(use_fused_linear_logprobs=True, fused_linear_logprobs_chunk_size=16)
@@ -83,7 +84,8 @@ def relative_error(value: np.ndarray, wanted: np.ndarray) -> float:
 def test_a_chunked_output_layer_gives_the_loss_and_gradients_of_transformers(ranks: RankPool, tmp_path: Path):
     folder = models.save_model(tmp_path / "model", "qwen3", 0, pad_token_id=None, tie_word_embeddings=True)
     expected_loss, expected_grads = transformers_gradients(folder, tmp_path / "gradients")
-    loss, grads = gradients_of(ranks, folder, 4, TP2_SP | PP2 | CHUNKS)
+    world_size, megatron = sizes("tp2 sp pp2")
+    loss, grads = gradients_of(ranks, folder, world_size, megatron | CHUNKS)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert_close(grads, expected_grads, 2e-5)
 
@@ -136,15 +138,7 @@ def test_train_steps_mask_what_top_p_rules_out(ranks: RankPool, hybrid_folder: P
     assert all(np.isfinite(value) for step in (first, second) for value in step.values())
 
 
-LAYOUTS = {
-    "one": (1, {}),
-    "tp2": (2, TP2),
-    "tp2 sp": (2, TP2_SP | EP2),
-    "pp2": (2, PP2),
-    "dp2": (2, {}),
-    "tp2 sp pp2": (4, TP2_SP | PP2 | EP2),
-    "tp2 sp, recomputed": (2, TP2_SP | EP2 | dict(activation_checkpointing=True)),
-}
+LAYOUTS = ("one", "tp2", "tp2 sp ep2", "pp2", "dp2", "tp2 sp pp2 ep2", "tp2 sp ep2, recomputed")
 
 
 @pytest.mark.long("parity")
@@ -156,7 +150,8 @@ def test_every_layout_with_a_chunked_output_layer(ranks: RankPool, hybrid_folder
         folder = models.save_model(tmp_path / "model", name, 0, pad_token_id=None, tie_word_embeddings=bool(tied))
     expected_loss, expected_grads = gradients_of(ranks, folder, 1, {})
     has_experts = name in ("nemotron_h", "qwen3_moe")
-    for layout, (world_size, megatron) in LAYOUTS.items():
+    for layout in LAYOUTS:
+        world_size, megatron = sizes(layout)
         if not has_experts:
             megatron = {key: value for key, value in megatron.items() if key != "expert_model_parallel_size"}
         elif layout == "tp2":

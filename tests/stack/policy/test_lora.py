@@ -18,32 +18,20 @@ from conversion.adapters import adapted_layers, adapter_family, factor_names
 from conversion.families.registry import family
 from mrl.config.schema.megatron import PeftConfig
 from tests import models
-from tests.stack.policy.layouts import CP2, EP2, PP2, TP2, TP2_SP, VPP2, Gradients, assert_close, gradients_of, transformers_gradients
+from tests.stack.policy.layouts import Gradients, assert_close, gradients_of, transformers_gradients
+from tests.stack.policy.sizes import sizes
 from tests.stack.ranks import RankPool
 
 SCALE = 1.5
-
-LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
-    "one": (1, {}),
-    "tp2 sp": (2, TP2_SP),
-    "tp2 sp dp2 ep2": (4, TP2_SP | EP2),
-    "pp2": (2, PP2 | dict(num_layers_in_first_pipeline_stage=3)),
-    "tp2 sp etp2": (2, TP2_SP | dict(expert_tensor_parallel_size=2)),
-    "tp2": (2, TP2),
-    "pp2 vpp2": (2, VPP2),
-    "cp2 ep2": (2, CP2 | EP2),
-    "recompute": (1, dict(activation_checkpointing=True)),
-}
-
 
 CASES = [
     ("nemotron_h", "tp2 sp dp2 ep2"),
     *(
         pytest.param(name, layout, marks=pytest.mark.long("parity"))
         for name, layout in [
-            *(("nemotron_h", layout) for layout in ("one", "pp2", "tp2 sp etp2", "cp2 ep2", "recompute")),
-            *(("qwen3_moe", layout) for layout in ("one", "tp2 sp dp2 ep2", "pp2", "tp2 sp etp2")),
-            *(("qwen2", layout) for layout in ("one", "tp2", "tp2 sp", "pp2 vpp2", "recompute")),
+            *(("nemotron_h", layout) for layout in ("one", "pp2 uneven", "tp2 sp etp2", "cp2 ep2", "one, recomputed")),
+            *(("qwen3_moe", layout) for layout in ("one", "tp2 sp dp2 ep2", "pp2 uneven", "tp2 sp etp2")),
+            *(("qwen2", layout) for layout in ("one", "tp2", "tp2 sp", "pp2 vpp2", "one, recomputed")),
         ]
     ),
 ]
@@ -86,7 +74,7 @@ def test_a_layout_gives_the_gradients_of_transformers(
     ranks: RankPool, adapted: Callable[[str], tuple[Path, Gradients]], name: str, layout: str
 ):
     folder, (expected_loss, expected) = adapted(name)
-    world_size, megatron = LAYOUTS[layout]
+    world_size, megatron = sizes(layout)
     loss, grads = gradients_of(ranks, folder, world_size, megatron | dict(peft=PeftConfig(enabled=True, dim=4, alpha=6.0)))
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert_close(grads, expected, 2e-5)

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from mrl.convert import main as convert
-from tests import models
 from tests.stack.policy import lora_ranks, policy_ranks, save_ranks
 from tests.stack.policy.lora_ranks import LoraRun
 from tests.stack.ranks import RankPool
@@ -27,11 +26,6 @@ PEFT = [
     "policy.megatron_cfg.peft.exclude_modules=[out_proj]",
     "loss_fn.reference_policy_kl_penalty=0.1",
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.save_nemotron_h(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

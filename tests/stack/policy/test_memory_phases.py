@@ -8,20 +8,14 @@ from pathlib import Path
 import pytest
 
 from mrl.phases import PHASES
-from tests import models
 from tests.stack.policy import phase_ranks, policy_ranks
 from tests.stack.policy.phase_ranks import Walk
+from tests.stack.policy.policy_ranks import BF16
 from tests.stack.ranks import RankPool
 
 KL = "loss_fn.reference_policy_kl_penalty=0.05"
-BF16 = ("policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true")
 STAYING = "policy.generation.colocated.enabled=false"
 LONG = pytest.mark.long("parity")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.save_nemotron_h(tmp_path_factory.mktemp("model"))
 
 
 CASES = [

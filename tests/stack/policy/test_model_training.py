@@ -21,11 +21,6 @@ FOUR_RANKS: dict[str, object] = dict(tensor_model_parallel_size=2, expert_model_
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.save_nemotron_h(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def one_rank(ranks: RankPool, folder: Path) -> list[tuple[float, float]]:
     ((steps, _, _),) = ranks.run(layout_ranks.train, layout_ranks.policy_config(), folder, ROWS, NUM_STEPS, world_size=1)
     return steps

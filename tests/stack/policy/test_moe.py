@@ -10,33 +10,19 @@ import pytest
 
 from tests import models
 from tests.stack.policy.balancing import balancing_loss
-from tests.stack.policy.layouts import CP2, EP2, PP2, ROWS, TP2_SP, VPP2, Gradients, assert_close, gradients_of, transformers_gradients
+from tests.stack.policy.layouts import ROWS, Gradients, assert_close, gradients_of, transformers_gradients
+from tests.stack.policy.sizes import sizes
 from tests.stack.ranks import RankPool
 
 # Sigmoid scores beside a bias, and softmax; other families route as the second.
 FAMILIES = ("nemotron_h", "qwen3_moe")
 AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 COEFFICIENT = 0.5
-ETP2: dict[str, object] = dict(expert_tensor_parallel_size=2)
 
-DISPATCH_LAYOUTS = {
-    "ep2 dp2": (2, EP2),
-    "tp2 sp ep2": (2, TP2_SP | EP2),
-    "tp2 sp ep1": (2, TP2_SP),
-    "tp2 sp etp2": (2, TP2_SP | ETP2),
-    "tp2 sp etp2 ep2": (4, TP2_SP | ETP2 | EP2),
-    "tp2 sp ep4": (4, TP2_SP | dict(expert_model_parallel_size=4)),
-}
+DISPATCH_LAYOUTS = ("ep2 dp2", "tp2 sp ep2", "tp2 sp ep1", "tp2 sp etp2", "tp2 sp etp2 ep2", "tp2 sp ep4")
 # The others with alltoall are those of the tests of layouts.
 ALLTOALL = ("tp2 sp etp2", "tp2 sp etp2 ep2", "tp2 sp ep4")
-AUX_LAYOUTS = {
-    "one": (1, {}),
-    "ep2 dp2": (2, EP2),
-    "tp2 sp dp2 ep2": (4, TP2_SP | EP2),
-    "tp2 sp cp2 ep2": (4, TP2_SP | CP2 | EP2),
-    "tp2 sp pp2 ep2, recomputed": (4, TP2_SP | PP2 | EP2 | dict(activation_checkpointing=True)),
-    "pp2 vpp2 dp2 ep2, recomputed": (4, VPP2 | EP2 | dict(activation_checkpointing=True)),
-}
+AUX_LAYOUTS = ("one", "ep2 dp2", "tp2 sp dp2 ep2", "tp2 sp cp2 ep2", "tp2 sp pp2 ep2, recomputed", "pp2 vpp2 dp2 ep2, recomputed")
 # Cells of the short suite: every kind and every family once, on ranks whose rows differ.
 SHORT = {
     ("alltoall", "qwen3_moe", "tp2 sp etp2 ep2"),
@@ -72,7 +58,7 @@ def plain(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize(("dispatcher", "name", "layout"), cells((("alltoall",), ALLTOALL), (("allgather",), DISPATCH_LAYOUTS)))
 def test_tokens_find_their_experts(ranks: RankPool, folders: dict, plain: dict, name: str, dispatcher: str, layout: str):
-    world_size, megatron = DISPATCH_LAYOUTS[layout]
+    world_size, megatron = sizes(layout)
     loss, grads = gradients_of(ranks, folders[name], world_size, megatron | dict(moe_token_dispatcher_type=dispatcher))
     assert loss == pytest.approx(plain[name][0], rel=1e-5)
     assert_close(grads, plain[name][1], 2e-5)
@@ -90,7 +76,7 @@ def test_precision_of_the_router(ranks: RankPool, folders: dict, plain: dict, na
 def test_auxiliary_losses_have_the_gradients_of_slow_formulas(
     ranks: RankPool, folders: dict, plain: dict, tmp_path: Path, name: str, kind: str, layout: str
 ):
-    world_size, megatron = AUX_LAYOUTS[layout]
+    world_size, megatron = sizes(layout)
     dp = 2 if "dp2" in layout else 1
     _, expected = transformers_gradients(
         folders[name], tmp_path, lambda model: COEFFICIENT * balancing_loss(model, ROWS, kind, num_rows_at_once=dp)

@@ -14,9 +14,9 @@ from tests import models
 from tests.stack.policy import mtp_ranks, policy_ranks, save_ranks
 from tests.stack.policy.mtp_ranks import MtpCase
 from tests.stack.policy.mtp_reference import Reference
+from tests.stack.policy.policy_ranks import BF16
 from tests.stack.ranks import RankPool
 
-BF16 = ("policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true")
 _DDP = "policy.megatron_cfg.distributed_data_parallel_config"
 RECOMPUTED = ("policy.megatron_cfg.activation_checkpointing=true",)
 UNSHARDED = (

@@ -20,9 +20,9 @@ from tests import models
 from tests.sources import ROOT
 from tests.stack.policy import critic_ranks, phase_ranks, policy_ranks
 from tests.stack.policy.critic_ranks import ppo_config
+from tests.stack.policy.policy_ranks import BF16
 from tests.stack.ranks import RankPool
 
-BF16 = ("policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true")
 # As a run's, so that padding between tensors does not weigh.
 WIDER: dict[str, Any] = dict(hidden_size=128, moe_intermediate_size=128, hybrid_override_pattern="MEM*EME-", num_hidden_layers=8)
 LAYOUTS = ("one", "dp2", "tp2 sp", "tp2 sp ep2 etp2", "tp2 sp dp2 ep2", "pp2 dp2 ep2", "tp2 sp pp2 ep2", "cp2 dp2 ep2")
@@ -64,7 +64,7 @@ def test_parameters_of_published_models_are_those_on_the_meta_device(name: str):
 def test_states_of_ranks_are_as_planned(ranks: RankPool, tmp_path: Path, layout: str):
     folder = models.save_nemotron_h(tmp_path, **WIDER)
     config = policy_ranks.run_config(folder, layout, *BF16)
-    model, world = read_model(config), policy_ranks.LAYOUTS[layout][0]
+    model, world = read_model(config), policy_ranks.world_size(layout)
     config.cluster.cpu_units_per_node = world
     found = ranks.run(phase_ranks.trained_bytes, config, world_size=world)
     per_stage = world // config.policy.megatron_cfg.pipeline_model_parallel_size
@@ -79,7 +79,7 @@ def test_states_of_a_critic_are_as_planned(ranks: RankPool, tmp_path: Path, layo
     # Enough tokens for the output layer, which does not learn, to weigh.
     folder = models.save_nemotron_h(tmp_path, **WIDER, vocab_size=2048)
     words = ["value.precision=bfloat16", "value.megatron_cfg.optimizer.bf16=true"]
-    world = policy_ranks.LAYOUTS[layout][0]
+    world = policy_ranks.world_size(layout)
     config = ppo_config(folder, "one" if world == 1 else "dp2", layout, *words)
     config.cluster.cpu_units_per_node = world
     found = ranks.run(critic_ranks.trained_bytes, config, world_size=world)

@@ -11,7 +11,8 @@ import pytest
 from tests import models
 from tests.long.record import record
 from tests.stack.policy import layout_ranks, memory_ranks
-from tests.stack.policy.layouts import EP2, PP2, TP2_SP, Gradients, assert_close, gradients_of, sequences
+from tests.stack.policy.layouts import Gradients, assert_close, gradients_of, sequences
+from tests.stack.policy.sizes import sizes
 from tests.stack.ranks import RankPool
 
 FULL: dict[str, object] = dict(activation_checkpointing=True)
@@ -25,7 +26,7 @@ MODULES = {
     "qwen3_moe": ["core_attn", "layernorm", "mlp", "moe"],
     "qwen3": ["core_attn", "layernorm", "mlp"],
 }
-PARALLEL = {"nemotron_h": (4, TP2_SP | PP2 | EP2), "qwen3_moe": (4, TP2_SP | PP2 | EP2), "qwen3": (4, TP2_SP | PP2)}
+PARALLEL = {"nemotron_h": "tp2 sp pp2 ep2", "qwen3_moe": "tp2 sp pp2 ep2", "qwen3": "tp2 sp pp2"}
 LONG_ROW = [sequences(300, 1, 200, 11)]
 
 
@@ -74,7 +75,7 @@ def test_recomputation_under_a_layout_gives_the_gradients_of_one_rank(
     ranks: RankPool, folders: dict[str, Path], kept: dict[str, Gradients], name: str, is_full: bool
 ):
     how = FULL if is_full else selective(*MODULES[name])
-    for world_size, megatron in ((1, {}), PARALLEL[name]):
+    for world_size, megatron in map(sizes, ("one", PARALLEL[name])):
         loss, grads = gradients_of(ranks, folders[name], world_size, megatron | how)
         assert loss == pytest.approx(kept[name][0], rel=1e-6)
         assert_close(grads, kept[name][1], 1e-5)

@@ -12,19 +12,13 @@ import torch
 
 from tests import models, routes
 from tests.stack.policy import layout_ranks, policy_ranks, replay_ranks
-from tests.stack.policy.layouts import CP2, EP2, PP2, ROWS, TP2_SP, VPP2, Gradients, assert_close, gradients_of, transformers_model
+from tests.stack.policy.layouts import ROWS, Gradients, assert_close, gradients_of, transformers_model
+from tests.stack.policy.sizes import sizes
 from tests.stack.ranks import RankPool
 
 REPLAY: dict[str, object] = dict(router_replay=True)
-RECOMPUTED: dict[str, object] = dict(activation_checkpointing=True)
-
-LAYOUTS = {
-    "one rank, recomputed": (1, RECOMPUTED),
-    # Microbatches are in flight while others go backward, and what these compute again must follow their own routes.
-    "pp2, recomputed": (2, PP2 | RECOMPUTED),
-    "cp2 ep2, recomputed": (2, CP2 | EP2 | RECOMPUTED),
-    "tp2 sp pp2 ep2, recomputed": (4, TP2_SP | PP2 | EP2 | RECOMPUTED),
-}
+# Microbatches are in flight while others go backward, and what these compute again must follow their own routes.
+LAYOUTS = ("one, recomputed", "pp2, recomputed", "cp2 ep2, recomputed", "tp2 sp pp2 ep2, recomputed")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +34,7 @@ def replayed(ranks: RankPool, moe_folder: Path) -> Gradients:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_follows_routes_as_one_rank_does(ranks: RankPool, moe_folder: Path, replayed: Gradients, layout: str):
-    world_size, megatron = LAYOUTS[layout]
+    world_size, megatron = sizes(layout)
     loss, grads = gradients_of(ranks, moe_folder, world_size, megatron | REPLAY)
     assert loss == pytest.approx(replayed[0], rel=1e-6)
     assert_close(grads, replayed[1], 1e-5)
@@ -126,7 +120,7 @@ def test_rollouts_without_routes_are_refused(ranks: RankPool, moe_folder: Path):
 def test_transformers_follow_routes_over_virtual_stages_and_recomputed(ranks: RankPool, tmp_path: Path, model_type: str):
     folder = models.save_model(tmp_path, model_type)
     loss, grads = gradients_of(ranks, folder, 1, REPLAY)
-    for world_size, megatron in ((2, VPP2 | RECOMPUTED), (4, TP2_SP | PP2 | EP2)):
+    for world_size, megatron in map(sizes, ("pp2 vpp2, recomputed", "tp2 sp pp2 ep2")):
         parallel_loss, parallel_grads = gradients_of(ranks, folder, world_size, megatron | REPLAY)
         assert parallel_loss == pytest.approx(loss, rel=1e-6)
         assert_close(parallel_grads, grads, 1e-5)

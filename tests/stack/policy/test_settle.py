@@ -16,15 +16,9 @@ from conversion.files.safetensors import read_layout
 from conversion.tensors import box_view
 from tests import models
 from tests.stack.policy import phase_ranks, policy_ranks
+from tests.stack.policy.policy_ranks import BF16
 from tests.stack.ranks import RankPool
 from tests.stack.refit.children import fill
-
-BF16 = ["policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.save_nemotron_h(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("precision", [[], BF16], ids=["fp32", "bf16"])

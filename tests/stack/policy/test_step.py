@@ -20,11 +20,6 @@ from tests.stack.ranks import RankPool
 KL_PENALTY = 0.05
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.save_nemotron_h(tmp_path_factory.mktemp("model"))
-
-
 def test_two_steps_equal_transformers_and_adamw(ranks: RankPool, folder: Path, tmp_path: Path):
     config = policy_ranks.run_config(folder, "one", f"loss_fn.reference_policy_kl_penalty={KL_PENALTY}")
     ((metrics, weights),) = ranks.run(policy_ranks.off_policy_steps, config, 2, world_size=1)

@@ -22,11 +22,6 @@ SEED = 42
 Loss = Callable[[torch.nn.Module, list[Example]], torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.save_nemotron_h(tmp_path_factory.mktemp("model"))
-
-
 def logprobs_of(model: torch.nn.Module, sequence: TokenSequence) -> torch.Tensor:
     """Logprobs of the learned tokens, in order."""
     tokens = torch.from_numpy(sequence.token_ids.astype(np.int64))[None]

@@ -25,6 +25,7 @@ from tests.parity import Parity, Scores, hf_scores
 from tests.rollouts import StartEngine, request, run
 from tests.sources import ROOT
 from tests.stack.policy import layout_ranks
+from tests.stack.policy.sizes import sizes
 from tests.stack.ranks import RankPool
 
 if TYPE_CHECKING:
@@ -35,14 +36,6 @@ LONG_TEXTS = ROOT / "tests" / "unit" / "data" / "gsm8k" / "rows.jsonl"
 CONTEXT = 1024
 MIN_TOKENS = 2000
 ROW_SEQUENCES = 32
-
-LAYOUTS = {
-    "one rank": (1, {}),
-    "tp2 sp pp2 ep2": (
-        4,
-        dict(tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2, expert_model_parallel_size=2),
-    ),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +106,9 @@ def test_vllm(sequences: list[Sequence]) -> None:
     parity.check(min_tokens=MIN_TOKENS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["one", "tp2 sp pp2 ep2"])
 def test_megatron(ranks: RankPool, trained: Path, sequences: list[Sequence], layout: str) -> None:
-    world_size, megatron = LAYOUTS[layout]
+    world_size, megatron = sizes(layout)
     packed = [sequences[start : start + ROW_SEQUENCES] for start in range(0, len(sequences), ROW_SEQUENCES)]
     rows = [even_row([sequence.token_ids for sequence in row]) for row in packed]
     config = layout_ranks.policy_config(**megatron)
