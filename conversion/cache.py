@@ -325,7 +325,10 @@ def cache_items(root: Path) -> list[Item]:
 
 
 def collect_garbage(root: Path, *, now: float, older_than_days: float | None = None, max_bytes: int | None = None) -> list[Removal]:
-    """Removes leftovers of dead processes, then entries unused for `older_than_days` or beyond `max_bytes`, but none that is in use."""
+    """Removes leftovers of dead processes, entries not used for `older_than_days`, and then the longest unused beyond `max_bytes`.
+
+    Entries in use stay, whatever their age and size.
+    """
     removals = [Removal(item, "left by a process that is gone") for item in cache_items(root) if item.path.parent.name == BUILDING]
     removals = [removal for removal in removals if not removal.item.is_live and remove_leftover(removal.item.path)]
     for path in owned(root / LEASES):

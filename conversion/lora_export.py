@@ -93,8 +93,10 @@ def write_peft(tensors: BoxSource, adapters: CheckpointAdapters, hf_config: Mapp
     """Writes a folder as the library PEFT reads it: adapter_model.safetensors and adapter_config.json.
 
     Each weight of a fused layer gets its rows of B and a copy of the shared A. Experts without a gate get one A and one B for all of a
-    layer, as PEFT has it for what transformers holds in one parameter; it makes that of gated ones itself. ValueError: PEFT would refuse
-    adapters of these layers, or ignore them silently.
+    layer, as PEFT has it for what transformers holds in one parameter; it makes that of gated ones itself.
+
+    Raises:
+        ValueError: PEFT would refuse adapters of these layers, or ignore them silently.
     """
     canonical = family(hf_config).canonical(hf_config)
     _check_expressible([name.removesuffix(".weight") for name in adapters.factors], canonical)

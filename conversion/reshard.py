@@ -247,7 +247,8 @@ def _draft(
 def _assign(
     found: _Sources, drafts: Sequence[Draft], class_of: Mapping[int, int], gpu_of: Mapping[int, int], node_of: Mapping[int, int]
 ) -> dict[int, list[int]]:
-    """Chooses the sending rank of each bin, by target: bins with the fewest senders first, each the rank that sends least so far."""
+    """Chooses the sending rank of each bin, by target. Bins with the fewest possible senders choose first,
+    each the rank that sends least so far."""
     loads = dict.fromkeys(found.class_of, 0)
     ranks = {target: [-1] * len(drafts[index].bins) for target, index in class_of.items()}
     queue: dict[object, list[tuple[int, int]]] = {}

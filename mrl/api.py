@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of which `mrl.train` makes a step, for a training loop of your own, such as `examples/own_loop.py`; names are stable."""
+"""The parts of which `mrl.train` makes a step, for a training loop of your own; `examples/own_loop.py` is one.
+
+Names of `__all__` keep their meaning.
+"""
 
 from __future__ import annotations
 

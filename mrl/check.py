@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m mrl.check CONFIG [a.b=c ...]`: prints the resolved run, what became of NeMo RL's keys, and all that is wrong, in seconds.
 
-Also `--check` of `python -m mrl.train` and `mrl.evaluate`. Nothing here imports torch, Ray, vLLM or Megatron.
+Also `--check` of `python -m mrl.train` and `mrl.evaluate`.
+
+Nothing here imports torch, Ray, vLLM or Megatron.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from mrl.envs.workers import describe_workers, usable_cores
 from mrl.inputs import Look, look_at_inputs
 from mrl.plan.deadlines import all_deadlines
 from mrl.plan.hardware import local_gpu, local_memory
+from mrl.plan.memory import describe_limits
 from mrl.plan.plan import prediction
 from mrl.store.checkpoints import RUN_CONFIG, CheckpointStore, find_lost_run, newest_step
 
@@ -272,7 +275,8 @@ def _engines(config: RunConfig) -> str:
     generation = config.policy.generation
     where = "on the trainer's slots" if generation.colocated.enabled else f"on {config.num_dedicated_slots} slots of their own"
     nodes = f" over {config.nodes_of_engine} nodes" if config.nodes_of_engine > 1 else ""
-    return f"{config.num_engines} of tensor {generation.vllm_cfg.tensor_parallel_size}{nodes}, {where}"
+    limits = describe_limits(config, None)
+    return f"{config.num_engines} of tensor {generation.vllm_cfg.tensor_parallel_size}{nodes}, {where}, {limits}"
 
 
 def _data(config: RunConfig) -> str:
@@ -361,7 +365,11 @@ class Target:
 
 
 def find_target(name: str, config: str | None) -> Target:
-    """Resolves `name`, a config or a folder. ValueError: it is a folder of neither kind, or has no checkpoint."""
+    """Resolves `name`, a config or a folder.
+
+    Raises:
+        ValueError: it is a folder of neither kind, or has no checkpoint.
+    """
     folder = Path(name)
     if not folder.is_dir():
         return Target(name, Path(name).stem)

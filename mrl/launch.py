@@ -136,8 +136,10 @@ def wait(options: argparse.Namespace) -> None:
 def wait_for_nodes(read: Callable[[], Joined], *, num_nodes: int, num_slots: int, names: Sequence[str], timeout_s: float) -> None:
     """Returns when `read` gives `num_slots` slots on `num_nodes` nodes; logs whenever more have joined.
 
-    `names` are those of the nodes, if the launcher knows them. RuntimeError: they are not online within `timeout_s`; names or counts the
-    missing nodes.
+    `names` are those of the nodes, if the launcher knows them.
+
+    Raises:
+        RuntimeError: they are not online within `timeout_s`; names or counts the missing nodes.
     """
     deadline = time.monotonic() + timeout_s
     online = -1

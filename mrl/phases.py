@@ -94,7 +94,10 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 def enter(current: Phase | None, phase: Phase) -> Residency:
     """Residency after entering `phase` from `current`.
 
-    A process starts from None, with `load`. Entering a phase again changes nothing. ValueError: no run goes from `current` to `phase`.
+    A process starts from None, with `load`. Entering a phase again changes nothing.
+
+    Raises:
+        ValueError: no run goes from `current` to `phase`.
     """
     allowed = TRANSITIONS[current] | {current} if current is not None else frozenset({"load"})
     if phase not in allowed:

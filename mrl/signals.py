@@ -56,7 +56,10 @@ class Listener:
         self._taken: tuple[float, int] = (0.0, 0)
 
     def listen(self) -> None:
-        """Takes signals from now on, in a thread, but for those that are ignored. Call it in the main thread, before any other starts."""
+        """Takes signals from now on, in a thread. Call it in the main thread, best before any other starts.
+
+        Ctrl-C or a hang-up that is ignored stays so.
+        """
         ignored = {number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN}
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         awaited = set(STOP_SIGNALS) - ignored

@@ -30,7 +30,10 @@ NOTHING: Types = frozenset()
 
 
 def key_readers(sources: Mapping[str, str] | None = None) -> dict[str, list[str]]:
-    """The modules that read each key, sorted; one that reads a key whose default follows another reads both. `sources`: mrl's."""
+    """The modules that read each config key, sorted; a key that nothing reads is absent.
+
+    `sources` are texts by module name, by default all of `mrl`. Whoever reads a key whose default follows another key reads that one too.
+    """
     modules = {name: ast.parse(text) for name, text in (sources or product_sources()).items()}
     known = _Definitions(modules)
     reads: dict[str, dict[Place, set[Place]]] = {}

@@ -80,7 +80,10 @@ class Problems:
 
     @property
     def texts(self) -> list[str]:
-        """The problems in the order in which they were added; those that one setting causes are one, without what it breaks elsewhere."""
+        """The problems in the order in which they were added; those that one setting causes are one.
+
+        Joins the reasons of a setting that breaks several rules. Omits what it breaks for other keys.
+        """
         groups: dict[str, list[str]] = {}
         for text, cause in self._texts.items():
             groups.setdefault(cause or text, []).append(text)
@@ -116,7 +119,10 @@ def spell(value: object) -> str:
 
 
 def hide(config: Config, faults: Mapping[str, str]) -> Config:
-    """A copy of a config in which reading a key of `faults`, or the null section above it, raises NotKnown with the key at fault."""
+    """A copy of a config in which reading one of the keys of `faults` raises NotKnown with the key that is at fault.
+
+    Below a section that is null, reading that section raises it. A key that the schema lacks hides nothing.
+    """
     hidden = copy.deepcopy(config) if faults else config
     for key, fault in faults.items():
         section: object = hidden

@@ -71,7 +71,10 @@ def packaged_configs() -> Path:
 
 
 def find_config(name: str | Path) -> Path:
-    """The config file that `name` stands for: a path, else a packaged config of that name, also for a path into NeMo RL's examples."""
+    """The config file that `name` stands for: a path as given or in the working directory, else the name of a packaged config.
+
+    Of a path into NeMo RL's examples that is not there, the name decides, and a log line says so.
+    """
     for path in (Path(name), packaged_configs() / name):
         if os.path.isfile(path):
             return path.absolute()
@@ -131,7 +134,10 @@ def overlay(settings: Settings, top: Settings) -> None:
 
 
 def apply_overrides(settings: Settings, overrides: list[str]) -> list[str]:
-    """Applies `a.b=c`, `+a.b=c` (new key), `++a.b=c` (new or not), `~a.b` (back to the default) in order, in place; returns problems."""
+    """Applies `a.b=c`, `+a.b=c` (new key), `++a.b=c` (new or not), `~a.b` (back to the default) in order, in place.
+
+    Returns the problems found. Whether a key exists at all is the schema's business.
+    """
     problems = []
     for override in overrides:
         try:

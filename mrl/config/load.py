@@ -69,7 +69,8 @@ def read_run(
 ) -> tuple[RunConfig | None, Migration, list[str]]:
     """`load_run` that returns its problems. Reading a value that they leave unknown raises NotKnown; None if the algorithm is unknown.
 
-    ConfigError: a file is missing or unreadable, is an evaluation file, or has endless expressions.
+    Raises:
+        ConfigError: a file is missing or unreadable, is an evaluation file, or has endless expressions.
     """
     secrets = set() if secrets is None else secrets
     settings = read_settings(find_config(name))
@@ -157,7 +158,10 @@ def changes_since(file: Path, config: RunConfig) -> list[str]:
 
 
 def choose_algorithm(settings: Settings) -> list[str]:
-    """Sets `algorithm`, if nothing does, to the one whose section is there (ppo wins, then grpo, then distillation); returns problems."""
+    """Sets `algorithm`, if nothing sets it, to the one whose section is there; ppo wins, then grpo, and then distillation.
+
+    Returns the problem if two others are, or the section of an algorithm that mrl has not.
+    """
     for key, setting in settings.items():
         if key[0] in MISSING_ALGORITHMS and setting.value not in (None, {}):
             return [f"{key[0]} ({setting.origin}): mrl has no {MISSING_ALGORITHMS[key[0]]}; algorithms are {', '.join(ALGORITHMS)}"]

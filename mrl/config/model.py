@@ -81,8 +81,11 @@ def _snapshot(model: str, with_weights: bool, *, local_files_only: bool) -> Path
 def model_folder(model: str, *, with_weights: bool = True) -> Path:
     """The folder of a model: `model` itself, or the snapshot of a Hub id, from the local cache if it is there, else downloaded.
 
-    Returns any other text (neither a folder nor `organisation/name`) unchanged. Without weights only config and tokenizer are downloaded.
-    ValueError: the model is neither in the cache nor can be downloaded.
+    Returns any other text (neither a folder nor `organisation/name`) unchanged. Without weights only config and tokenizer are
+    downloaded.
+
+    Raises:
+        ValueError: the model is neither in the cache nor can be downloaded.
     """
     if not is_hub_id(model):
         return Path(model)
@@ -106,7 +109,8 @@ def model_folder(model: str, *, with_weights: bool = True) -> Path:
 def with_local_folders(config: RunConfig) -> RunConfig:
     """The config with local folders in place of Hub ids. They hold config and tokenizer, and weights only if they did before.
 
-    ValueError: naming the key; an id is not in the local Hugging Face cache and cannot be downloaded.
+    Raises:
+        ValueError: naming the key; an id is not in the local Hugging Face cache and cannot be downloaded.
     """
     return _with_folders(config, lambda model: model_folder(model, with_weights=False))
 
@@ -269,7 +273,8 @@ class ModelSizes:
 def read_model(folder: Path, overrides: Mapping[str, object] = MappingProxyType({})) -> ModelSizes:
     """Sizes of the model in a Hugging Face folder, for training, with `overrides` in its config.json.
 
-    ValueError: config.json is missing, unreadable, incomplete, or of a model that cannot be trained. Says the way out, not the key.
+    Raises:
+        ValueError: config.json is missing, unreadable, incomplete, or of a model that cannot be trained. Says the way out, not the key.
     """
     hf_config = read_hf_config(folder, overrides)
     if not family(hf_config).can_train:

@@ -78,7 +78,10 @@ def find_fitting(path: str, kind: Kind) -> Callable[..., object]:
 
 
 def reward_parameters(function: Callable[..., object]) -> list[str]:
-    """The name in `REWARD_VALUES` for each parameter, in order; three parameters without defaults of other names get `POSITIONAL`."""
+    """The name in `REWARD_VALUES` for each parameter, in order; three parameters without defaults of other names get `POSITIONAL`.
+
+    A ValueError names the signature.
+    """
     parameters = list(inspect.signature(function).parameters.values())
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

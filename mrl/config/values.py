@@ -88,7 +88,9 @@ class Tree:
     def value(self, dotted: str) -> object:
         """The resolved value of a dotted key, such as `data.train.datasets[0].seed`; None if there is none.
 
-        Unresolved: its expression, or one that this refers to, cannot be resolved. MissingMandatoryValue: it is required and not set.
+        Raises:
+            Unresolved: its expression, or one that this refers to, cannot be resolved.
+            MissingMandatoryValue: it is required and not set.
         """
         written = self.written(dotted)
         for _ in range(MAX_DEPTH):

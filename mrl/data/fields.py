@@ -102,7 +102,10 @@ def is_conversation(value: object) -> bool:
 
 
 def messages_of(value: object, name: str) -> list[Message]:
-    """A conversation: a list of objects with role and content, or ShareGPT's from and value; at least one. It may be JSON text."""
+    """A conversation: a list of objects with role and content, or ShareGPT's from and value; at least one. It may be JSON text.
+
+    Joins contents in parts; they may only be texts.
+    """
     if isinstance(value, str):
         value = _parsed(value)
     if not isinstance(value, list) or not value:
@@ -178,7 +181,10 @@ def _kind(value: object) -> str:
 
 
 def without_nulls(value: object) -> object:
-    """The value without the nulls of objects at any depth: tables give every object each key that another row's has. Lists keep theirs."""
+    """The value without the nulls of objects at any depth: tables give every object each key that another row's has.
+
+    Lists of tables have no such nulls, and keep theirs.
+    """
     if isinstance(value, dict):
         return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value

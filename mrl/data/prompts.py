@@ -176,7 +176,10 @@ def _check_answer(answer: str, fields: Fields, dataset: DatasetConfig) -> None:
 
 
 def sampling_params(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
-    """Sampling parameters of training. By default they stop at the end-of-sequence tokens of tokenizer and generation_config.json."""
+    """Sampling parameters of training.
+
+    Without `stop_token_ids`, they stop at the end-of-sequence tokens of tokenizer and generation_config.json.
+    """
     generation = policy.generation
     stop_token_ids = generation.stop_token_ids
     if stop_token_ids is None:

@@ -29,7 +29,10 @@ MIN_REFUSED_BYTES = 16 << 20
 
 
 def table_rows(path: Path) -> Iterator[tuple[Fields, float]]:
-    """The rows of a `.parquet` or `.arrow` file, in order, each with the share of the file that has been read after it."""
+    """The rows of a `.parquet` or `.arrow` file, in order, each with the share of the file that has been read after it.
+
+    `datasets` streams them: it downloads nothing, and its lock file goes into a temporary folder.
+    """
     kind, number = path.suffix.lower()[1:], 0
     # Otherwise `datasets` tells a server of Hugging Face that its reader of tables was used.
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False

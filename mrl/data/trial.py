@@ -49,7 +49,8 @@ def try_template(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[st
 
 
 def within_limits(function: Callable[[], T], *, cpu_s: int) -> T:
-    """Runs a function in a child that may take so many seconds of a processor. Overrun: it takes more, or too much memory."""
+    """Runs a function in a child that may take so many seconds of a processor. Overrun: it takes more, or too much
+    memory."""
     with tempfile.TemporaryFile() as file:
         if (child := os.fork()) == 0:
             code = 1

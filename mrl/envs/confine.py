@@ -113,7 +113,8 @@ class Unconfined(Exception):
 def confine_program(readable: Iterable[str], folder: str) -> None:
     """Restricts this process for good to its memory, its threads, `readable` files, and regular files and folders in `folder`.
 
-    Unconfined: the kernel lacks Landlock or seccomp, or the machine is neither x86-64 nor aarch64. The rest applies all the same.
+    Raises:
+        Unconfined: the kernel lacks Landlock or seccomp, or the machine is neither x86-64 nor aarch64. The rest applies all the same.
     """
     read_only = READ_FILE | READ_DIR
     own = read_only | WRITE_FILE | TRUNCATE | MAKE_REG | MAKE_DIR | REMOVE_FILE | REMOVE_DIR | REFER
@@ -240,7 +241,9 @@ def _all_rights() -> int:
 
 
 def _checks() -> dict[str, Action]:
-    """Allows threads, signals to itself, pairs of streams, and few controls of files; no processes, unnamed files or limits of others."""
+    """Allows threads but no processes, signals to itself alone, no unnamed files, no limits of others, few controls of files, and pairs of
+    streams.
+    """
     # Truncating what is opened for reading needs no right of Landlock's older versions.
     flags = O_TMPFILE_BIT | O_TRUNC | O_ACCMODE
     modes = (os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_WRONLY | O_TRUNC, os.O_RDWR | O_TRUNC)

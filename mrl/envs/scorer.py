@@ -176,7 +176,10 @@ class Job:
 
 
 class RewardPool:
-    """The children of one environment: a task for each judges one job after another. They die with the thread of the event loop."""
+    """The children of one environment. A task for each judges one job after another, and replaces a child that fails.
+
+    The kernel kills the children when the thread of the event loop ends.
+    """
 
     def __init__(self, environment: Environment, *, memory_bytes: int = MEMORY_BYTES) -> None:
         """Starts the processes; `start` comes next."""
@@ -332,10 +335,12 @@ class RewardPool:
         return child
 
     def _replace(self, place: int) -> int | None:
-        """Kills a child and puts another one in its place; returns the exit code as `kill` does."""
+        """Kills a child and puts another one in its place; returns the exit code as `kill` does.
+
+        In a built-in environment, whose texts may kill one child after another, a spare child then starts, for the next time.
+        """
         exit_code = self._children[place].kill()
         self._children[place] = self._spare or Child(self.environment, self.memory_bytes)
-        # The texts of a built-in environment may kill one child after another.
         self._spare = Child(self.environment, self.memory_bytes) if self.environment.blames_text else None
         return exit_code
 

@@ -355,7 +355,10 @@ def load_tables(path: Path) -> Tables:
 
 
 def score(task: Task, *, shared_tables: Mapping[str, list[Record]]) -> Outcome:
-    """1 if the office is in the state that the calls of `ground_truth` lead to, else 0; results of the last turn's calls are observed."""
+    """1 if the office is now in the state that the calls of `ground_truth` lead to, else 0.
+
+    As long as the last turn calls tools, their results are the observation.
+    """
     fields = task.fields
     truth: list[object] = field_of(fields, "ground_truth", list)
     try:

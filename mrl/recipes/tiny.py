@@ -112,7 +112,10 @@ class Splits:
 
 
 def split_additions(seed: int) -> Splits:
-    """All additions that carry and `NUM_WITHOUT_CARRY` others, dealt into splits by `seed`; validation asks each pair in one order only."""
+    """All additions that carry and `NUM_WITHOUT_CARRY` others, dealt into splits by `seed`.
+
+    Validation asks each pair in one order only, the others in both.
+    """
     shuffle = random.Random(seed)
     operands = range(SMALLEST, LARGEST + 1)
     every = [Addition(left, right) for left in operands for right in operands if left <= right <= LARGEST - left]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advisories on a run, for the page and the console: rules that hold where a number of the last rows of metrics is beyond its limit.
+"""Advisories on a run: one table of rules with their thresholds, for the page and for the console.
 
-`stop` rules say that the run is broken or learns nothing; `look` rules that something costs speed or quality.
+A rule measures the last rows of metrics, and holds where the number is beyond its limit. `stop` rules say that the run is broken or learns
+nothing; `look` rules that something costs speed or quality.
 """
 
 from __future__ import annotations

@@ -40,7 +40,10 @@ NUM_SAMPLES = 48
 
 
 def run_data(folder: Path, *, state: State | None = None, has_rollouts: bool = True) -> Json:
-    """The data of a run's page; without `has_rollouts` only the names of the dumps. ValueError: the files are not as mrl writes them."""
+    """Collects the data of a run's page. `state` None: from the owner's file. Without `has_rollouts` only the names of the dumps.
+
+    ValueError: the folder's files are not as mrl writes them.
+    """
     try:
         return _run_data(folder, state, has_rollouts)
     except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:

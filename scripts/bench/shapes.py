@@ -16,7 +16,9 @@ def narrowed(factor: int) -> HfConfig:
 
     Every matrix has the hidden size as its height or its width. Those with the hidden size as their height (output projections, down
     projections of experts) are the ones that tensor parallelism cuts along the columns, so the rows of the parts stay as long as they are.
-    ValueError: `factor` does not divide the hidden size.
+
+    Raises:
+        ValueError: `factor` does not divide the hidden size.
     """
     config = json.loads(NANO.read_text(encoding="utf-8"))
     if config["hidden_size"] % factor:

@@ -22,7 +22,11 @@ NUM_REQUESTS, NUM_NEW_TOKENS = 256, 128
 
 
 def doctor(setup: Setup) -> list[Row]:
-    """The findings of `mrl.doctor` on the tiny model, in float32 and bfloat16. Missed: one of them failed."""
+    """The findings of `mrl.doctor` on the tiny model, in float32 and bfloat16.
+
+    Raises:
+        Missed: one of them failed.
+    """
     from mrl import prepare
     from mrl.config.load import load_config
     from mrl.data.prompts import load_prompts
@@ -61,7 +65,10 @@ def doctor(setup: Setup) -> list[Row]:
 def sleep(setup: Setup) -> list[Row]:
     """An engine's phases in the order of a run, timed; the same requests before and after a sleep that keeps weights give the same tokens.
 
-    Without a model in `setup`, of a small one. Missed: tokens differ after the sleep.
+    Without a model in `setup`, of a small one.
+
+    Raises:
+        Missed: tokens differ after the sleep.
     """
     from mrl.rollout.environment import engine_environment
 

@@ -53,7 +53,11 @@ class Check:
     """Without one of these the check is left out."""
 
     def run(self, setup: Setup) -> list[Row]:
-        """The rows. Missed: a bound does not hold."""
+        """The rows.
+
+        Raises:
+            Missed: a bound does not hold.
+        """
         module, _, name = self.function.partition(":")
         function: Callable[[Setup], list[Row]] = getattr(importlib.import_module(module), name)
         return function(setup)

@@ -67,7 +67,8 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
 def gradients(setup: Setup) -> list[Row]:
     """Loss and gradients of packed rows on the device, against a process that sees no GPU.
 
-    Missed: a gradient is further off than rounding.
+    Raises:
+        Missed: a gradient is further off than rounding.
     """
     from tests.stack.policy import layout_ranks
 
@@ -141,7 +142,8 @@ def write_model(folder: Path, hf_config: dict[str, object]) -> Path:
 def mamba(setup: Setup) -> list[Row]:
     """The fused kernel that MambaMixer calls, forward and backward, on a packed row.
 
-    Missed: an output or gradient is further off than rounding.
+    Raises:
+        Missed: an output or gradient is further off than rounding.
     """
     from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined
 
@@ -216,7 +218,8 @@ def one_policy(hf_config: dict[str, object], *, precision: Precision, num_gpus: 
 def walk(setup: Setup) -> list[Row]:
     """A policy through the phases of two steps: seconds to enter and work in each, and the memory that it holds there.
 
-    Missed: a phase holds more in the second step than in the first.
+    Raises:
+        Missed: a phase holds more in the second step than in the first.
     """
     from tests.stack.policy import layout_ranks
 

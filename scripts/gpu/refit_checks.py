@@ -28,7 +28,8 @@ DIVISORS = (1, 2, 4, 8, 16, 32, 64, 96)
 def ipc(setup: Setup) -> list[Row]:
     """Results of the tests of tests/gpu. They need nothing but torch and pytest, and are all skipped on a CPU.
 
-    Missed: one of them failed.
+    Raises:
+        Missed: one of them failed.
     """
     # Without this repository's settings, which need plugins.
     bare = ["-p", "no:cacheprovider", "--noconftest", "-c", os.devnull, "--rootdir", str(ROOT)]
@@ -52,7 +53,11 @@ def kernels(setup: Setup) -> list[Row]:
 
 
 def moving(setup: Setup) -> list[Row]:
-    """Copies and checksums of contiguous and of strided boxes. Missed: copies are slower than the bound."""
+    """Copies and checksums of contiguous and of strided boxes.
+
+    Raises:
+        Missed: copies are slower than the bound.
+    """
     rows: list[Row] = []
     for kind, view in (("contiguous", slice(None)), ("rows of 2,688 bytes", slice(0, 1344))):
         sources, targets = boxes(setup, view)
@@ -91,7 +96,8 @@ def boxes(setup: Setup, view: slice) -> tuple[list[Tensor], list[Tensor]]:
 def refit(setup: Setup) -> list[Row]:
     """All weights of the 30B model, or of a narrower one that fits.
 
-    Missed: refit, or refit and verification, take longer than the bounds.
+    Raises:
+        Missed: refit, or refit and verification, take longer than the bounds.
     """
     case = bench.CASES["TP1 to TP1"]
     divide = divisor(setup.gigabytes)

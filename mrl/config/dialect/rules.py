@@ -281,7 +281,8 @@ def _optimizer(found: Translation) -> None:
 def _schedule(found: Translation) -> tuple[dict[str, object], float | None]:
     """Megatron's schedule and last rate for a warmup by LinearLR, if any, then one of ConstantLR, LinearLR, CosineAnnealingLR.
 
-    KeyError, TypeError, ValueError: the schedule is another one.
+    Raises:
+        KeyError, TypeError, ValueError: the schedule is another one.
     """
     written = found.value_of(SCHEDULER)
     parts = [part for part in (written if isinstance(written, list) else [written]) if isinstance(part, dict)]

@@ -270,7 +270,7 @@ def check_engines(config: RunConfig, problems: Problems) -> None:
     if config.cluster.gpus_per_node == 0 and vllm.kv_cache_dtype != "auto":
         rule = "engines on hosts without GPUs keep keys and values in the model's type, and cluster.gpus_per_node=0"
         problems.add(f"{_ENGINE}.kv_cache_dtype", rule, "set it to auto")
-    if vllm.max_num_batched_tokens < vllm.max_num_seqs:
+    if (vllm.max_num_batched_tokens or math.inf) < (vllm.max_num_seqs or 1):
         rule = f"an engine step needs a token for each of policy.generation.vllm_cfg.max_num_seqs={vllm.max_num_seqs} rollouts"
         problems.add(f"{_ENGINE}.max_num_batched_tokens", rule, f"use at least {vllm.max_num_seqs}")
     if vllm.load_format == "dummy":

@@ -35,7 +35,10 @@ def beyond_vocabulary(config: RunConfig, needed: int) -> str:
 
 
 def num_choices(config: RunConfig) -> int:
-    """Tokens that the policy draws from: those of its tokenizer, as rounded-up embeddings have rows without text. 0: no file says it."""
+    """Number of tokens that the policy draws from: those of its tokenizer, as rounded-up embeddings have rows without text.
+
+    0: no file has the number.
+    """
     return num_tokens(Path(config.policy.tokenizer.name))
 
 
