@@ -18,6 +18,7 @@ from conversion.families.common import MegatronParallel
 from conversion.progress import log_progress
 from mrl import env
 from mrl.config.model import model_folder
+from mrl.config.texts import aligned
 from mrl.store.console import bar_progress
 
 logger = logging.getLogger(__name__)
@@ -94,9 +95,8 @@ def list_cache() -> None:
         seconds = time.time() - item.used
         age = f"{seconds / DAY_S:.1f} days" if seconds >= DAY_S else f"{max(seconds, 0) / 3600:.1f} hours"
         lines.append((item.key[:KEY_LENGTH], _size(item.num_bytes), age, state, dtype, model))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        logger.info("%s", "  ".join(field.ljust(width) for field, width in zip(line, widths, strict=True)).rstrip())
+    for line in aligned(lines):
+        logger.info("%s", line)
     logger.info("%s in %s", _size(sum(item.num_bytes for item in items)), root)
 
 

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from conversion.files.reading import read_file
-from mrl.config.texts import safe_text
+from mrl.config.texts import aligned, safe_text
 from mrl.metrics import METRICS as SHOWN
 from mrl.metrics import repeats
 from mrl.store.checkpoints import LEDGER
@@ -67,13 +67,13 @@ def listing(folders: Sequence[Path]) -> list[str]:
         of = (str(setting(config, "algorithm")), str(setting(config, "policy.model_name")))
         changed = datetime.fromtimestamp(max(path.stat().st_mtime for path in (folder / METRICS, folder / "config.yaml") if path.exists()))
         table.append((str(folder), facts["state"], facts["step"], *of, str(len(attempts_of(folder))), result, f"{changed:%Y-%m-%d %H:%M}"))
-    return _aligned(table)
+    return aligned(table)
 
 
 def show(folder: Path) -> list[str]:
     """A run: its settings and progress, its attempts, rollbacks and checkpoints."""
     config, rows = read_config(folder / "config.yaml"), rows_of(folder)
-    lines = _aligned([*about_lines(config, read_json(folder / "about.json")), *progress_lines(rows, config, folder, owner_state(folder))])
+    lines = aligned([*about_lines(config, read_json(folder / "about.json")), *progress_lines(rows, config, folder, owner_state(folder))])
     before: Json = {}
     for path in attempts_of(folder):
         now = flat(read_config(path / "config.yaml"))
@@ -109,7 +109,7 @@ def compare(one: Path, other: Path) -> list[str]:
         ("metric (first -> last)", "A", "B"),
         *((name, *(_path_of(list(each.values()), name) for each in (rows, others))) for name in shared),
     ]
-    return [*lines, *_aligned(table)]
+    return [*lines, *aligned(table)]
 
 
 def differences(one: Json, other: Json) -> list[str]:
@@ -157,11 +157,6 @@ def _path_of(rows: Sequence[Row], name: str) -> str:
 
 def _spelt(config: Json, key: str) -> str:
     return json.dumps(config[key], ensure_ascii=False, default=str) if key in config else "absent"
-
-
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
 
 
 if __name__ == "__main__":

@@ -13,12 +13,14 @@ import dataclasses
 import json
 import math
 import random
+import runpy
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from datetime import timedelta
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -78,7 +80,10 @@ def load(checkout: Path) -> dict[str, ModuleType | SimpleNamespace]:
     wanted = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in DRIVER]
     future = ast.parse("from __future__ import annotations\nimport torch\nfrom typing import cast").body
     names: dict[str, object] = {"get_gdpo_reward_component_keys": found["utils"].get_gdpo_reward_component_keys}
-    exec(compile(ast.unparse(ast.Module([*future, *wanted], [])), "grpo.py", "exec"), names)  # noqa: S102  NeMo RL's own code
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "grpo.py")
+        path.write_text(ast.unparse(ast.Module([*future, *wanted], [])), encoding="utf-8")
+        names = runpy.run_path(str(path), names)
     return found | {"driver": SimpleNamespace(**{name: names[name] for name in DRIVER})}
 
 
@@ -341,7 +346,7 @@ def main() -> int:
     with redirect_stdout(StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         nemo = load(checkout)
-    dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1, timeout=timedelta(seconds=60))
     batches, answers = dict[str, list[Batch]](), dict[str, list]()
     for case in CASES:
         maker, kind = case.batch.split(":")

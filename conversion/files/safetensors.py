@@ -101,13 +101,6 @@ class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
             raise ValueError(f"{self._folder / file}: {name} cannot be read: {error}") from error
 
 
-def read_layout(folder: Path | str, layout: Layout) -> dict[Slot, Tensor]:
-    """New tensors of every slot of a layout, filled from a Hugging Face folder."""
-    tensors = {slot: torch.empty(content.shape, dtype=torch_dtype(content.dtype)) for slot, content in layout.items()}
-    fill_layout(folder, layout, tensors)
-    return tensors
-
-
 def fill_layout(folder: Path | str, layout: Layout, tensors: Mapping[Slot, Tensor]) -> None:
     """Fills existing tensors from a Hugging Face folder, in place. Reads only the boxes that the layout names."""
     with SafetensorsFolder(folder) as source:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts: those from outside made harmless (of models, rows and reward functions), and counts. Standard library only."""
+"""Texts: those from outside made harmless (of models, rows and reward functions), counts and tables. Standard library only."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 MAX_TEXT_CHARACTERS = 4 << 20
 """Limit of one rollout: a million tokens of prose. JSON spells a character in 12 bytes at most, so it fits into a message to a child."""
@@ -18,6 +19,12 @@ _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud
 def counted(number: int, noun: str) -> str:
     """A number with its noun, in the plural where it is not 1: `1 row`, `2 rows`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row, with its columns below each other."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
 
 
 def safe_text(text: str, max_characters: int = MAX_TEXT_CHARACTERS) -> str:

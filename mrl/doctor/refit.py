@@ -29,6 +29,7 @@ from mrl.cluster.session import start_models
 from mrl.cluster.verbs import EngineVerbs, PolicyVerbs
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
+from mrl.config.texts import aligned
 from mrl.data.prompts import PromptData, load_prompts
 from mrl.loop.preflight import check_start
 from mrl.plan.hardware import local_gpu
@@ -220,11 +221,9 @@ def table(outcomes: Sequence[RefitOutcome]) -> list[str]:
     """The outcomes as aligned lines, then the proof of each check, and the remedy for the failed one."""
     rows = [("check", "result", "numbers")]
     rows += [(f"{f.check.name} {f.subject}".strip(), "ok" if f.is_ok else "FAILED", f.numbers) for f in outcomes]
-    width = max(len(name) for name, _, _ in rows)
-    lines = [f"{name:<{width}}  {result:<6}  {numbers}" for name, result, numbers in rows]
     checks = list(dict.fromkeys(outcome.check for outcome in outcomes))
     failed = list(dict.fromkeys(outcome.check for outcome in outcomes if not outcome.is_ok))
-    lines += ["", "What each line proves when it is ok:", *(f"  {check.name}: {check.proves}." for check in checks)]
+    lines = [*aligned(rows), "", "What each line proves when it is ok:", *(f"  {check.name}: {check.proves}." for check in checks)]
     lines += [f"What to do about {check.name}: {check.if_it_fails}." for check in failed]
     return lines
 

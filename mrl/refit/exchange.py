@@ -64,7 +64,6 @@ class _Sums:
 
     def __init__(self, weights: Mapping[Slot, Tensor]) -> None:
         self._weights = weights
-        self.seconds = 0.0
         self._rows: dict[tuple[Slot, Box, str | None, str], int] = {}
         """Row of each read box, by slot, box, and transform and dtype of the engine's copy."""
         self._values: list[int] = []
@@ -81,10 +80,8 @@ class _Sums:
         sums = Checksums([Summed(box_view(self._weights[slot], box), transform, torch_dtype(dtype)) for slot, box, transform, dtype in new])
 
         def write() -> None:
-            start = time.perf_counter()
             self._values[first : first + len(new)] = sums.take().tolist()
             out.copy_(torch.tensor([self._values[row] for row in rows], dtype=torch.int64))
-            self.seconds += time.perf_counter() - start
 
         return write
 
@@ -147,11 +144,6 @@ class Exchange:
         if self._group is not None:
             self._group.close()
         self._group = group
-
-    @property
-    def checksum_seconds(self) -> float:
-        """Time that checksums have taken in all rounds so far: the sources' part of verification."""
-        return self._sums.seconds
 
     def run(self, attempt: int, readers: Collection[int], *, timeout_s: float) -> None:
         """Fills the exchange memory with all rounds of an attempt at a refit, each when the `readers` (workers) here have room for it.

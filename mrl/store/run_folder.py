@@ -64,7 +64,7 @@ _FILES = """config.json generation_config.json *processor_config.json audio_toke
 word_shape.json word_pronunciation.json"""
 COPIED = (*TOKENIZER_FILES, *_FILES.split())
 MAX_REPORT_SHARE = 0.01
-MEASURED_STEPS, MEASURED_BYTES = 20, 2**18
+MEASURED_BYTES = 2**18
 
 
 class RunFolder:

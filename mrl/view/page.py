@@ -53,11 +53,5 @@ def compressed(value: Json | list[dict]) -> bytes:
     return gzip.compress(json.dumps(value, separators=(",", ":")).encode("ascii"), 6, mtime=0)
 
 
-def read_page(text: str) -> dict:
-    """The data of a page, as `page` took them."""
-    encoded = text.partition('id="data">')[2].partition("<")[0]
-    return json.loads(gzip.decompress(base64.b64decode(encoded)))
-
-
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -22,7 +22,7 @@ from mrl.envs.task import Environment, Task
 from mrl.recipes.tokenizer import byte_tokenizer
 from mrl.store.run_folder import RunFolder
 from mrl.types import Prompt, Rollout, RolloutGroup, RolloutInfo, Verdict
-from mrl.view.page import read_page
+from tests.reading import read_page
 from tests.rollouts import request
 from tests.unit.data.test_prompts import configured, write
 from tests.unit.envs.pools import Pool

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mrl.view.__main__ import Runs
-from mrl.view.page import read_page
+from tests.reading import read_page
 from tests.unit.view.runs import make_run, rollout, write_dump
 from tests.waiting import HANG_S
 

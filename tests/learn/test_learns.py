@@ -11,9 +11,9 @@ from importlib.metadata import version
 
 import pytest
 
-from mrl.view.page import read_page
 from tests.faults.attempts import Attempt, lineage
 from tests.learn.quickstart import Quickstart, accuracy_before, accuracy_of_export, run_quickstart, sampling_noise
+from tests.reading import read_page
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from conversion.files.safetensors import read_layout
 from mrl.config.schema.run import RunConfig
+from tests.reading import read_layout
 from tests.stack.policy.policy_ranks import open_policy, train
 from tests.stack.policy.save_ranks import save
 from tests.stack.ranks import Rank

@@ -12,9 +12,9 @@ import torch
 
 from conversion.families.common import MegatronCoords, MegatronParallel, VllmParallel
 from conversion.families.registry import family
-from conversion.files.safetensors import read_layout
 from conversion.tensors import box_view
 from tests import models
+from tests.reading import read_layout
 from tests.stack.policy import phase_ranks, policy_ranks
 from tests.stack.policy.policy_ranks import BF16
 from tests.stack.ranks import RankPool

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from conversion.families.common import VllmParallel
 from conversion.families.registry import FAMILIES, family
-from conversion.files.safetensors import read_layout
 from conversion.tensors import dtype_name
 from mrl.config.schema.generation import Precision
 from tests import models
+from tests.reading import read_layout
 from tests.stack.rollout.set_ranks import CASES, differences, layouts, load
 
 

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 from conversion.boxes import Slot
 from conversion.families import registry
 from conversion.families.common import Flavour, MegatronCoords, MegatronParallel
-from conversion.files.safetensors import read_layout
 from conversion.reshard import ScheduleError
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.errors import ActorName
@@ -36,6 +35,7 @@ from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.group import GroupAddress
 from mrl.refit.inputs import RefitInputs
 from tests import models
+from tests.reading import read_layout
 from tests.rollouts import StartEngine, random_requests, run
 from tests.wrong_rule import ATTENTION_LAYER, WRONG_FAMILY
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from conversion.boxes import Layout, Slot
 from conversion.families.common import EngineDtypes, MegatronCoords, MegatronParallel, VllmParallel
 from conversion.families.registry import family
-from conversion.files.safetensors import read_layout
 from mrl.config.schema.generation import Precision
 from mrl.policy.weights import Arena
 from mrl.refit.exchange import Exchange
 from mrl.refit.inputs import RefitInputs, WorkerRefit
+from tests.reading import read_layout
 from tests.waiting import HANG_S
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from mrl.plan.plan import as_data, make_plan, prediction, search_layouts
 from mrl.plan.search import worst_rank
 from mrl.plan.times import EXPERT_PRODUCTS, exchange_seconds, forward_operations, train_seconds
 from mrl.store.run_folder import RunFolder
-from mrl.view.page import read_page
 from mrl.view.run_data import run_data
+from tests.reading import read_page
 from tests.sources import ROOT
 from tests.waiting import HANG_S
 

@@ -18,7 +18,7 @@ from mrl.store.ledger import replay
 from mrl.store.ownership import FolderLost
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
-from mrl.view.page import read_page
+from tests.reading import read_page
 from tests.sources import ROOT
 from tests.waiting import HANG_S
 

@@ -7,8 +7,9 @@ import pytest
 
 from mrl.store.evaluations import scores_by_environment, write_results
 from mrl.types import Prompt, RolloutGroup, RolloutInfo, Verdict
-from mrl.view.page import page, read_page, write_report
+from mrl.view.page import page, write_report
 from mrl.view.run_data import MAX_POINTS, State, about_lines, progress_lines, run_data, series_of
+from tests.reading import read_page
 from tests.unit.view.runs import make_long_run, make_run, rollout, row, write_dump, write_metrics
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mrl.view.__main__ import Runs, main, server_of
-from mrl.view.page import read_page
+from tests.reading import read_page
 from tests.unit.view.runs import make_run, row, write_metrics
 from tests.waiting import HANG_S
 

@@ -14,7 +14,8 @@ from conversion.boxes import Box, Layout, Piece, Slot, SlotLayout, lengths
 from conversion.files.hf_folder import INDEX_FILE, stored_tensors
 from conversion.files.hf_weights import check_tensors
 from conversion.files.manifest import FINISHED_SUFFIX
-from conversion.files.safetensors import SafetensorsFolder, fill_layout, read_layout, write_safetensors
+from conversion.files.safetensors import SafetensorsFolder, fill_layout, write_safetensors
+from tests.reading import read_layout
 from tests.unit.conversion.memory import InMemory
 
 TENSORS = {
