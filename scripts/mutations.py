@@ -134,7 +134,7 @@ old rollouts need the correction | unit/config/rules/test_rollout_queue.py::test
 mrl/config/rules/algorithms.py: if lag > 0 and not config.loss_fn >>> if lag > 1 and not config.loss_fn
 every token has an embedding | unit/config/rules/test_tokens.py::test_tokens_without_an_embedding_are_refused
 mrl/config/rules/tokens.py: if not 0 < columns < needed: >>> if not 0 < columns < needed - 1:
-tensor-parallel ranks share no optimizer state | unit/plan/test_plan.py::test_nano_on_eight_gpus_needs_offload
+tensor-parallel ranks share no optimizer state | unit/plan/test_plan.py::test_optimizer_state_is_spread_over_ranks_that_hold_the_same
 mrl/plan/facts.py: dense_shards=ranks // megatron.tensor_model_parallel_size if >>> dense_shards=ranks if
 a worker holds a key head that it shares | unit/plan/test_engine.py::test_states_have_the_type_of_the_model_where_the_run_names_none
 mrl/plan/engine.py: max(1, shape.kv_heads // tp) >>> shape.kv_heads / tp
