@@ -178,7 +178,7 @@ def table() -> list[Mutation]:
 def copy_checkout(folder: Path) -> None:
     """Copies the files of the checkout, except those that git ignores, as they are now."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0"):
+    for name in subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout.split("\0"):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
@@ -189,7 +189,7 @@ def run_tests(folder: Path, tests: list[str]) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=600", *tests]
     # Python knows its compiled code by size and second of the source, and a mutation may change neither.
     variables = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    printed = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, errors="replace")
+    printed = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, errors="replace", timeout=3600)
     lines = printed.stdout.strip().splitlines() or [""]
     return printed.returncode, next((line[1:].strip() for line in lines if line.startswith("E  ")), lines[-1])
 
