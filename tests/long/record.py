@@ -66,7 +66,6 @@ PATHS: dict[str, tuple[str, ...]] = {
     "math_verdicts": _MATH,
     "model_folders": ("conversion", "mrl/policy/model.py", "mrl/policy/specs.py", "mrl/refit/pull.py"),
     "mopd": (*_LEARNS, "mrl/policy/distillation.py", "configs/mopd_tiny.yaml", "configs/sft_tiny.yaml"),
-    "nemo_parity": ("mrl/algo", "mrl/policy/batch.py"),
     "nemo_recipes": ("mrl/config", "mrl/check.py"),
     "nemo_reasons": ("mrl/config", "mrl/check.py"),
     "nodes": ("scripts/ray_node.sh", "mrl/cluster/runtime.py", "mrl/cluster/nodes.py"),

@@ -143,7 +143,7 @@ def test_a_table_is_old_once_its_product_files_change(tmp_path: Path):
         ("bash scripts/test.sh --long parity", ["-m", "tests.runner", "--long", "parity"]),
         ("pytest --long parity tests/x.py", ["-m", "pytest", "--long", "parity", "tests/x.py"]),
         ("python -m scripts.bench.nemo_recipes RL@7ea279abfb", ["-m", "scripts.bench.nemo_recipes", "/rl"]),
-        ("python -m scripts.bench.nemo_parity CHECKOUT (NVIDIA-NeMo/RL 7ea279abfb)", ["-m", "scripts.bench.nemo_parity", "CHECKOUT"]),
+        ("python -m scripts.bench.speed MODEL (RL 7ea279abfb)", ["-m", "scripts.bench.speed", "MODEL"]),
     ],
 )
 def test_a_recorded_command_is_run_again_with_the_folders_of_this_host(recorded: str, words: list[str]):
