@@ -17,6 +17,9 @@ def obey(prompt: str, response: str, reference_answer: str) -> float:
         case "datagram":
             ours, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
             ours.sendto(b"x", reference_answer)
+        case "packet":  # UDP, which Landlock does not see
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ours:
+                ours.sendto(b"x", ("127.0.0.1", int(reference_answer)))
         case "run":
             subprocess.run(["touch", reference_answer], check=True)
         case "fork":

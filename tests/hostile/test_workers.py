@@ -28,6 +28,7 @@ HOSTS = "a host that cannot confine programs"
 DEEDS = {
     "connect": "network",
     "datagram": "network",
+    "packet": "network",
     "run": "processes",
     "fork": "processes",
     "kill": "processes",
@@ -54,21 +55,22 @@ def pools() -> Iterator[dict[str, Pool]]:
 def target(deed: str, folder: Path, listener: socket.socket) -> str:
     """Target of a deed."""
     (folder / "victim").write_text("untouched")
-    if deed == "connect":
+    if deed in ("connect", "packet"):
         return str(listener.getsockname()[1])
     return "1" if deed == "kill" else str(folder / ("victim" if deed in ("write", "delete") else "new"))
 
 
 def do(pool: Pool, deed: str, folder: Path) -> tuple[Verdict, list[str], bool]:
     """The verdict, the files that a deed leaves, and whether anybody connected."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
-        if deed == "datagram":
-            datagrams.bind(str(folder / "new"))
+    family = socket.AF_UNIX if deed == "datagram" else socket.AF_INET
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(family, socket.SOCK_DGRAM) as datagrams:
+        if deed in ("datagram", "packet"):
+            datagrams.bind(str(folder / "new") if deed == "datagram" else listener.getsockname())
         (verdict,) = pool.score([Task((deed,), target(deed, folder, listener))])
         listener.settimeout(0)
         datagrams.settimeout(0)
         try:
-            heard = bool(datagrams.recv(9)) if deed == "datagram" else listener.accept() is not None
+            heard = bool(datagrams.recv(9)) if deed in ("datagram", "packet") else listener.accept() is not None
         except BlockingIOError:
             heard = False
     return verdict, sorted(path.name for path in folder.iterdir()), heard
@@ -95,7 +97,7 @@ def test_what_the_config_allows_works(deed: str, pools: dict[str, Pool], tmp_pat
         return
     verdict, _, heard = do(pool, deed, tmp_path)
     assert verdict.reward == 1.0, verdict.reason
-    assert heard == (deed in ("connect", "datagram"))
+    assert heard == (deed in ("connect", "datagram", "packet"))
 
 
 def test_a_worker_computes_reads_and_writes_its_own_folder(pools: dict[str, Pool]):

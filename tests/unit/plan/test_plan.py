@@ -22,7 +22,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.loop.preflight import check_start
 from mrl.plan.__main__ import main
 from mrl.plan.deadlines import checkpoint_deadline
-from mrl.plan.facts import PlanModel, read_model
+from mrl.plan.facts import PlanModel, read_model, state_rules
 from mrl.plan.hardware import GIB, GPUS
 from mrl.plan.memory import cache_bytes, disk_bytes, engine_memory, host_memory, rank_memory, saved_bytes, stage_states, work_of
 from mrl.plan.plan import as_data, make_plan, prediction, search_layouts
@@ -107,6 +107,12 @@ def test_an_engine_of_qwen3_holds_what_vllm_reports(folders: dict[str, str]):
     # vllm-project/vllm issue 17469: 14.2474 GiB at TP4, with the tables of rotary positions.
     config = load_config("grpo_qwen3_30ba3b.yaml", [folders["qwen"]])
     assert engine_memory(config, read_model(config), H100).weights / GIB == pytest.approx(14.2474, rel=0.002)
+
+
+def test_optimizer_state_is_spread_over_ranks_that_hold_the_same(folders: dict[str, str]):
+    # 256 ranks in 2 stages: of the 128 of one, 64 hold the same half of dense layers (tp 2), and 16 the same experts (ep 8).
+    rules = state_rules(load_config("grpo_nanov3.yaml", [folders["nano"]]))
+    assert (rules.dense_shards, rules.expert_shards) == (64, 16)
 
 
 def test_the_packaged_runs_fit(folders: dict[str, str]):

@@ -227,6 +227,8 @@ def test_refit_zero_names_what_the_tables_get_wrong(gpu):
     before = digest(gpu.live)
     refit(gpu, gpu.puller())
     check_unchanged(before, digest(gpu.live))
+    with pytest.raises(RefitError, match="changed 1 of 5 tensors.*on lora$"):
+        check_unchanged({**before, Slot("lora"): 1}, digest(gpu.live))
 
     # Another layout that both sides agree on, but not vLLM's loader: the experts in another order.
     swapped = replace(TARGET[STACK], pieces=tuple(Piece(f"e{1 - i}", full((3, 4)), ((i, i + 1), (0, 3), (0, 4))) for i in range(2)))

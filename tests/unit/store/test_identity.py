@@ -79,6 +79,9 @@ def test_another_content_is_another_identity(model: Path):
     run.policy.tokenizer.chat_template = "{{ messages }}"
     assert changed(before, identity(run)) == ["tokenizer"]
     run = config(model)
+    run.policy.tokenizer.chat_template_kwargs = {"enable_thinking": False}
+    assert changed(before, identity(run)) == ["tokenizer"]
+    run = config(model)
     for ids, digest in ((IDS[:-1], "rows"), (IDS, "other rows")):
         assert changed(before, identity(run, ids, digest)) == ["data"]
     run.grpo.seed += 1

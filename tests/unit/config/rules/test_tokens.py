@@ -25,8 +25,8 @@ def test_tokens_without_an_embedding_are_refused(workplace: Path):
     model = workplace / "prepared/tiny/model"
     write_model(model, vocab_size=VOCAB_SIZE, further=[])
     assert problems_of("grpo.seed=1") == []
-    write_model(model, vocab_size=VOCAB_SIZE, further=["<think>", "</think>"])
-    problem = f"policy.tokenizer.name=prepared/tiny/model: it has {VOCAB_SIZE + 2} tokens, and vocab_size of policy.model_name="
+    write_model(model, vocab_size=VOCAB_SIZE, further=["<think>"])
+    problem = f"policy.tokenizer.name=prepared/tiny/model: it has {VOCAB_SIZE + 1} tokens, and vocab_size of policy.model_name="
     assert [text.startswith(problem) for text in problems_of("grpo.seed=1")] == [True]
 
 
