@@ -55,7 +55,7 @@ DOUBTS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     ),
     f"{_KWARGS}.moe_backend": (
         lambda config: config.has_engines and config.policy.generation.vllm_kwargs.get("moe_backend", _IN_ORDER) != _IN_ORDER,
-        f"without effect: engines take {_IN_ORDER}, because other kernels keep experts in an order in which no refit writes them; leave it out",
+        f"without effect: engines take {_IN_ORDER}, as other kernels keep experts in an order in which no refit writes; leave it out",
     ),
     "loss_fn.use_importance_sampling_correction": (
         lambda config: (
