@@ -20,7 +20,7 @@ from conversion.families.registry import family
 from conversion.files.checkpoint_metadata import METADATA_FILE
 from conversion.files.durable import IO_TIMEOUT_S, built_aside
 from conversion.files.hf_folder import REWARD_HEAD, copy_companions, without_lost_code, write_json
-from conversion.files.hf_weights import check_hf, is_tied_copy, read_model_config
+from conversion.files.hf_weights import check_hf, is_unused, read_model_config
 from conversion.files.manifest import (
     MANIFEST,
     TABLE_VERSION,
@@ -252,7 +252,7 @@ def faults_against_manifest(folder: Path) -> Iterator[str]:
 def _opened(folder: Path, stack: ExitStack) -> tuple[set[str], BoxSource]:
     if (folder / "config.json").exists():
         source, config = stack.enter_context(SafetensorsFolder(folder)), read_model_config(folder)
-        return {name for name in source.names if not is_tied_copy(name, config)}, source
+        return {name for name in source.names if not is_unused(name, config)}, source
     tensors = open_checkpoint(folder).tensors
     return set(tensors.names), tensors
 

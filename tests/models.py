@@ -86,9 +86,32 @@ TINY: Mapping[str, Mapping[str, object]] = {
     "nemotron_h": TINY_NEMOTRON_H,
     # head_dim is no setting of qwen2; vLLM has kernels for 32 and up.
     "qwen2": {name: value for name, value in _TINY_DECODER.items() if name != "head_dim"} | dict(hidden_size=128),
+    "qwen2_moe": {name: value for name, value in _TINY_DECODER.items() if name != "head_dim"}
+    | dict(
+        hidden_size=128,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=96,
+        norm_topk_prob=False,
+        decoder_sparse_step=1,
+        mlp_only_layers=[1],
+    ),
     "qwen3": _TINY_DECODER | dict(tie_word_embeddings=True),
     "qwen3_moe": _TINY_DECODER
     | dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
+    "glm4_moe": _TINY_DECODER
+    | dict(
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+        num_nextn_predict_layers=0,
+    ),
     "deepseek_v3": {name: value for name, value in _TINY_DECODER.items() if name not in ("head_dim", "num_key_value_heads")}
     | dict(
         num_key_value_heads=4,

@@ -167,6 +167,16 @@ class Family:
     vllm_layers: str | None
     """Prefix of the layers in vLLM's names, with "{layer}"; None for a model that vLLM gets no layout of."""
     can_train: bool = True
+    leaves_out_mtp: bool = False
+    """True if published files may have layers of multi-token prediction behind the others, which nothing here reads."""
+
+    def is_left_out(self, hf_config: HfConfig, name: str) -> bool:
+        """Tells whether a stored tensor belongs to a layer behind the last, of those that `num_nextn_predict_layers` counts."""
+        steps, last = hf_config.get("num_nextn_predict_layers") or 0, hf_config.get("num_hidden_layers") or 0
+        if not self.leaves_out_mtp or not isinstance(steps, int) or not isinstance(last, int):
+            return False
+        layer = name.removeprefix("model.layers.").partition(".")[0] if name.startswith("model.layers.") else ""
+        return layer.isdecimal() and last <= int(layer) < last + steps
 
     def canonical(self, hf_config: HfConfig) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of the Hugging Face checkpoint."""

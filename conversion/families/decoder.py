@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from conversion.cuts import Canonical, Experts, Gated, Qkv, Replicated, RowParallel, Vocabulary
 from conversion.families.common import Family, Model, Rule
-from conversion.families.settings import HfConfig, choice, positive_integer, positive_number
+from conversion.families.settings import HfConfig, choice, positive_integer, positive_number, sigmoid_router, softmax_router
 
 # Settings that no converted family uses, with the only values that switch them off; the first is the default.
 COMMON_SUPPORTED: dict[str, tuple[object, ...]] = {
@@ -17,7 +17,6 @@ COMMON_SUPPORTED: dict[str, tuple[object, ...]] = {
     "dual_chunk_attention_config": (None,),
     "hidden_act": ("silu",),
     "is_causal": (True, None),
-    "partial_rotary_factor": (1.0, 1, None),
     "quantization_config": (None,),
 }
 
@@ -30,6 +29,8 @@ class Rope:
     """Rotary positions, scaled in one way at most, as Megatron takes them."""
 
     base: float
+    percent: float = 1.0
+    """Part of each head that is rotated."""
     model: Mapping[str, object] = field(default_factory=dict)
     attributes: Mapping[str, object] = field(default_factory=dict)
     """Values that Megatron reads from a TransformerConfig without fields for them."""
@@ -46,6 +47,13 @@ class Moe:
     router: Mapping[str, object] = field(default_factory=dict)
     block: str = "mlp."
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    has_bias: bool = False
+    """True if the router adds a bias to the scores by which it chooses."""
+    shared: int = 0
+    """Width of the MLP that every token passes, all its shared experts together; 0 for none."""
+    shared_name: str = "shared_experts"
+    has_shared_gate: bool = False
+    """True if each token weighs what it gets from the shared experts."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,13 @@ class Decoder:
         )
 
 
+def with_whole_heads(decoder: Decoder) -> Decoder:
+    """The decoder, where the heads together are as wide as the model."""
+    if decoder.head_dim * decoder.num_heads != decoder.hidden:
+        raise ValueError(f"config.json: head_dim={decoder.head_dim} is not supported; vLLM has hidden_size / num_attention_heads here")
+    return decoder
+
+
 def check_no_window(hf_config: HfConfig) -> None:
     """Refuses sliding windows that limit attention; settings of a window that is switched off are ignored."""
     kinds = hf_config.get("layer_types")
@@ -115,7 +130,7 @@ def check_no_window(hf_config: HfConfig) -> None:
         raise ValueError(f"config.json: sliding_window={window} is in use, which is not supported; only full attention is")
 
 
-def rope_settings(hf_config: HfConfig) -> tuple[float, str, dict[str, object]]:
+def rope_settings(hf_config: HfConfig, *, may_be_partial: bool = False) -> tuple[float, str, dict[str, object]]:
     """Base, kind and other numbers of the rotary positions, from `rope_parameters` of transformers 5 or `rope_theta` and `rope_scaling`.
 
     As in transformers 5, and so in vLLM, `rope_scaling` replaces `rope_parameters`.
@@ -124,8 +139,9 @@ def rope_settings(hf_config: HfConfig) -> tuple[float, str, dict[str, object]]:
     given = hf_config.get(key) or {}
     if not isinstance(given, dict):
         raise ValueError(f"config.json: {key}={given!r} must be a mapping")
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"config.json: {key}.partial_rotary_factor={given['partial_rotary_factor']!r} is not supported; only 1.0 is")
+    for holder, prefix in () if may_be_partial else ((given, f"{key}."), (hf_config, "")):
+        if (part := holder.get("partial_rotary_factor")) not in (None, 1.0):
+            raise ValueError(f"config.json: {prefix}partial_rotary_factor={part!r} is not supported; only 1.0 is")
     theta, hidden = given.get("rope_theta", hf_config.get("rope_theta")), hf_config.get("rope_parameters")
     if theta is None and isinstance(hidden, dict) and hidden.get("rope_theta") is not None:
         raise ValueError(
@@ -135,13 +151,19 @@ def rope_settings(hf_config: HfConfig) -> tuple[float, str, dict[str, object]]:
     return positive_number({"rope_theta": theta}, "rope_theta"), kind, given
 
 
-def read_rope(hf_config: HfConfig) -> Rope:
-    """Rotary positions of a family with none but Llama 3's scaling or YaRN (arXiv:2309.00071), as transformers reads it."""
-    base, kind, given = rope_settings(hf_config)
+def read_rope(hf_config: HfConfig, *, percent: float | None = None) -> Rope:
+    """Rotary positions of a family with none but Llama 3's scaling or YaRN (arXiv:2309.00071), as transformers reads it.
+
+    `percent` is the default of a family that rotates a part of each head; None for one that rotates the whole.
+    """
+    base, kind, given = rope_settings(hf_config, may_be_partial=percent is not None)
+    part = positive_number({**hf_config, **given}, "partial_rotary_factor", percent or 1.0)
+    if part > 1.0 or (part < 1.0 and kind != "default"):
+        raise ValueError(f"config.json: partial_rotary_factor={part!r} with rope_type={kind!r} is not supported; only 1.0 is")
     if kind == "default":
-        return Rope(base)
+        return Rope(base, part)
     if kind == "yarn":
-        return Rope(base, {"position_embedding_type": "yarn"}, _read_yarn(given))
+        return Rope(base, model={"position_embedding_type": "yarn"}, attributes=_read_yarn(given))
     if kind != "llama3":
         raise ValueError(f"config.json: rope_type={kind!r} is not supported; only default, llama3 and yarn are")
     for name, value in _LLAMA3.items():
@@ -149,7 +171,7 @@ def read_rope(hf_config: HfConfig) -> Rope:
             raise ValueError(
                 f"config.json: rope scaling {name}={given.get(name)!r} is not supported; Megatron's llama3 scaling only has {value}"
             )
-    return Rope(base, dict(rope_scaling=True, rope_scaling_factor=positive_number(given, "factor")))
+    return Rope(base, model=dict(rope_scaling=True, rope_scaling_factor=positive_number(given, "factor")))
 
 
 def _read_yarn(given: HfConfig) -> dict[str, object]:
@@ -177,11 +199,7 @@ def decoder_family(read: Callable[[HfConfig], Decoder]) -> Family:
         decoder, layers = read(hf_config), []
         for index in range(decoder.num_layers):
             prefix = f"model.layers.{index}."
-            if decoder.moe is not None and decoder.moe.layers[index]:
-                mlp = (*moe_norm(prefix, decoder.hidden), *gated_experts(prefix, decoder.hidden, decoder.moe))
-            else:
-                mlp = dense_mlp(prefix, decoder)
-            layers.append((*attention(prefix, decoder), *mlp))
+            layers.append((*attention(prefix, decoder), *mlp(prefix, decoder, index)))
         return with_ends(tuple(layers), decoder, padded_vocabulary)
 
     return Family(model, lambda hf_config: megatron_arguments(read(hf_config)), model_class="gpt", vllm_layers="model.layers.{layer}.")
@@ -232,11 +250,13 @@ def attention(prefix: str, decoder: Decoder) -> tuple[Rule, ...]:
     return (*rules, Rule(output, "self_attention.linear_proj.weight", "self_attn.o_proj.weight"))
 
 
-def dense_mlp(prefix: str, decoder: Decoder) -> tuple[Rule, ...]:
-    """Norm and gated MLP of a layer without experts."""
-    norm = _replicated(prefix + "post_attention_layernorm.weight", decoder.hidden)
+def mlp(prefix: str, decoder: Decoder, index: int) -> tuple[Rule, ...]:
+    """Norm and MLP, or experts, of a layer. Megatron never fuses the norm before experts into a linear layer."""
+    norm, vllm = _replicated(prefix + "post_attention_layernorm.weight", decoder.hidden), "post_attention_layernorm.weight"
+    if decoder.moe is not None and decoder.moe.layers[index]:
+        return (Rule(norm, "pre_mlp_layernorm.weight", vllm), *gated_experts(prefix, decoder.hidden, decoder.moe))
     return (
-        Rule(norm, "mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", local="pre_mlp_layernorm.weight"),
+        Rule(norm, "mlp.linear_fc1.layer_norm_weight", vllm, local="pre_mlp_layernorm.weight"),
         *gated_mlp(prefix + "mlp.", decoder.hidden, decoder.mlp, "mlp.", "mlp."),
     )
 
@@ -249,22 +269,60 @@ def gated_mlp(hf: str, hidden: int, width: int, megatron: str, vllm: str) -> tup
     )
 
 
-def moe_norm(prefix: str, hidden: int) -> tuple[Rule, ...]:
-    """Norm before experts, which Megatron never fuses into a linear layer."""
-    norm = _replicated(prefix + "post_attention_layernorm.weight", hidden)
-    return (Rule(norm, "pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),)
-
-
 def gated_experts(prefix: str, hidden: int, moe: Moe) -> tuple[Rule, ...]:
-    """Router and gated experts of a layer."""
+    """Router, gated experts and shared experts of a layer."""
     block = prefix + moe.block
     gate, up, down = moe.names
     expert = block + "experts.{expert}."
     first = Experts(_gated(expert, (gate, up), moe.width, hidden), moe.num_experts)
     second = Experts(RowParallel(Canonical(f"{expert}{down}.weight", (hidden, moe.width))), moe.num_experts)
-    router = Rule(_replicated(block + "gate.weight", moe.num_experts, hidden), "mlp.router.weight", moe.block + "gate.weight")
+    rules = [Rule(_replicated(block + "gate.weight", moe.num_experts, hidden), "mlp.router.weight", moe.block + "gate.weight")]
     vllm = moe.block + "experts.routed_experts."
-    return router, expert_rule(first, "linear_fc1", vllm + "w13_weight"), expert_rule(second, "linear_fc2", vllm + "w2_weight")
+    rules += [expert_rule(first, "linear_fc1", vllm + "w13_weight"), expert_rule(second, "linear_fc2", vllm + "w2_weight")]
+    if moe.has_bias:
+        bias = "gate.e_score_correction_bias"
+        rules.append(Rule(_replicated(block + bias, moe.num_experts), "mlp.router.expert_bias", moe.block + bias, dtype="float32"))
+    if moe.shared:
+        shared = moe.shared_name + "."
+        rules += gated_mlp(block + shared, hidden, moe.shared, "mlp.shared_experts.", moe.block + shared)
+    if moe.has_shared_gate:
+        gate = f"{moe.shared_name}_gate.weight"
+        rules.append(Rule(_replicated(block + gate, 1, hidden), "mlp.shared_experts.gate_weight", moe.block + gate))
+    return tuple(rules)
+
+
+def softmax_experts(hf_config: HfConfig) -> Moe:
+    """Experts as Qwen has them: in every layer but some, chosen by a softmax."""
+    # transformers 5 writes num_local_experts, the published files have num_experts.
+    experts_key = "num_experts" if "num_experts" in hf_config else "num_local_experts"
+    step, dense = positive_integer(hf_config, "decoder_sparse_step", 1), hf_config.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise ValueError(f"config.json: mlp_only_layers={dense!r} must be a list")
+    num_layers, topk = positive_integer(hf_config, "num_hidden_layers"), positive_integer(hf_config, "num_experts_per_tok")
+    return Moe(
+        layers=tuple(index not in dense and (index + 1) % step == 0 for index in range(num_layers)),
+        num_experts=positive_integer(hf_config, experts_key),
+        width=positive_integer(hf_config, "moe_intermediate_size"),
+        topk=topk,
+        router=softmax_router(topk, normalised=choice(hf_config, "norm_topk_prob", default=False)),
+    )
+
+
+def sigmoid_experts(hf_config: HfConfig) -> Moe:
+    """Experts as DeepSeek V3 has them: after the first layers, chosen by sigmoid scores and a bias, beside shared experts."""
+    num_dense = hf_config.get("first_k_dense_replace")
+    if not isinstance(num_dense, int) or num_dense < 0:
+        raise ValueError(f"config.json: first_k_dense_replace={num_dense!r} must be a number of layers")
+    width, topk = positive_integer(hf_config, "moe_intermediate_size"), positive_integer(hf_config, "num_experts_per_tok")
+    return Moe(
+        layers=tuple(index >= num_dense for index in range(positive_integer(hf_config, "num_hidden_layers"))),
+        num_experts=positive_integer(hf_config, "n_routed_experts"),
+        width=width,
+        topk=topk,
+        router=sigmoid_router(hf_config, topk),
+        has_bias=True,
+        shared=width * positive_integer(hf_config, "n_shared_experts"),
+    )
 
 
 def expert_rule(cut: Experts, megatron: str, vllm: str) -> Rule:
@@ -309,12 +367,14 @@ def megatron_arguments(decoder: Decoder, **transformer: object) -> dict[str, dic
         arguments |= dict(num_moe_experts=moe.num_experts, moe_ffn_hidden_size=moe.width, moe_router_topk=moe.topk, **moe.router)
         if not all(moe.layers):
             arguments["moe_layer_freq"] = [int(has_experts) for has_experts in moe.layers]
+        if moe.shared:
+            arguments |= dict(moe_shared_expert_intermediate_size=moe.shared, moe_shared_expert_gate=moe.has_shared_gate)
     model: dict[str, object] = dict(
         vocab_size=decoder.vocabulary,
         max_sequence_length=decoder.max_positions,
         position_embedding_type="rope",
         rotary_base=decoder.rope.base,
-        rotary_percent=1.0,
+        rotary_percent=decoder.rope.percent,
         share_embeddings_and_output_weights=decoder.tied,
     )
     return {"transformer": arguments | transformer, "model": model | dict(decoder.rope.model), "attributes": dict(decoder.rope.attributes)}

@@ -8,13 +8,11 @@ from dataclasses import replace
 from conversion.cuts import Canonical, ColumnParallel, Replicated, RowParallel
 from conversion.families import decoder
 from conversion.families.common import Family, HfConfig, Model, Rule
-from conversion.families.settings import check_settings, optional_integer, positive_integer, positive_number, sigmoid_router
+from conversion.families.settings import check_settings, optional_integer, positive_integer, positive_number
 
 _SUPPORTED = decoder.COMMON_SUPPORTED | {
     "moe_layer_freq": (1, None),
     "norm_topk_prob": (True,),
-    # Published files count a layer of multi-token prediction here; set 0 where its tensors are missing.
-    "num_nextn_predict_layers": (0, None),
     "rope_interleave": (True, None),
     "scoring_func": ("sigmoid", None),
     "topk_method": ("noaux_tc", None),
@@ -33,44 +31,21 @@ _YARN = {
 
 def _decoder(hf_config: HfConfig) -> decoder.Decoder:
     check_settings(hf_config, _SUPPORTED)
-    num_layers, num_dense = positive_integer(hf_config, "num_hidden_layers"), hf_config.get("first_k_dense_replace")
-    if not isinstance(num_dense, int) or num_dense < 0:
-        raise ValueError(f"config.json: first_k_dense_replace={num_dense!r} must be a number of layers")
-    moe = decoder.Moe(
-        layers=tuple(index >= num_dense for index in range(num_layers)),
-        num_experts=positive_integer(hf_config, "n_routed_experts"),
-        width=positive_integer(hf_config, "moe_intermediate_size"),
-        topk=positive_integer(hf_config, "num_experts_per_tok"),
-    )
-    found = decoder.Decoder.of(hf_config, qk_norm=True, moe=moe, rope=decoder.Rope(decoder.rope_settings(hf_config)[0]))
+    rope = decoder.Rope(decoder.rope_settings(hf_config)[0])
+    found = decoder.Decoder.of(hf_config, qk_norm=True, moe=decoder.sigmoid_experts(hf_config), rope=rope)
     return replace(found, num_kv_heads=found.num_heads)
 
 
 def model(hf_config: HfConfig, padded_vocabulary: int | None = None) -> Model:
-    found, shared_width = _decoder(hf_config), _shared_width(hf_config)
-    layers = tuple(_layer(f"model.layers.{index}.", hf_config, found, index, shared_width) for index in range(found.num_layers))
+    found = _decoder(hf_config)
+    layers = tuple(_layer(f"model.layers.{index}.", hf_config, found, index) for index in range(found.num_layers))
     return decoder.with_ends(layers, found, padded_vocabulary)
 
 
-def _shared_width(hf_config: HfConfig) -> int:
-    return positive_integer(hf_config, "moe_intermediate_size") * positive_integer(hf_config, "n_shared_experts")
-
-
-def _layer(prefix: str, hf_config: HfConfig, found: decoder.Decoder, index: int, shared_width: int) -> tuple[Rule, ...]:
-    attention, moe = _latent_attention(prefix + "self_attn.", hf_config, found), found.moe
+def _layer(prefix: str, hf_config: HfConfig, found: decoder.Decoder, index: int) -> tuple[Rule, ...]:
+    attention = _latent_attention(prefix + "self_attn.", hf_config, found)
     norm = Rule(Replicated(Canonical(prefix + "input_layernorm.weight", (found.hidden,))), "input_layernorm.weight")
-    assert moe is not None
-    if not moe.layers[index]:
-        return (norm, *attention, *decoder.dense_mlp(prefix, found))
-    bias = Replicated(Canonical(prefix + "mlp.gate.e_score_correction_bias", (moe.num_experts,)))
-    return (
-        norm,
-        *attention,
-        *decoder.moe_norm(prefix, found.hidden),
-        *decoder.gated_experts(prefix, found.hidden, moe),
-        Rule(bias, "mlp.router.expert_bias", dtype="float32"),
-        *decoder.gated_mlp(prefix + "mlp.shared_experts.", found.hidden, shared_width, "mlp.shared_experts.", "mlp.shared_experts."),
-    )
+    return (norm, *attention, *decoder.mlp(prefix, found, index))
 
 
 def _latent_attention(hf: str, hf_config: HfConfig, found: decoder.Decoder) -> tuple[Rule, ...]:
@@ -110,7 +85,7 @@ def _norm(hf: str, fused: str, local: str, size: int) -> Rule:
 
 
 def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
-    found, topk = _decoder(hf_config), positive_integer(hf_config, "num_experts_per_tok")
+    found = _decoder(hf_config)
     kv_rank, plain, rotary, value = (positive_integer(hf_config, key) for key in _LATENT_KEYS)
     _, kind, given = decoder.rope_settings(hf_config)
     if kind not in ("default", "yarn"):
@@ -130,9 +105,7 @@ def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
         kv_channels=value,
         rotary_base=found.rope.base,
         **rope,
-        moe_shared_expert_intermediate_size=_shared_width(hf_config),
-        **sigmoid_router(hf_config, topk),
     )
 
 
-FAMILY = Family(model, megatron_arguments, model_class="gpt", vllm_layers=None, can_train=False)
+FAMILY = Family(model, megatron_arguments, model_class="gpt", vllm_layers=None, can_train=False, leaves_out_mtp=True)

@@ -6,10 +6,10 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 
-from conversion.families import deepseek_v3, nemotron_h
+from conversion.families import deepseek_v3, glm4_moe, nemotron_h, qwen2_moe
 from conversion.families.common import Family
-from conversion.families.decoder import COMMON_SUPPORTED, Decoder, Moe, decoder_family
-from conversion.families.settings import HfConfig, check_settings, choice, positive_integer, softmax_router
+from conversion.families.decoder import COMMON_SUPPORTED, Decoder, Moe, decoder_family, softmax_experts, with_whole_heads
+from conversion.families.settings import HfConfig, check_settings, positive_integer, softmax_router
 
 ENTRY_POINT_GROUP = "mrl.families"
 MAX_LAYERS = 1000
@@ -48,10 +48,7 @@ def qwen2(hf_config: HfConfig) -> Decoder:
     """Dense decoders with biases on query, key and value (Qwen2, Qwen2.5)."""
     # In qwen2, `attention_bias` is not a setting: the biases are always there.
     check_settings(hf_config, COMMON_SUPPORTED | {"attention_bias": (True, None)})
-    found = Decoder.of(hf_config, qkv_bias=True)
-    if found.head_dim * found.num_heads != found.hidden:
-        raise ValueError(f"config.json: head_dim={found.head_dim} is not supported for qwen2; vLLM has hidden_size / num_attention_heads")
-    return found
+    return with_whole_heads(Decoder.of(hf_config, qkv_bias=True))
 
 
 def qwen3(hf_config: HfConfig) -> Decoder:
@@ -64,25 +61,15 @@ def qwen3_moe(hf_config: HfConfig) -> Decoder:
     """qwen3 with softmax-routed gated experts (Qwen3-30B-A3B, 235B-A22B)."""
     # vLLM builds a shared expert for this key, which transformers does not know.
     check_settings(hf_config, COMMON_SUPPORTED | {"shared_expert_intermediate_size": (0, None)})
-    # transformers 5 writes num_local_experts, the published files have num_experts.
-    experts_key = "num_experts" if "num_experts" in hf_config else "num_local_experts"
-    step, dense = positive_integer(hf_config, "decoder_sparse_step", 1), hf_config.get("mlp_only_layers") or []
-    if not isinstance(dense, list):
-        raise ValueError(f"config.json: mlp_only_layers={dense!r} must be a list")
-    num_layers, topk = positive_integer(hf_config, "num_hidden_layers"), positive_integer(hf_config, "num_experts_per_tok")
-    moe = Moe(
-        layers=tuple(index not in dense and (index + 1) % step == 0 for index in range(num_layers)),
-        num_experts=positive_integer(hf_config, experts_key),
-        width=positive_integer(hf_config, "moe_intermediate_size"),
-        topk=topk,
-        router=softmax_router(topk, normalised=choice(hf_config, "norm_topk_prob", default=False)),
-    )
-    return Decoder.of(hf_config, qk_norm=True, moe=moe)
+    return Decoder.of(hf_config, qk_norm=True, moe=softmax_experts(hf_config))
 
 
-FAMILIES = {"deepseek_v3": deepseek_v3.FAMILY, "nemotron_h": nemotron_h.FAMILY} | {
-    read.__name__: decoder_family(read) for read in (llama, mixtral, qwen2, qwen3, qwen3_moe)
-}
+FAMILIES = {
+    "deepseek_v3": deepseek_v3.FAMILY,
+    "glm4_moe": glm4_moe.FAMILY,
+    "nemotron_h": nemotron_h.FAMILY,
+    "qwen2_moe": qwen2_moe.FAMILY,
+} | {read.__name__: decoder_family(read) for read in (llama, mixtral, qwen2, qwen3, qwen3_moe)}
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from conversion.families.registry import family
 from conversion.families.settings import HfConfig
 from conversion.files.hf_folder import DTYPES, REWARD_HEAD, HeaderTensor, listed, read_config, stored_tensors, without_mtp
 from conversion.files.reading import open_file
+
+logger = logging.getLogger(__name__)
 
 OUTPUT = "lm_head.weight"
 TIED = "tie_word_embeddings"
@@ -35,9 +38,9 @@ def read_model_config(hf: Path) -> dict[str, object]:
     return untied if OUTPUT in stored and embedding in stored and not _are_equal(stored, embedding, OUTPUT) else config
 
 
-def is_tied_copy(name: str, config: HfConfig) -> bool:
-    """Tells whether a tensor of the weight files is an unused copy of the embedding."""
-    return name == OUTPUT and config.get(TIED) is True
+def is_unused(name: str, config: HfConfig) -> bool:
+    """Tells whether a tensor of the weight files is a copy of the embedding, or of MTP layers that the family leaves out."""
+    return (name == OUTPUT and config.get(TIED) is True) or family(config).is_left_out(config, name)
 
 
 def check_hf(hf: Path) -> dict[str, tuple[int, ...]]:
@@ -46,7 +49,9 @@ def check_hf(hf: Path) -> dict[str, tuple[int, ...]]:
     shapes = dict(family(config).canonical(config))
     if REWARD_HEAD in stored:
         shapes[REWARD_HEAD] = (1, int(str(config["hidden_size"])))
-    check_tensors(hf, {name: tensor for name, (_, tensor) in stored.items() if not is_tied_copy(name, config)}, shapes)
+    if left_out := [name for name in stored if family(config).is_left_out(config, name)]:
+        logger.warning("%s: %d tensors of multi-token prediction are neither trained nor exported: %s", hf, len(left_out), listed(left_out))
+    check_tensors(hf, {name: tensor for name, (_, tensor) in stored.items() if not is_unused(name, config)}, shapes)
     return shapes
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from conversion.families.registry import family
 from conversion.families.settings import HfConfig
 from conversion.files.hf_folder import INDEX_FILE, SINGLE_FILE, HeaderTensor, files_to_hide, read_config, read_header, weight_files
-from conversion.files.hf_weights import is_tied_copy
+from conversion.files.hf_weights import is_unused
 from conversion.files.reading import open_file
 from mrl.doctor.findings import Finding
 
@@ -72,7 +72,7 @@ def _check_weights(folder: Path, hf_config: HfConfig, shapes: Mapping[str, tuple
         try:
             file = open_file(path)
             try:
-                stored |= {name: tensor for name, tensor in read_header(file, path).items() if not is_tied_copy(name, hf_config)}
+                stored |= {name: tensor for name, tensor in read_header(file, path).items() if not is_unused(name, hf_config)}
             finally:
                 os.close(file)
         except FileNotFoundError:

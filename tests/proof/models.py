@@ -130,11 +130,30 @@ def _nemotron_h(choose: random.Random, num_layers: int) -> dict[str, object]:
     )
 
 
+def _qwen2_moe(choose: random.Random, num_layers: int) -> dict[str, object]:
+    sizes = dict(hidden_size=8, num_attention_heads=4, head_dim=2, shared_expert_intermediate_size=8)
+    return _qwen3_moe(choose, num_layers) | sizes
+
+
+def _glm4_moe(choose: random.Random, num_layers: int) -> dict[str, object]:
+    return _decoder(choose, num_layers) | dict(
+        n_routed_experts=choose.choice([4, 8]),
+        num_experts_per_tok=2,
+        moe_intermediate_size=choose.choice([4, 8]),
+        n_shared_experts=choose.choice([1, 2]),
+        first_k_dense_replace=choose.choice([0, 1]),
+        attention_bias=choose.random() < 0.5,
+        use_qk_norm=choose.random() < 0.5,
+    )
+
+
 MODELS: dict[str, Callable[[random.Random, int], dict[str, object]]] = {
+    "glm4_moe": _glm4_moe,
     "llama": _decoder,
     "mixtral": _mixtral,
     "nemotron_h": _nemotron_h,
     "qwen2": _qwen2,
+    "qwen2_moe": _qwen2_moe,
     "qwen3": _decoder,
     "qwen3_moe": _qwen3_moe,
 }

@@ -43,7 +43,7 @@ PUBLISHED = {
 """Models of scripts/bench/models, by name: model type, and what is changed."""
 
 
-TINY = ("nemotron_h, latent experts", "qwen2", "qwen3, tied", "qwen3_moe, a dense layer", "llama", "mixtral")
+TINY = ("nemotron_h, latent experts", "qwen2", "qwen3, tied", "qwen3_moe, a dense layer", "llama", "mixtral", "glm4_moe", "qwen2_moe")
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,12 @@ from tests.parity import Parity, hf_scores
 from tests.rehearsal.gpu_host import Rank, as_rank, become_gpu_host
 
 CASES: dict[str, dict[str, object]] = {
+    "glm4_moe": {},
     "llama": {},
     "mixtral": {},
     "nemotron_h": dict(moe_latent_size=32),
     "qwen2": {},
+    "qwen2_moe": {},
     "qwen3": {},
     "qwen3_moe": dict(mlp_only_layers=[1]),
 }

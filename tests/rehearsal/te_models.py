@@ -23,19 +23,21 @@ from tests.sources import ROOT
 PUBLISHED = {"grpo_nanov3.yaml": "nemotron3_nano_30b_a3b", "grpo_qwen3_30ba3b.yaml": "qwen3_30b_a3b"}
 """A model of scripts/bench/models for each packaged config: at its full size, in its own layout."""
 TINY: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "glm4_moe": ("glm4_moe", {}),
     "llama": ("llama", {}),
     "mixtral": ("mixtral", {}),
     "nemotron_h": ("nemotron_h", dict(hybrid_override_pattern="MEM*-EME", num_hidden_layers=8)),
     "nemotron_h, latent experts": ("nemotron_h", dict(hybrid_override_pattern="MEM*-EME", num_hidden_layers=8, moe_latent_size=32)),
     "qwen2": ("qwen2", {}),
     "qwen2, tied": ("qwen2", dict(tie_word_embeddings=True)),
+    "qwen2_moe": ("qwen2_moe", {}),
     "qwen3": ("qwen3", dict(tie_word_embeddings=False)),
     "qwen3, tied": ("qwen3", dict(tie_word_embeddings=True)),
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen3_moe, a dense layer": ("qwen3_moe", dict(mlp_only_layers=[1])),
 }
 BF16 = ("policy.precision=bfloat16", "policy.megatron_cfg.optimizer.bf16=true", "policy.megatron_cfg.optimizer.params_dtype=bfloat16")
-WITH_EXPERTS = ("mixtral", "qwen3_moe")
+WITH_EXPERTS = ("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def test_calls_of_kernels_fit_and_give_what_transformers_computes(
         assert row.num_tokens >= 100 and row.num_excluded <= 1 and row.num_wrong == 0, row
         assert row.without_gradient == [], row
         rotary = set() if row.model_type == "nemotron_h" else {ROTARY}
-        experts = EXPERTS if row.model_type in ("mixtral", "nemotron_h", "qwen3_moe") else set()
+        experts = EXPERTS if row.model_type in ("glm4_moe", "mixtral", "nemotron_h", "qwen2_moe", "qwen3_moe") else set()
         # 0.16.1 knows the router's kernel only from older versions of Transformer Engine.
         assert set(row.kernels) - {GEMM} == DENSE | rotary | experts, row
         assert (GEMM in row.kernels) == bool(experts and environment), row

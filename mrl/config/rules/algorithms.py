@@ -146,7 +146,8 @@ def check_rollout_queue(config: RunConfig, problems: Problems) -> None:
         rule = "engines that share their GPUs with the policy cannot sample while it trains (policy.generation.colocated.enabled=true)"
         way_out = "set it to false, or policy.generation.colocated.enabled=false (with colocated.resources where there are GPUs)"
         problems.add("grpo.async_grpo.enabled", rule, way_out)
-    if lag > 0 and not config.loss_fn.use_importance_sampling_correction:
+    # One step old they are trained after a warning, as by NeMo RL's single controller.
+    if lag > 1 and not config.loss_fn.use_importance_sampling_correction:
         rule = f"rollouts up to grpo.async_grpo.max_trajectory_age_steps={lag} steps old are trained with weights that did not draw them"
         problems.add("loss_fn.use_importance_sampling_correction", rule, "set it to true")
     if grpo.batch_multiplier != 1 and not grpo.use_dynamic_sampling:

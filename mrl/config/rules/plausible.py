@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mrl.config.errors import NotKnown, Problems, in_section
 from mrl.config.model import read_model
+from mrl.config.passthrough import LAYOUT_ARGUMENTS
 from mrl.config.rules.models import problems_of
 from mrl.config.rules.training import doubt_rows
 from mrl.config.schema.megatron import MegatronConfig
@@ -17,6 +18,7 @@ from mrl.config.texts import counted
 
 COMMON_GPU_BYTES = 80e9
 MAX_GPUS_PER_NODE = 16
+_KWARGS, _IN_ORDER = "policy.generation.vllm_kwargs", LAYOUT_ARGUMENTS["moe_backend"]
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
 
 OF_BIASES = ("moe_router_enable_expert_bias", "moe_router_bias_update_rate")
@@ -50,6 +52,17 @@ DOUBTS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "policy.generation.top_k": (
         lambda config: config.has_engines and config.policy.generation.top_k == 1,
         "the rollouts of a group are alike, and teach nothing; leave it out; validation has policy.generation.val_top_k",
+    ),
+    f"{_KWARGS}.moe_backend": (
+        lambda config: config.has_engines and config.policy.generation.vllm_kwargs.get("moe_backend", _IN_ORDER) != _IN_ORDER,
+        f"without effect: engines take {_IN_ORDER}, as other kernels keep experts in an order in which no refit writes; leave it out",
+    ),
+    "loss_fn.use_importance_sampling_correction": (
+        lambda config: (
+            config.has_engines and config.rollouts.async_grpo.max_lag_steps == 1 and not config.loss_fn.use_importance_sampling_correction
+        ),
+        "rollouts of one step before are trained as if the present weights had drawn them; "
+        "set it to true, or watch train/gen_kl_error, which says how far apart the two are",
     ),
     "policy.generation.max_new_tokens": (
         lambda config: config.has_engines and config.policy.generation.max_new_tokens < 4,

@@ -32,7 +32,7 @@ from tests.stack.policy.layouts import (
 from tests.stack.ranks import RankPool
 
 DENSE = ("qwen2", "qwen3", "llama")
-MOE = ("qwen3_moe", "mixtral")
+MOE = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe")
 # Of the weights, not of the tokens. The last one is trained for some steps.
 SEEDS = (0, 1, 2)
 PARITY_ROWS = [sequences(700, 2, 32, 260, 6), sequences(*range(20, 60))]

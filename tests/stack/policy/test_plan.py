@@ -27,10 +27,12 @@ from tests.stack.ranks import RankPool
 WIDER: dict[str, Any] = dict(hidden_size=128, moe_intermediate_size=128, hybrid_override_pattern="MEM*EME-", num_hidden_layers=8)
 LAYOUTS = ("one", "dp2", "tp2 sp", "tp2 sp ep2 etp2", "tp2 sp dp2 ep2", "pp2 dp2 ep2", "tp2 sp pp2 ep2", "cp2 dp2 ep2")
 CHANGES: dict[str, dict[str, object]] = {
+    "glm4_moe": dict(attention_bias=False, use_qk_norm=False, first_k_dense_replace=2, n_shared_experts=2),
     "llama": dict(num_key_value_heads=4, intermediate_size=96),
     "mixtral": dict(num_local_experts=4, hidden_size=96),
     "nemotron_h": dict(hybrid_override_pattern="M*-EME-M", num_hidden_layers=8, n_groups=4, ssm_state_size=32, vocab_size=300),
     "qwen2": dict(tie_word_embeddings=True),
+    "qwen2_moe": dict(mlp_only_layers=[], shared_expert_intermediate_size=32),
     "qwen3": dict(tie_word_embeddings=False, head_dim=64),
     "qwen3_moe": dict(mlp_only_layers=[1], decoder_sparse_step=1, num_experts=12),
     "deepseek_v3": dict(q_lora_rank=None, first_k_dense_replace=2, n_shared_experts=1),

@@ -36,8 +36,10 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3_moe, a dense layer": ("qwen3_moe", TWO_LAYERS | dict(num_key_value_heads=1, mlp_only_layers=[0])),
     "llama": ("llama", TWO_LAYERS),
     "mixtral": ("mixtral", TWO_LAYERS | dict(num_local_experts=10)),
+    "qwen2_moe": ("qwen2_moe", TWO_LAYERS | dict(hidden_size=256, num_experts=10, mlp_only_layers=[])),
+    "glm4_moe": ("glm4_moe", TWO_LAYERS | dict(n_routed_experts=10)),
 }
-WITH_EXPERTS = ("mixtral", "nemotron_h", "qwen3_moe")
+WITH_EXPERTS = ("glm4_moe", "mixtral", "nemotron_h", "qwen2_moe", "qwen3_moe")
 
 
 def layouts(model_type: str) -> list[VllmParallel]:

@@ -53,3 +53,22 @@ def test_other_missing_tensors_have_no_such_way_out(tmp_path: Path):
     save_file(tensors, hf / "model.safetensors")
     with pytest.raises(ValueError, match=r"missing: lm_head\.weight, mtp\.layers\.0\.enorm\.weight; unknown to this model_type: none$"):
         check_hf(hf)
+
+
+def test_layers_behind_the_last_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """As transformers and vLLM leave them out. Nothing else is: neither a layer that no step counts, nor one that lies further behind."""
+    hf = write_folder(tmp_path / "hf", tiny_config("glm4_moe"))
+    config, tensors = hf / "config.json", load_file(hf / "model.safetensors")
+    last = json.loads(config.read_text())["num_hidden_layers"]
+    extra = {f"model.layers.{last}.{name}": tensors["model.norm.weight"].clone() for name in ("enorm.weight", "shared_head.norm.weight")}
+    save_file(tensors | extra, hf / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"unknown to this model_type: model\.layers\.{last}\.enorm\.weight"):
+        check_hf(hf)
+    set_steps(config, 1)
+    convert_hf_to_mcore(hf, tmp_path / "mcore")
+    assert "2 tensors of multi-token prediction are neither trained nor exported" in caplog.text
+    convert_mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    assert load_file(tmp_path / "back/model.safetensors").keys() == tensors.keys()
+    save_file(tensors | {f"model.layers.{last + 1}.enorm.weight": tensors["model.norm.weight"].clone()}, hf / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"unknown to this model_type: model\.layers\.{last + 1}\.enorm\.weight"):
+        check_hf(hf)

@@ -72,10 +72,18 @@ def _with(settings: dict[str, object], **changes: object) -> dict[str, object]:
 
 CONFIGS: Mapping[str, list[dict[str, object]]] = {
     "deepseek_v3": [_DECODER | _LATENT, _with(_DECODER | _LATENT, q_lora_rank=None)],
+    "glm4_moe": [
+        _with(
+            _DECODER,
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "n_shared_experts": 1},
+            **{"first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True},
+        )
+    ],
     "llama": [_DECODER, _with(_DECODER, tie_word_embeddings=True)],
     "mixtral": [_with(_DECODER, num_local_experts=4, num_experts_per_tok=2)],
     "nemotron_h": [HYBRID, _with(HYBRID, moe_latent_size=4)],
     "qwen2": [_DECODER],
+    "qwen2_moe": [_with(_DECODER, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, shared_expert_intermediate_size=10)],
     "qwen3": [_DECODER, _with(_DECODER, tie_word_embeddings=True)],
     "qwen3_moe": [_with(_DECODER, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, norm_topk_prob=True, mlp_only_layers=[1])],
 }
@@ -84,10 +92,12 @@ CONFIGS: Mapping[str, list[dict[str, object]]] = {
 DIGESTS: Mapping[int, Mapping[str, str]] = {
     1: {
         "deepseek_v3": "2288fc0c2720d46c",
+        "glm4_moe": "3090b836bd78befa",
         "llama": "10b294a1b8cb967f",
         "mixtral": "1c0723f15668b0a4",
         "nemotron_h": "d1b4ee38301e7ffb",
         "qwen2": "3524bbfbd9a0f3ac",
+        "qwen2_moe": "8b7a927fc9de9dbe",
         "qwen3": "86c4ea8a4debb84d",
         "qwen3_moe": "bd510218b22f58cc",
     },

@@ -19,6 +19,7 @@ DOUBTFUL = [
     ("policy.generation.temperature=0.01", "teach nothing"),
     ("policy.generation.temperature=7", "noise"),
     ("policy.generation.top_k=1", "teach nothing"),
+    ("policy.generation.vllm_kwargs.moe_backend=flashinfer_cutlass", "without effect: engines take triton"),
     ("policy.generation.max_new_tokens=2", "few answers are so short"),
     ("cluster.gpus_per_node=256", "hosts have at most 16 GPUs"),
     ("policy.generation.colocated.resources.gpus_per_node=2", "it has no effect: engines share the policy's GPUs"),
@@ -42,6 +43,7 @@ LONG_ROWS = [
     ),
 ]
 OF_DISTILLATION = ("distillation.topk_logits_k=1", "the loss is 0 and nothing is learned")
+OF_AGE = ("loss_fn.use_importance_sampling_correction=false", "as if the present weights had drawn them")
 OF_PPO = ("ppo.policy_training_start_step=100", "only the critic learns")
 
 
@@ -56,7 +58,16 @@ def test_a_slip_is_a_warning_and_no_refusal(workplace: Path, override: str, reas
 
 
 def test_every_doubt_is_tried():
-    assert set(DOUBTS) == {override.partition("=")[0] for override, _ in (*DOUBTFUL, OF_PPO, OF_DISTILLATION)}
+    assert set(DOUBTS) == {override.partition("=")[0] for override, _ in (*DOUBTFUL, OF_AGE, OF_PPO, OF_DISTILLATION)}
+
+
+def test_rollouts_of_one_step_before_may_count_as_fresh(workplace: Path):
+    """As in NeMo RL's single controller."""
+    override, reason = OF_AGE
+    ahead = [override, "grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false"]
+    config = load_config("grpo_tiny.yaml", ahead)
+    assert any(doubt.startswith(override) and reason in doubt for doubt in find_doubts(config))
+    assert not any(problem.startswith(override) for problem in find_problems(config))
 
 
 @pytest.mark.parametrize(("overrides", "start", "needed"), LONG_ROWS)

@@ -27,8 +27,8 @@ def test_lag_is_a_number(workplace: Path):
     [
         (AHEAD[:1], r"grpo\.async_grpo\.enabled=true: engines that share .* cannot sample while it trains"),
         (
-            [*AHEAD, "loss_fn.use_importance_sampling_correction=false"],
-            r"loss_fn\.use_importance_sampling_correction=false: rollouts up to .*=1 steps old .*; set it to true",
+            [*AHEAD, "grpo.async_grpo.max_trajectory_age_steps=2", "loss_fn.use_importance_sampling_correction=false"],
+            r"loss_fn\.use_importance_sampling_correction=false: rollouts up to .*=2 steps old .*; set it to true",
         ),
         ([*AHEAD, "grpo.async_grpo.max_trajectory_age_steps=-1"], r"max_trajectory_age_steps=-1: out of range"),
         ([*AHEAD, "grpo.async_grpo.max_generation_failures=-1"], r"max_generation_failures=-1: out of range"),

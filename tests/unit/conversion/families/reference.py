@@ -21,9 +21,14 @@ class Names:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str = ""
 
 
-NAMES = {"mixtral": Names("block_sparse_moe", "w1", "w3", "w2")}
+NAMES = {
+    "mixtral": Names("block_sparse_moe", "w1", "w3", "w2"),
+    "glm4_moe": Names(shared="shared_experts"),
+    "qwen2_moe": Names(shared="shared_expert"),
+}
 
 
 def padded(array: np.ndarray, multiple: int) -> np.ndarray:
@@ -81,6 +86,14 @@ def megatron_chunk(
         experts = experts_of(weights, hf, names)
         if experts:
             found[here + "mlp.router.weight"] = weights[f"{hf}{names.block}.gate.weight"]
+            if f"{hf}mlp.gate.e_score_correction_bias" in weights:
+                found[here + "mlp.router.expert_bias"] = weights[f"{hf}mlp.gate.e_score_correction_bias"]
+            if f"{hf}mlp.shared_expert_gate.weight" in weights:
+                found[here + "mlp.shared_experts.gate_weight"] = weights[f"{hf}mlp.shared_expert_gate.weight"]
+            if names.shared:
+                gate, up, down = (weights[f"{hf}mlp.{names.shared}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+                found[here + "mlp.shared_experts.linear_fc1.weight"] = gated(gate, up, *tp)
+                found[here + "mlp.shared_experts.linear_fc2.weight"] = cut(down, *tp, axis=1)
             for place, (gate, up, down) in enumerate(experts[part(len(experts), *ep)]):
                 found[f"{here}mlp.experts.local_experts.{place}.linear_fc1.weight"] = gated(gate, up, *etp)
                 found[f"{here}mlp.experts.local_experts.{place}.linear_fc2.weight"] = cut(down, *etp, axis=1)
@@ -121,6 +134,13 @@ def vllm_worker(weights: Mapping[str, np.ndarray], hf_config: Mapping[str, objec
         experts = experts_of(weights, hf, names)
         if experts:
             found[f"{hf}{names.block}.gate.weight"] = weights[f"{hf}{names.block}.gate.weight"]
+            for name in ("gate.e_score_correction_bias", "shared_expert_gate.weight"):
+                if f"{hf}mlp.{name}" in weights:
+                    found[f"{hf}mlp.{name}"] = weights[f"{hf}mlp.{name}"]
+            if names.shared:
+                gate, up, down = (weights[f"{hf}mlp.{names.shared}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+                found[f"{hf}mlp.{names.shared}.gate_up_proj.weight"] = gated(gate, up, tp, worker)
+                found[f"{hf}mlp.{names.shared}.down_proj.weight"] = cut(down, tp, worker, axis=1)
             mine = experts[part(len(experts), tp, worker)] if has_ep else experts
             inner = (1, 0) if has_ep else (tp, worker)
             prefix = f"{hf}{names.block}.experts.routed_experts."

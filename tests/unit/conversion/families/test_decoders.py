@@ -21,7 +21,7 @@ from tests.sources import ROOT
 from tests.unit.conversion.dense import build_layout, index_arrays
 from tests.unit.conversion.families.reference import megatron_chunk, vllm_worker
 
-DECODERS = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+DECODERS = ("glm4_moe", "llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
 _CONFIGS = ROOT / "scripts" / "bench" / "models"
 _HUB = {name: group["config"] for group in json.loads((_CONFIGS / "hub.json").read_text()) for name in group["ids"]}
@@ -316,6 +316,8 @@ def test_a_base_that_transformers_would_not_see_is_refused():
         ("mixtral", "router_jitter_noise", 0.1),
         ("mixtral", "num_local_experts", 0),
         ("qwen2", "head_dim", 64),
+        ("qwen2_moe", "head_dim", 64),
+        ("qwen2_moe", "qkv_bias", False),
         ("qwen2", "layer_types", ["full_attention", "sliding_attention"]),
         ("qwen3", "attention_bias", True),
         ("qwen3", "partial_rotary_factor", 0.5),
@@ -323,7 +325,9 @@ def test_a_base_that_transformers_would_not_see_is_refused():
         ("qwen3", "dual_chunk_attention_config", {"chunk_size": 8192}),
         ("qwen3_moe", "mlp_only_layers", 3),
         ("qwen3_moe", "shared_expert_intermediate_size", 64),
-        ("deepseek_v3", "num_nextn_predict_layers", 1),
+        ("glm4_moe", "norm_topk_prob", False),
+        ("glm4_moe", "partial_rotary_factor", 1.5),
+        ("glm4_moe", "attention_bias", "some"),
         ("deepseek_v3", "norm_topk_prob", False),
         ("deepseek_v3", "scoring_func", "softmax"),
         ("deepseek_v3", "first_k_dense_replace", None),

@@ -69,7 +69,13 @@ def take_apart(layout: Layout, canonical: dict[str, np.ndarray], back: dict[str,
 
 @pytest.mark.parametrize(
     ("model_type", "overrides", "expected"),
-    [("nemotron_h", {}, (1, 4, 6)), ("qwen3_moe", {"mlp_only_layers": [0, 2]}, (1, 3)), ("mixtral", {}, (0, 1, 2, 3)), ("qwen3", {}, ())],
+    [
+        ("nemotron_h", {}, (1, 4, 6)),
+        ("qwen3_moe", {"mlp_only_layers": [0, 2]}, (1, 3)),
+        ("mixtral", {}, (0, 1, 2, 3)),
+        ("glm4_moe", {}, (1, 2, 3)),
+        ("qwen3", {}, ()),
+    ],
 )
 def test_layers_with_experts(model_type: str, overrides: dict[str, object], expected: tuple[int, ...]):
     hf_config = {"model_type": model_type, **models.TINY[model_type], "rope_theta": 1e4, **overrides}
