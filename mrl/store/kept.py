@@ -122,6 +122,7 @@ class KeptRollouts:
         self._checkpoint, self._steps = step, {weight_version: step}
         within(WRITE_TIMEOUT_S, f"mkdir of {self._folder}", make_folder, self._folder)
         reasons = Counter[str]()
+        _remove(self._folder.glob(".kept_*"))  # of a write that was killed
         for path in sorted(self._folder.glob("kept_*.mrl")):
             if match := FILE.fullmatch(path.name):
                 self._last_number = max(self._last_number, int(match[1]))
@@ -138,7 +139,7 @@ class KeptRollouts:
             raise
         except (OSError, ValueError) as error:
             logger.warning("%s; the prompts of its rollouts are asked again", error)
-            self._remove([path])
+            _remove([path])
             return
         changed = sorted(key for key in file.conditions | self._conditions if file.conditions.get(key) != self._conditions.get(key))
         found: dict[PromptKey, int] = {}
@@ -156,7 +157,7 @@ class KeptRollouts:
         if found:
             self._files[path], self._sizes[path] = found, path.stat().st_size
         else:
-            self._remove([path])
+            _remove([path])
 
     def take(self, epoch: int, prompt: Prompt) -> KeptGroup | None:
         """The group of a prompt, if an earlier attempt has kept it."""
@@ -207,7 +208,7 @@ class KeptRollouts:
             self._whole = {key: held for key, held in self._whole.items() if self._is_needed(key, held[1], step)}
             on_disk = {key for keys in self._files.values() for key in keys}
             self._consumed = {key: at for key, at in self._consumed.items() if key in on_disk or key in self._whole}
-        self._remove(useless)
+        _remove(useless)
 
     def close(self) -> None:
         """Ends the thread."""
@@ -300,14 +301,20 @@ class KeptRollouts:
         step = self._steps[group.weight_version]
         return KeptGroup(group.prompt, group.key[0], step, infos, bare, tuple(group.verdicts))
 
-    def _remove(self, paths: Iterable[Path]) -> None:
-        for path in paths:
-            try:
-                remove_file(path)
-            except TimeoutError:
-                raise
-            except OSError as error:
-                logger.warning("%s is of no use any more, and cannot be removed: %s", path, error)
+
+def drop_kept(folder: Path) -> None:
+    """Removes what earlier attempts have kept: after an attempt that keeps nothing, nobody could tell from which weights it is."""
+    _remove(folder.glob("*kept_*.mrl*"))
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        try:
+            remove_file(path)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            logger.warning("%s is of no use any more, and cannot be removed: %s", path, error)
 
 
 def num_bytes(rollout: Rollout) -> int:
