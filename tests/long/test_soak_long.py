@@ -116,24 +116,24 @@ def test_a_run_whose_attempts_are_all_killed_ends_as_if_nobody_had(
 
 @pytest.mark.long("soak")
 @pytest.mark.timeout(20 * HANG_S)
-@pytest.mark.parametrize(("kept_gb", "num_regenerated"), [(0, 8), (16, 0)])
+@pytest.mark.parametrize(("kept_gb", "num_kept"), [(0, 0), (16, 4)])
 def test_after_a_kill_with_lag_nothing_is_sampled_twice_though_the_next_attempt_has_other_engines_and_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_gb: int, num_regenerated: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_gb: int, num_kept: int
 ):
-    """Killed in the eighth step; the checkpoint of the sixth has two steps of four prompts ahead of it."""
+    """Of four prompts a step, those of the step after the checkpoint were sampled before it, and are there when it is published."""
     settings = ["checkpointing.save_period=3", "grpo.max_num_steps=10", f"checkpointing.keep_rollouts_gb={kept_gb}"]
     monkeypatch.setenv("MRL_KILL_AT", "rollouts:32")
     with attempt(tmp_path, "run", 0, "lag 1", *settings) as first:
         assert first.finish() == -signal.SIGKILL, first.text()[-4000:]
     monkeypatch.delenv("MRL_KILL_AT")
-    assert newest_step(tmp_path / "run") == 6
+    saved = newest_step(tmp_path / "run")
+    assert saved in (3, 6)
     moved = {"policy.generation.num_cpu_engines": "1 -> 2", "cluster.cpu_units_per_node": "1 -> 2"}
     with attempt(tmp_path, "run", 1, "lag 1", *settings, *(f"{key}={change[-1]}" for key, change in moved.items())) as second:
         assert second.finish() == 0, second.text()[-4000:]
     for key, change in moved.items():
         assert f"Config since the last attempt: {key}={change}" in second.text()
     rows, _ = read_rows(tmp_path / "run" / METRICS, METRIC_KEYS)
-    kept = {row["step"]: row.get("rollout/kept_groups") or 0 for row in rows}
-    assert 8 - sum(kept.values()) == num_regenerated and sum(kept.values()) == kept[7] + kept[8]
-    assert [row["train/max_trajectory_age"] for row in rows if row["step"] == 7] == [1.0 if kept_gb else 0.0]
+    (after,) = (row for row in rows if row["step"] == saved + 1)
+    assert (after.get("rollout/kept_groups") or 0) == num_kept and after["train/max_trajectory_age"] == (1.0 if kept_gb else 0.0)
     assert sorted(lineage(tmp_path / "run")) == list(range(1, 11))
