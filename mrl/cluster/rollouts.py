@@ -193,7 +193,7 @@ class RolloutCollector:
             if not self.rewards.decides:
                 self._note_sampled(group, index, info)
             self.news.tell(GENERATION)
-            judged = await self.rewards.book.ask(info.request_id, (info, prompt))
+            judged = await self.rewards.book.ask(info.request_id, (info, prompt, None))
             if isinstance(judged, tuple):
                 break
             request = dataclasses.replace(request, earlier=judged)
@@ -210,7 +210,14 @@ class RolloutCollector:
         for engine in ended.engines:
             self.engines.book.note_answer(engine)
         self._note_sampled(group, index, ended.info)
-        self._note_judged(group, index, ended.verdict)
+        self.news.tell(GENERATION)
+        verdict = ended.verdict
+        # What sampled nothing has no form.
+        if self.rewards.inspects and ended.info.finish_reason != "abort":
+            judged = await self.rewards.book.ask(ended.info.request_id, (ended.info, group.prompt, verdict))
+            assert isinstance(judged, tuple), "agents decide alone when their rollouts end"
+            verdict = judged[0]
+        self._note_judged(group, index, verdict)
 
     def _note_sampled(self, group: AskedGroup, index: int, info: RolloutInfo) -> None:
         group.infos[index] = info

@@ -191,16 +191,19 @@ def split_teacher(row: PackedRow, scores_TK: torch.Tensor, token_ids_TK: torch.T
 def pack_routes(sequences: Sequence[np.ndarray | None], starts: Sequence[int], num_tokens: int) -> PackedRoutes | None:
     """The routes of a row of `num_tokens` tokens, from the `Rollout.routes` of the sequences at `starts`; None if no sequence has any."""
     routes = [array for array in sequences if array is not None]
-    if not routes:
+    # Where an agent has sampled nothing, no token has one.
+    shapes = {array.shape[1:] for array in routes if len(array)}
+    if not shapes:
         return None
-    shapes = {array.shape[1:] for array in routes}
     if len(routes) < len(sequences) or len(shapes) > 1:
         raise ValueError(f"{len(routes)} of {len(sequences)} rollouts of a packed row have routes, of shapes {sorted(shapes)} per token")
     # Rows and slices of them are indexed, which torch does not do with uint16.
-    dtype = np.uint8 if routes[0].dtype == np.uint8 else np.int16
-    expert_ids = np.zeros((num_tokens, *routes[0].shape[1:]), dtype=dtype)
+    dtype = np.uint8 if all(array.dtype == np.uint8 for array in routes) else np.int16
+    expert_ids = np.zeros((num_tokens, *shapes.pop()), dtype=dtype)
     is_known = np.zeros(num_tokens, dtype=np.bool_)
     for array, start in zip(routes, starts, strict=True):
+        if not len(array):
+            continue
         expert_ids[start : start + len(array)] = array
         is_known[start : start + len(array)] = True
     return PackedRoutes(torch.from_numpy(expert_ids), torch.from_numpy(is_known))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from mrl.algo.advantages import train_sequences
 from mrl.algo.distillation import sequences_to_teach
-from mrl.algo.rewards import has_signal, without_lone
+from mrl.algo.rewards import has_signal, is_lone, without_lone
 from mrl.config.model import with_value
 from mrl.config.rules.data import is_agent
 from mrl.config.schema.run import RunConfig
@@ -89,18 +89,25 @@ class RolloutSupplier:
         step.metrics |= rollout_metrics(
             supplied.sampled, self.config.rollouts, seconds=supplied.seconds, num_engine_restarts=restarts, kept=supplied.kept
         )
+        if self.config.env.has_agents:
+            # Dynamic sampling has left out those that it looked at.
+            agents = self._compared_agents(supplied.sampled)
+            num_lone = sum(group.prompt.env_name in agents and is_lone(group) for group in supplied.sampled)
+            step.metrics["rollout/dropped_agent_groups"] = float(num_lone)
         return supplied.groups
 
     def sequences(self, groups: Sequence[RolloutGroup], step: Step) -> list[TrainSequence]:
         """The rollouts of groups as sequences to train on, with the advantages of the config's estimator."""
         if self.config.algorithm == "distillation":
             return sequences_to_teach(groups)
-        env = self.config.env
-        agents = {group.prompt.env_name for group in groups if self.config.compares_rollouts and is_agent(group.prompt.env_name, env)}
-        groups, num_lone = without_lone(groups, agents)
+        groups = without_lone(groups, self._compared_agents(groups))
         sequences, metrics = train_sequences(groups, self.config.rollouts, compares_rollouts=self.config.compares_rollouts)
-        step.metrics |= metrics | ({"rollout/dropped_agent_groups": float(num_lone)} if env.has_agents else {})
+        step.metrics |= metrics
         return sequences
+
+    def _compared_agents(self, groups: Sequence[RolloutGroup]) -> set[str]:
+        names = {group.prompt.env_name for group in groups}
+        return {name for name in names if self.config.compares_rollouts and is_agent(name, self.config.env)}
 
     def pack(self, sequences: Sequence[TrainSequence], step: Step) -> list[Batch]:
         """Sequences of the step, with what their teachers say of them, in packed batches. Stopped: too many steps have no signal."""

@@ -14,7 +14,7 @@ from mrl import startup
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.loop.recording import record_step, write_step
 from mrl.signals import LISTENER, Listener
-from mrl.store.samples import NUM_SAMPLES
+from mrl.store.samples import MAX_SEQUENCES, NUM_SAMPLES
 from mrl.store.summary import Clock, is_good_enough
 from mrl.types import NOT_FINITE, PromptKey
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mrl.store.checkpoints import Checkpoint
     from mrl.store.identity import Identity
     from mrl.store.run_folder import RunFolder
-    from mrl.types import Batch, RolloutGroup, RunState, TokenSample, TrainSequence
+    from mrl.types import Batch, RolloutGroup, RunState, TokenSamples, TrainSequence
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Step:
     groups: Sequence[RolloutGroup] = ()
     batches: list[Batch] = field(default_factory=list)
     """Batches that the policy has learned from."""
-    tokens: dict[str, TokenSample] = field(default_factory=dict)
+    tokens: TokenSamples = field(default_factory=dict)
     """Some sequences of `batches` token by token, by request id."""
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -62,11 +62,11 @@ class Step:
         """Sequences that the policy has learned from."""
         return [sequence for batch in self.batches for sequence in batch.sequences]
 
-    def note_update(self, batches: Sequence[Batch], metrics: Mapping[str, float], tokens: Mapping[str, TokenSample]) -> None:
+    def note_update(self, batches: Sequence[Batch], metrics: Mapping[str, float], tokens: TokenSamples) -> None:
         """Adds what an update of the policy has learned from, and found."""
         self.batches += batches
         self.metrics |= metrics
-        self.tokens |= tokens
+        self.tokens = {**self.tokens, **tokens}
 
 
 class PaddedData(Protocol):
@@ -209,15 +209,24 @@ class Run(Generic[S_co]):
                 logger.info("%s", line)
             self.folder.next_metrics |= {f"time/start/{phase}": seconds for phase, seconds in laps.items()}
 
-    def token_samples(self, batches: Sequence[Batch]) -> dict[str, TokenSample]:
-        """Some sequences of batches just trained token by token, by request id; none where `logger.rollouts` writes no texts."""
+    def token_samples(self, batches: Sequence[Batch]) -> TokenSamples:
+        """Some rollouts of batches just trained token by token; none where `logger.rollouts` writes no texts."""
         if not self.config.has_engines or self.config.logger.rollouts == "none":
             return {}
-        batch, firsts = batches[0], dict[PromptKey, int]()
+        batch, firsts = batches[0], dict[PromptKey, list[int]]()
         for index, sequence in enumerate(batch.sequences):
-            firsts.setdefault(sequence.rollout.key, index)
-        answers = self.session.policies.call(PolicyVerbs.token_samples, list(firsts.values())[:NUM_SAMPLES])
-        return {batch.sequences[index].rollout.request_id: sample for found in answers.values() for index, sample in found.items()}
+            places = firsts.setdefault(sequence.rollout.key, [index])
+            # The other sequences of an agent's rollout follow its first.
+            if sequence.rollout.is_further and index == places[-1] + 1 and len(places) < MAX_SEQUENCES:
+                places.append(index)
+        wanted = list(firsts.values())[:NUM_SAMPLES]
+        answers = self.session.policies.call(PolicyVerbs.token_samples, [index for places in wanted for index in places])
+        found = {index: sample for samples in answers.values() for index, sample in samples.items()}
+        rollouts = {batch.sequences[places[0]].rollout.request_id: places for places in wanted}
+        return {
+            request_id: [(batch.sequences[index].rollout, found[index]) for index in places if index in found]
+            for request_id, places in rollouts.items()
+        }
 
     def is_validation_due(self, step: int) -> bool:
         """True when validation follows `step`."""

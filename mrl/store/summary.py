@@ -80,7 +80,7 @@ def rollout_metrics(
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = np.array(shaped_rewards_of(groups, grpo) or [0.0])
-    lengths = np.array([sum(sequence.num_generated for sequence in rollout.sequences) for rollout in rollouts])
+    lengths = np.array([rollout.num_trained for rollout in rollouts])
     return {
         "train/reward": float(rewards.mean()),
         "train/reward_std": float(rewards.std()),
@@ -179,7 +179,7 @@ def validation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     fewer = (2**power for power in range(num_rollouts.bit_length()) if 2**power < num_rollouts)
     return {
         "val/accuracy": float(np.mean([verdict.reward if verdict.has_reward else 0.0 for verdict in verdicts])),
-        "val/mean_length": float(np.mean([rollout.num_generated for group in groups for rollout in group.rollouts])),
+        "val/mean_length": float(np.mean([rollout.num_trained for group in groups for rollout in group.rollouts])),
         "val/failed": float(sum(not verdict.is_valid for verdict in verdicts)),
         "val/num_samples": float(len(verdicts)),
         **{f"val/pass_at_{k}": mean_pass_at_k(solved, k) for k in fewer},
