@@ -113,7 +113,7 @@ class KeptRollouts:
         self._sizes: dict[Path, int] = {}
         self._usable: dict[PromptKey, KeptGroup] = {}
         self._num_unjudged: Callable[[], int] = lambda: 0
-        self._is_over, self._is_writing, self._has_failed = False, False, False
+        self._is_over, self._is_writing, self._is_awaited, self._has_failed = False, False, False, False
         self._last_number, self._written_at = 0, 0.0
         self._thread = threading.Thread(target=self._run, name="kept rollouts", daemon=True)
 
@@ -175,9 +175,10 @@ class KeptRollouts:
     def note(self, group: WholeGroup) -> None:
         """A group is whole. Any thread may call it; it waits for nothing."""
         with self._changed:
-            if (step := self._steps.get(group.weight_version)) is not None and not self._is_over:
+            if (step := self._steps.get(group.weight_version)) is not None and not self._has_failed:
                 self._consumed.pop(group.key, None)
                 self._whole[group.key] = group, step
+            if self._is_awaited:  # the thread looks by itself now and then
                 self._changed.notify_all()
 
     def note_trained(self, step: int, consumed: Iterable[PromptKey]) -> None:
@@ -192,10 +193,16 @@ class KeptRollouts:
 
     def prepare(self, step: int) -> None:
         """A checkpoint of `step` follows: has groups written that a run needs which resumes there, and waits for their verdicts a while."""
+
+        def is_written() -> bool:
+            return self._has_failed or not (self._due() or self._is_writing or self._num_unjudged())
+
         with self._changed:
-            self._checkpoint = step
+            self._checkpoint, self._is_awaited = step, True
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: not (self._due() or self._is_writing or self._num_unjudged()), FLUSH_S):
+            is_done = self._changed.wait_for(is_written, FLUSH_S)
+            self._is_awaited = False
+            if not is_done:
                 logger.info("Not all rollouts of step %d are kept: they had no verdict, or were not written, within %g s", step, FLUSH_S)
 
     def published(self, step: int) -> None:
@@ -260,15 +267,19 @@ class KeptRollouts:
                 due = self._due()
                 self._is_writing = bool(due)
             if due:
+                is_written = False
                 try:
-                    self._write(due)
+                    is_written = self._write(due)
                 finally:
                     with self._changed:
                         self._is_writing = False
+                        if not is_written:
+                            self._has_failed = True
+                            self._whole.clear()
                         self._changed.notify_all()
 
-    def _write(self, due: Sequence[WholeGroup]) -> None:
-        """Writes groups, whichever of them this still concerns; what cannot be written is said once, and no further one is tried."""
+    def _write(self, due: Sequence[WholeGroup]) -> bool:
+        """Writes groups. False: they cannot be written, which is said, and no further ones are tried."""
         self._written_at = time.monotonic()
         path = self._folder / f"kept_{self._last_number + 1:06d}.mrl"
         try:
@@ -284,16 +295,14 @@ class KeptRollouts:
         except (OSError, RuntimeError, FolderLost) as error:
             if not self._is_over:
                 logger.warning("%s: rollouts are not kept any more, and a resumed run samples them again: %s", self._folder, error)
-            with self._changed:
-                self._has_failed = True
-                self._whole.clear()
-            return
+            return False
         self._last_number += 1
         with self._changed:
             self._files[path], self._sizes[path] = {group.key: group.step for group in groups}, size
             for group in due:
                 if self._whole.get(group.key, (None,))[0] is group:
                     del self._whole[group.key]
+        return True
 
     def _kept(self, group: WholeGroup, rollouts: Sequence[Rollout]) -> KeptGroup:
         bare = tuple(dataclasses.replace(rollout, request=dataclasses.replace(rollout.request, earlier=None)) for rollout in rollouts)

@@ -80,7 +80,7 @@ def write(found: KeptRollouts, folder: Path, names: Sequence[str], version: int 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(kept, "INTERVAL_S", 0.01)
 
 
 def test_the_next_attempt_gets_every_byte_of_a_group(tmp_path: Path):
