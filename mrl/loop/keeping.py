@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mrl.loop.run import is_save_step
-from mrl.store.kept import KEPT, KeptRollouts, WholeGroup, conditions_of, with_payloads
+from mrl.store.kept import KEPT, KeptRollouts, WholeGroup, conditions_of, drop_kept, with_payloads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +32,7 @@ def open_kept(
     """Keeps the rollouts of a run inside the `with` block; None where checkpointing.keep_rollouts_gb=0, or nothing is saved."""
     section = config.checkpointing
     if not section.enabled or not section.keep_rollouts_gb:
+        drop_kept(folder.path / KEPT)
         yield None
         return
     from mrl.cluster.payload import pull_unless

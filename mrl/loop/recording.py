@@ -119,6 +119,8 @@ def write_step(folder: Path, record: RecordedStep, *, keeps: int) -> Path | None
     size = sum(num_bytes(sequence.rollout) for batch in record.batches for sequence in batch)
     try:
         make_folder(path.parent)
+        for part in path.parent.glob(".*.mrl.*"):  # of a write that was killed
+            remove_file(part)
         if record.problem and len(list(path.parent.glob(f"{NOT_FINITE}*"))) >= MAX_NOT_FINITE:
             raise OSError(f"the folder holds {MAX_NOT_FINITE} such records; move them away")
         if size > MAX_BYTES:

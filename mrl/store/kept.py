@@ -113,7 +113,7 @@ class KeptRollouts:
         self._sizes: dict[Path, int] = {}
         self._usable: dict[PromptKey, KeptGroup] = {}
         self._num_unjudged: Callable[[], int] = lambda: 0
-        self._is_over, self._is_writing, self._has_failed = False, False, False
+        self._is_over, self._is_writing, self._is_awaited, self._has_failed = False, False, False, False
         self._last_number, self._written_at = 0, 0.0
         self._thread = threading.Thread(target=self._run, name="kept rollouts", daemon=True)
 
@@ -122,6 +122,7 @@ class KeptRollouts:
         self._checkpoint, self._steps = step, {weight_version: step}
         within(WRITE_TIMEOUT_S, f"mkdir of {self._folder}", make_folder, self._folder)
         reasons = Counter[str]()
+        _remove(self._folder.glob(".kept_*"))  # of a write that was killed
         for path in sorted(self._folder.glob("kept_*.mrl")):
             if match := FILE.fullmatch(path.name):
                 self._last_number = max(self._last_number, int(match[1]))
@@ -138,7 +139,7 @@ class KeptRollouts:
             raise
         except (OSError, ValueError) as error:
             logger.warning("%s; the prompts of its rollouts are asked again", error)
-            self._remove([path])
+            _remove([path])
             return
         changed = sorted(key for key in file.conditions | self._conditions if file.conditions.get(key) != self._conditions.get(key))
         found: dict[PromptKey, int] = {}
@@ -156,7 +157,7 @@ class KeptRollouts:
         if found:
             self._files[path], self._sizes[path] = found, path.stat().st_size
         else:
-            self._remove([path])
+            _remove([path])
 
     def take(self, epoch: int, prompt: Prompt) -> KeptGroup | None:
         """The group of a prompt, if an earlier attempt has kept it."""
@@ -174,9 +175,10 @@ class KeptRollouts:
     def note(self, group: WholeGroup) -> None:
         """A group is whole. Any thread may call it; it waits for nothing."""
         with self._changed:
-            if (step := self._steps.get(group.weight_version)) is not None and not self._is_over:
+            if (step := self._steps.get(group.weight_version)) is not None and not self._has_failed:
                 self._consumed.pop(group.key, None)
                 self._whole[group.key] = group, step
+            if self._is_awaited:  # the thread looks by itself now and then
                 self._changed.notify_all()
 
     def note_trained(self, step: int, consumed: Iterable[PromptKey]) -> None:
@@ -191,10 +193,16 @@ class KeptRollouts:
 
     def prepare(self, step: int) -> None:
         """A checkpoint of `step` follows: has groups written that a run needs which resumes there, and waits for their verdicts a while."""
+
+        def is_written() -> bool:
+            return self._has_failed or not (self._due() or self._is_writing or self._num_unjudged())
+
         with self._changed:
-            self._checkpoint = step
+            self._checkpoint, self._is_awaited = step, True
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: not (self._due() or self._is_writing or self._num_unjudged()), FLUSH_S):
+            is_done = self._changed.wait_for(is_written, FLUSH_S)
+            self._is_awaited = False
+            if not is_done:
                 logger.info("Not all rollouts of step %d are kept: they had no verdict, or were not written, within %g s", step, FLUSH_S)
 
     def published(self, step: int) -> None:
@@ -207,7 +215,7 @@ class KeptRollouts:
             self._whole = {key: held for key, held in self._whole.items() if self._is_needed(key, held[1], step)}
             on_disk = {key for keys in self._files.values() for key in keys}
             self._consumed = {key: at for key, at in self._consumed.items() if key in on_disk or key in self._whole}
-        self._remove(useless)
+        _remove(useless)
 
     def close(self) -> None:
         """Ends the thread."""
@@ -259,15 +267,19 @@ class KeptRollouts:
                 due = self._due()
                 self._is_writing = bool(due)
             if due:
+                is_written = False
                 try:
-                    self._write(due)
+                    is_written = self._write(due)
                 finally:
                     with self._changed:
                         self._is_writing = False
+                        if not is_written:
+                            self._has_failed = True
+                            self._whole.clear()
                         self._changed.notify_all()
 
-    def _write(self, due: Sequence[WholeGroup]) -> None:
-        """Writes groups, whichever of them this still concerns; what cannot be written is said once, and no further one is tried."""
+    def _write(self, due: Sequence[WholeGroup]) -> bool:
+        """Writes groups. False: they cannot be written, which is said, and no further ones are tried."""
         self._written_at = time.monotonic()
         path = self._folder / f"kept_{self._last_number + 1:06d}.mrl"
         try:
@@ -283,16 +295,14 @@ class KeptRollouts:
         except (OSError, RuntimeError, FolderLost) as error:
             if not self._is_over:
                 logger.warning("%s: rollouts are not kept any more, and a resumed run samples them again: %s", self._folder, error)
-            with self._changed:
-                self._has_failed = True
-                self._whole.clear()
-            return
+            return False
         self._last_number += 1
         with self._changed:
             self._files[path], self._sizes[path] = {group.key: group.step for group in groups}, size
             for group in due:
                 if self._whole.get(group.key, (None,))[0] is group:
                     del self._whole[group.key]
+        return True
 
     def _kept(self, group: WholeGroup, rollouts: Sequence[Rollout]) -> KeptGroup:
         bare = tuple(dataclasses.replace(rollout, request=dataclasses.replace(rollout.request, earlier=None)) for rollout in rollouts)
@@ -300,14 +310,20 @@ class KeptRollouts:
         step = self._steps[group.weight_version]
         return KeptGroup(group.prompt, group.key[0], step, infos, bare, tuple(group.verdicts))
 
-    def _remove(self, paths: Iterable[Path]) -> None:
-        for path in paths:
-            try:
-                remove_file(path)
-            except TimeoutError:
-                raise
-            except OSError as error:
-                logger.warning("%s is of no use any more, and cannot be removed: %s", path, error)
+
+def drop_kept(folder: Path) -> None:
+    """Removes what earlier attempts have kept: after an attempt that keeps nothing, nobody could tell from which weights it is."""
+    _remove(folder.glob("*kept_*.mrl*"))
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        try:
+            remove_file(path)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            logger.warning("%s is of no use any more, and cannot be removed: %s", path, error)
 
 
 def num_bytes(rollout: Rollout) -> int:

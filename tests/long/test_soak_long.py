@@ -41,7 +41,7 @@ VICTIMS = {"sync": ["driver", "policy-rank-0", "engine-0", "rewards"], "lag 1": 
 POINTS = {"start": 3, "refit": 6, "rollouts": 12, "commit": 4, "kept": 2, "prune": 1}
 
 
-def attempt(folder: Path, run: str, number: int, mode: str) -> Attempt:
+def attempt(folder: Path, run: str, number: int, mode: str, *settings: str) -> Attempt:
     prepared = ROOT / "prepared" / "tiny"
     prepare_tiny(prepared, seed=0)
     inputs = [
@@ -49,7 +49,7 @@ def attempt(folder: Path, run: str, number: int, mode: str) -> Attempt:
         f"data.train.data_path={prepared / 'data' / 'train.jsonl'}",
         f"data.validation.data_path={prepared / 'data' / 'validation.jsonl'}",
     ]
-    overrides = [*inputs, *SETTINGS, *LAYOUTS[mode], f"checkpointing.checkpoint_dir={folder / run}"]
+    overrides = [*inputs, *SETTINGS, *LAYOUTS[mode], f"checkpointing.checkpoint_dir={folder / run}", *settings]
     return Attempt(folder / run, overrides, folder / f"{run}-{number}.log")
 
 
@@ -112,3 +112,28 @@ def test_a_run_whose_attempts_are_all_killed_ends_as_if_nobody_had(
     assert sorted(lineage(broken)) == list(range(1, STEPS + 1)) and lineage(broken) == lineage(unbroken)
     assert test_kill.rows(broken) == test_kill.rows(unbroken)
     assert test_kill.weights(broken, tmp_path) == test_kill.weights(unbroken, tmp_path)
+
+
+@pytest.mark.long("soak")
+@pytest.mark.timeout(20 * HANG_S)
+@pytest.mark.parametrize(("kept_gb", "num_kept"), [(0, 0), (16, 4)])
+def test_after_a_kill_with_lag_nothing_is_sampled_twice_though_the_next_attempt_has_other_engines_and_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_gb: int, num_kept: int
+):
+    """Of four prompts a step, those of the step after the checkpoint were sampled before it, and are there when it is published."""
+    settings = ["checkpointing.save_period=3", "grpo.max_num_steps=10", f"checkpointing.keep_rollouts_gb={kept_gb}"]
+    monkeypatch.setenv("MRL_KILL_AT", "rollouts:32")
+    with attempt(tmp_path, "run", 0, "lag 1", *settings) as first:
+        assert first.finish() == -signal.SIGKILL, first.text()[-4000:]
+    monkeypatch.delenv("MRL_KILL_AT")
+    saved = newest_step(tmp_path / "run")
+    assert saved in (3, 6)
+    moved = {"policy.generation.num_cpu_engines": "1 -> 2", "cluster.cpu_units_per_node": "1 -> 2"}
+    with attempt(tmp_path, "run", 1, "lag 1", *settings, *(f"{key}={change[-1]}" for key, change in moved.items())) as second:
+        assert second.finish() == 0, second.text()[-4000:]
+    for key, change in moved.items():
+        assert f"Config since the last attempt: {key}={change}" in second.text()
+    rows, _ = read_rows(tmp_path / "run" / METRICS, METRIC_KEYS)
+    (after,) = (row for row in rows if row["step"] == saved + 1)
+    assert (after.get("rollout/kept_groups") or 0) == num_kept and after["train/max_trajectory_age"] == (1.0 if kept_gb else 0.0)
+    assert sorted(lineage(tmp_path / "run")) == list(range(1, 11))

@@ -16,7 +16,7 @@ import pytest
 from mrl import env
 from mrl.data.recorded import read_record, write_record
 from mrl.store import kept
-from mrl.store.kept import KeptFile, KeptGroup, KeptRollouts, WholeGroup, conditions_of
+from mrl.store.kept import KeptFile, KeptGroup, KeptRollouts, WholeGroup, conditions_of, drop_kept
 from mrl.types import Flaw, Prompt, Proposals, Rollout, RolloutInfo, RolloutRequest, SamplingParams, Turn, Verdict
 from tests.unit.store.test_run_folder import config
 from tests.waiting import HANG_S, wait_until
@@ -80,7 +80,7 @@ def write(found: KeptRollouts, folder: Path, names: Sequence[str], version: int 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(kept, "INTERVAL_S", 0.01)
 
 
 def test_the_next_attempt_gets_every_byte_of_a_group(tmp_path: Path):
@@ -222,6 +222,17 @@ def test_a_full_folder_and_a_lost_payload_cost_no_run(tmp_path: Path, caplog: py
     small.prepare(0)  # waits for nothing
     small.close()
     assert written(tmp_path) == [] and caplog.text.count("rollouts are not kept any more") == 1
+
+
+def test_no_part_of_a_file_stays_and_an_attempt_that_keeps_nothing_leaves_nothing(tmp_path: Path):
+    (tmp_path / ".kept_000007.mrl.0123").write_bytes(b"half")
+    first = attempt(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    write(first, tmp_path, ["a"])
+    first.close()
+    (tmp_path / ".kept_000002.mrl.0123").write_bytes(b"half")
+    drop_kept(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("point", ["kept:1", "kept:2"])
