@@ -67,6 +67,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "spans": ("mrl/spans.py", "mrl/view", "mrl/store/samples.py", "mrl/store/run_folder.py"),
     "speculation": ("mrl/policy", "mrl/rollout", "mrl/refit", "configs/grpo_tiny.yaml", "mrl/recipes/tiny.py"),
     "startup": ("mrl/cluster", "mrl/loop", "mrl/policy", "mrl/rollout", "mrl/train.py", "configs/grpo_tiny.yaml"),
+    "step": ("mrl/train.py", "mrl/loop", "mrl/cluster", "mrl/rollout", "mrl/policy", "mrl/algo", "configs/grpo_tiny.yaml"),
     "supervised": ("mrl/loop", "mrl/algo", "mrl/policy", "configs/sft_tiny.yaml", "configs/dpo_tiny.yaml", "configs/rm_tiny.yaml"),
     "trainer": ("mrl/policy", "mrl/algo"),
     "vs_trl": ("mrl/train.py", "mrl/loop", "mrl/cluster", "mrl/rollout", "mrl/policy", "mrl/algo", "configs/grpo_tiny.yaml"),
