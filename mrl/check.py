@@ -131,12 +131,7 @@ class Checked:
 
 
 def examine(
-    name: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    to_evaluate: bool = False,
-    is_strict: bool = False,
-    secrets: set[str] | None = None,
+    name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False, is_strict: bool = False, secrets: set[str] | None = None
 ) -> Checked:
     """All that can be said of a config file on this machine without starting anything; `is_strict` reads all rows."""
     try:

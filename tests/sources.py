@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import os
 from pathlib import Path
 
@@ -19,6 +21,12 @@ def module_name(path: Path) -> str:
     """The dotted name under which `path` is imported; a package's `__init__.py` is the package."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@functools.cache
+def tree_of(source: str) -> ast.Module:
+    """The syntax tree of a source; the lints read the same files, so each is parsed once."""
+    return ast.parse(source)
 
 
 def search_path() -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
-from vllm import LLMEngine, RequestOutput, SamplingParams
+from vllm import CompletionOutput, LLMEngine, RequestOutput, SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.platforms import current_platform
@@ -163,9 +163,10 @@ class Engine:
         answers = []
         for answer in self.llm.step():
             assert isinstance(answer, RequestOutput) and answer.finished
-            if not self.callers.answer(answer, num_refits=self._num_refits):
+            if not self.callers.answer(answer, num_refits=self._num_refits, take_routes=self._routes_of_question):
                 answers.append(answer)
         ended = [self._unfinished.pop(answer.request_id) for answer in answers]
+        all_routes = self._take_routes([one.vllm_id for one in ended], [answer.outputs[0] for answer in answers])
         self._finished += [
             _rollout(
                 one.request,
@@ -174,7 +175,7 @@ class Engine:
                 num_weight_versions=self._num_refits - one.num_refits + (one.weight_version is not None),
                 routes=routes,
             )
-            for one, answer, routes in zip(ended, answers, self._take_routes(ended, answers), strict=True)
+            for one, answer, routes in zip(ended, answers, all_routes, strict=True)
         ]
 
     def settle(self) -> None:
@@ -260,7 +261,7 @@ class Engine:
             raise RuntimeError(f"weight version {version}: no refit was finished since version {self.weight_version}")
         self._is_verified = False
         self.settle()
-        if not (self._keeps_kv_cache and self._unfinished):
+        if not (self._keeps_kv_cache and (self._unfinished or self.callers.num_inside)):
             self.llm.reset_prefix_cache(reset_running_requests=True)
         self._is_refitting = False
         self._num_refits += 1
@@ -317,21 +318,28 @@ class Engine:
             if prompt["type"] == "token" and self._cache_salt is not None:
                 prompt["cache_salt"] = self._cache_salt
             try:
-                self.llm.add_request(question.question_id, prompt, question.params)
+                vllm_id = self.llm.add_request(question.question_id, prompt, question.params)
             except Exception as error:
                 # Whatever vLLM's checks trip over is the fault of who asked and must not end the engine: a lone surrogate is a TypeError.
                 question.answer(error)
             else:
-                self.callers.note(question, weight_version=weight_version, num_refits=self._num_refits)
+                self.callers.note(question, vllm_id, weight_version=weight_version, num_refits=self._num_refits)
 
-    def _take_routes(self, ended: Sequence[_Unfinished], answers: Sequence[RequestOutput]) -> Sequence[np.ndarray | None]:
+    def _take_routes(self, vllm_ids: Sequence[str], answers: Sequence[CompletionOutput]) -> Sequence[np.ndarray | None]:
         """Routes of finished requests, in order; None for each where none are kept."""
         if self._expert_layers is None or not answers:
             return [None] * len(answers)
         if current_platform.is_cpu():
-            return self._workers("take_routes", [one.vllm_id for one in ended])[0]
+            return self._workers("take_routes", vllm_ids)[0]
         # vLLM's own have rows for layers without experts too.
-        return [None if (routes := answer.outputs[0].routed_experts) is None else routes[:, self._expert_layers] for answer in answers]
+        return [None if (routes := answer.routed_experts) is None else routes[:, self._expert_layers] for answer in answers]
+
+    def _routes_of_question(self, vllm_ids: Sequence[str], output: RequestOutput) -> Sequence[np.ndarray | None] | None:
+        if self._expert_layers is None:
+            return None
+        lengths = [len(output.prompt_token_ids or ()) + len(answer.token_ids) - 1 for answer in output.outputs]
+        found = zip(self._take_routes(vllm_ids, output.outputs), lengths, strict=True)
+        return [None if routes is None or len(routes) < length else routes[:length] for routes, length in found]
 
     def _workers(self, method: str, *arguments: object) -> list:
         return self.llm.collective_rpc(method, timeout=self._worker_timeout_s, args=arguments)

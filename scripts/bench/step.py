@@ -5,7 +5,8 @@ Usage: python -m scripts.bench.step [--no-record] [--repeats 3] [--rollouts 64] 
 
 The parts: plain `vllm.LLM.generate` on the prompts of a step, with a seed for each rollout; bare Megatron's forward pass, for old logprobs,
 and its forward, backward and optimizer step on rows of as many tokens; a copy of the weights. Their sum is the least that a step needs.
-Models have 20 to 30 million parameters, so that arithmetic takes longer than what a request costs.
+vLLM has no such experts on CPU hosts, so that there plain vLLM runs with mrl's (docs/cpu_hosts.md). Models have 20 to 30 million
+parameters, so that arithmetic takes longer than what a request costs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 import torch
 
 from mrl.config.load import load_config
+from mrl.config.model import read_hf_config, sizes_of
 from mrl.config.schema.run import RunConfig
 from mrl.data.prompts import load_prompts
 from scripts.bench.shapes import widen
@@ -161,6 +163,10 @@ def plain_vllm(connection: Connection, config: RunConfig, prompts: list[list[int
     from vllm import LLM, SamplingParams, TokensPrompt
 
     generation, limits = config.policy.generation, config.engine_limits
+    if sizes_of(read_hf_config(Path(config.policy.model_name), {})).experts:
+        from mrl.rollout import cpu
+
+        cpu.install()
     llm = LLM(
         config.policy.model_name,
         skip_tokenizer_init=True,

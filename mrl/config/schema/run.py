@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
-from mrl.config.fields import AboveZero, Count, Port, PortEnd, Positive
+from mrl.config.fields import AboveZero, Count, NotNegative, Port, PortEnd, Positive
 from mrl.config.schema.algo import (
     DistillationConfig,
     DpoConfig,
@@ -63,6 +63,8 @@ class CheckpointingConfig:
     """Keep this many of the newest checkpoints, whatever their metric; null = one."""
     save_optimizer: bool = True
     """Save optimizer state; without it a run cannot resume exactly."""
+    keep_rollouts_gb: NotNegative = 16.0
+    """Rollouts that a resumed run would else sample again are kept, in a folder of at most so many GB; 0 = none are."""
     allow_changes: list[Literal["model", "tokenizer", "data", "teacher", "critic"]] = field(default_factory=list)
     """Changes with which a run may resume. Data: also their order, which files, split, seed and shuffle decide."""
     checkpoint_must_save_by: str | None = None

@@ -66,7 +66,10 @@ def test_the_check_says_which_servers_somebody_starts():
     assert "rows of genrm_compare, swe_agents; the run starts them by ng_run" in routes(gym(command="ng_run"))
     head = gym(head_server=GymHeadConfig("h", 11000), policy_base_url="http://me:7000/gym/v1", servers=JUDGE)
     assert "graded here: rows of mcqa\n" in routes(head)
-    assert "you start them with policy_base_url=http://me:7000/gym/v1; their head server is at h:11000" in routes(head)
+    assert "you start them, with their head server at h:11000 and policy_base_url=http://me:7000/gym/v1" in routes(head)
+    assert routes(gym(command="ng_run", embedded=False)).startswith("on NeMo Gym's servers: rows of mcqa, math_with_judge, genrm_compare")
+    embedded = EnvConfig(should_use_nemo_gym=True, nemo_gym=NemoGymConfig(PATHS[:2]))
+    assert routes(embedded) == "graded here: rows of mcqa; there is nothing else to start"
     assert routes(EnvConfig()) == ""
 
 
@@ -104,6 +107,20 @@ def test_agents_rules_hold_for_servers():
     check_environments(run, problems := Problems(run))
     (problem,) = problems.texts
     assert problem.startswith("policy.generation.vllm_cfg.expose_http_server=false: env.nemo_gym.command names agents")
+
+
+def test_servers_tell_validation_by_what_they_send():
+    run = RunConfig(env=gym(command=sys.executable))
+    run.data.default.env_name, run.policy.generation.vllm_cfg.expose_http_server = "nemo_gym", True
+    generation = run.policy.generation
+    generation.temperature = generation.val_temperature = 0.5
+    generation.val_top_p, generation.val_top_k = generation.top_p, 3
+    check_environments(run, problems := Problems(run))
+    (problem,) = problems.texts
+    assert problem.startswith("policy.generation.val_top_k=3: env.nemo_gym.command names servers, which ask with temperature and top_p")
+    generation.val_temperature = 0.0
+    check_environments(run, problems := Problems(run))
+    assert not problems.texts
 
 
 @pytest.fixture
