@@ -14,7 +14,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,7 +92,9 @@ def main() -> None:
 def measure(rank: Rank, config: RunConfig, case: Case, repeats: int) -> tuple[list[float], list[float]]:
     """Measures on a rank the seconds of mrl's steps and of bare ones. The first of each warms up."""
     with open_policy(rank, config) as policy:
-        rows = packed_rows(config, case, policy.dp_rank, num_parts=case.num_ranks // config.policy.megatron_cfg.tensor_model_parallel_size)
+        num_parts = case.num_ranks // config.policy.megatron_cfg.tensor_model_parallel_size
+        prompts = random_prompts(case)
+        rows = packed_rows(config, prompts, case.new_tokens, policy.dp_rank, row_tokens=case.row_tokens, num_parts=num_parts)
         steps: tuple[Callable[[], object], ...] = (lambda: our_step(policy, rows), lambda: bare_step(policy, rows))
         seconds: tuple[list[float], list[float]] = ([], [])
         for _ in range(repeats + 1):
@@ -105,20 +107,25 @@ def measure(rank: Rank, config: RunConfig, case: Case, repeats: int) -> tuple[li
         return seconds[0][1:], seconds[1][1:]
 
 
-def packed_rows(config: RunConfig, case: Case, index: int, *, num_parts: int) -> list[PackedRow]:
-    """Rows of random rollouts for one data-parallel rank."""
+def random_prompts(case: Case) -> list[list[int]]:
+    """Token ids of prompts of the case's length."""
+    return np.random.default_rng(0).integers(0, 256, (case.num_rollouts, case.prompt_tokens)).tolist()
+
+
+def packed_rows(
+    config: RunConfig, prompts: Sequence[Sequence[int]], new_tokens: int, index: int, *, row_tokens: int, num_parts: int
+) -> list[PackedRow]:
+    """Rows of one data-parallel rank: a random rollout for each prompt."""
     rng = np.random.default_rng(0)
     sequences = []
-    for number in range(case.num_rollouts):
-        sampling = SamplingParams(1.0, 1.0, None, case.new_tokens, ())
-        prompt = tuple(int(token) for token in rng.integers(0, 256, case.prompt_tokens))
-        request = RolloutRequest(f"p{number}", 0, 0, 1, prompt, sampling)
-        tokens = rng.integers(0, 256, case.new_tokens).astype(np.int32)
-        logprobs = rng.normal(-5.0, 0.3, case.new_tokens).astype(np.float32)
+    for number, prompt in enumerate(prompts):
+        request = RolloutRequest(f"p{number}", 0, 0, 1, tuple(prompt), SamplingParams(1.0, 1.0, None, new_tokens, ()))
+        tokens = rng.integers(0, 256, new_tokens).astype(np.int32)
+        logprobs = rng.normal(-5.0, 0.3, new_tokens).astype(np.float32)
         rollout = Rollout(request, 1, tokens, logprobs, "length")
         sequences.append(TrainSequence(RolloutInfo.of(rollout, rollout), float(rng.normal()), True))
-    lengths = [case.prompt_tokens + case.new_tokens] * case.num_rollouts
-    plan = pack(lengths, algorithm="balanced", row_tokens=case.row_tokens, dp_size=num_parts, cost=SequenceCost(1.0, 0.01))
+    lengths = [len(prompt) + new_tokens for prompt in prompts]
+    plan = pack(lengths, algorithm="balanced", row_tokens=row_tokens, dp_size=num_parts, cost=SequenceCost(1.0, 0.01))
     multiples = dict(divisible_by=config.policy.row_multiple, sequence_multiple=config.policy.sequence_multiple)
     return [pack_row({number: sequences[number] for number in row}, **multiples, pad_token_id=PAD_TOKEN_ID) for row in plan[index]]
 
@@ -133,13 +140,21 @@ def our_step(policy: PolicyRank, rows: list[PackedRow]) -> None:
 
 def bare_step(policy: PolicyRank, rows: list[PackedRow]) -> None:
     """A step of Megatron alone, with the model and optimizer of the policy."""
+    for chunk in policy._chunks:
+        chunk.zero_grad_buffer()
+    policy._state.optimizer.zero_grad()
+    bare_pass(policy, rows, forward_only=False)
+    policy._state.optimizer.step()
+
+
+def bare_pass(policy: PolicyRank, rows: list[PackedRow], *, forward_only: bool) -> None:
+    """Megatron's forward and backward passes over the rows, or its forward passes alone."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from mrl.policy.batch import global_batch_size, packed_params
     from mrl.policy.moe import row_tokens, show_row
 
     size = global_batch_size(rows)
-    chunks, optimizer = policy._chunks, policy._state.optimizer
 
     def forward_step(iterator: Iterator[PackedRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., object]]:
         row = next(iterator)
@@ -155,19 +170,15 @@ def bare_step(policy: PolicyRank, rows: list[PackedRow]) -> None:
         )
         return losses, lambda output: (output.sum(), torch.ones((), dtype=torch.int), {"loss": output.detach().sum()})
 
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
     get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(rows)],
-        model=chunks,
+        model=policy._chunks,
         num_microbatches=len(rows),
         seq_length=1,
         micro_batch_size=1,
-        forward_only=False,
+        forward_only=forward_only,
     )
-    optimizer.step()
 
 
 if __name__ == "__main__":

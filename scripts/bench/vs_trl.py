@@ -5,7 +5,8 @@ Usage: python -m scripts.bench.vs_trl [--no-record] [--repeats 3]
 
 Run it where `scripts/test.sh` has installed. TRL gets an environment of its own (build/trl), with the same torch and transformers.
 Every rollout has exactly as many tokens as the row says. The first steps of each run warm up and are not counted. TRL runs with its
-defaults (8 rollouts at a time, activations recomputed), and in one batch, the fastest setting found for this model.
+defaults (8 rollouts at a time, activations recomputed), and in one batch, the fastest setting found for the tiny model. One update a step
+needs no pass for old logprobs: neither makes one.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.bench.shapes import widen
 from scripts.uv_settings import pip_variables
 from tests.long.record import Row, record
 
@@ -28,8 +31,20 @@ TRL = "trl==1.16.0"
 DEFAULTS = "TRL's defaults"
 SETTINGS = ((DEFAULTS, 2), ("one batch", 2), ("one batch", 1))
 """TRL's settings, and its threads."""
-STEPS = {3: 30, 64: 12}
-"""Steps of a run of mrl, by the new tokens of a rollout."""
+TINY, WIDE = "0.4 M", "20 M"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, mrl's policy ranks, new tokens of a rollout, and steps of a run of mrl."""
+
+    model: str
+    num_ranks: int
+    new_tokens: int
+    num_steps: int
+
+
+CASES = (Case(TINY, 4, 3, 30), Case(TINY, 4, 64, 12), Case(TINY, 1, 3, 30), Case(TINY, 1, 64, 12), Case(WIDE, 1, 256, 4))
 TRL_STEPS = {DEFAULTS: 3, "one batch": 5}
 WARM_UP, TRL_WARM_UP = 2, 1
 TIMEOUT_S = 1800.0
@@ -46,29 +61,41 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run(sys.executable, "-m", "mrl.prepare", "tiny", folder=folder)
-        for new_tokens in STEPS:
+        folders = {TINY: folder / "prepared" / "tiny", WIDE: folder / "prepared" / "wide"}
+        widen(folders[TINY], folders[WIDE], "nemotron_h")
+        for case in CASES:
+            # With TRL's defaults the wide model takes hours.
+            settings = [setting for setting in SETTINGS if case.model == TINY or setting[0] != DEFAULTS]
             ours: list[float] = []
-            theirs: dict[tuple[str, int], list[float]] = {setting: [] for setting in SETTINGS}
+            theirs: dict[tuple[str, int], list[float]] = {setting: [] for setting in settings}
             for _ in range(arguments.repeats):
-                ours.append(statistics.median(mrl_steps(folder, new_tokens)))
-                for setting, times in theirs.items():
-                    times.append(statistics.median(trl_steps(folder, new_tokens, *setting)))
-            for (settings, num_threads), times in theirs.items():
-                ratios = [trl / mrl for trl, mrl in zip(times, ours, strict=True)]
-                rows.append(
-                    {
-                        "new tokens": new_tokens,
-                        "TRL": f"{settings}, {num_threads} thread{'s' * (num_threads > 1)}",
-                        "mrl s": round(statistics.median(ours), 2),
-                        "TRL s": round(statistics.median(times), 2),
-                        "TRL / mrl": round(statistics.median(ratios), 1),
-                        "lowest to highest": f"{min(ratios):.1f} to {max(ratios):.1f}",
-                        "repeats": arguments.repeats,
-                    }
+                step_s = mrl_steps(
+                    folders[case.model], case.num_ranks, case.new_tokens, case.num_steps, "loss_fn.force_on_policy_ratio=true"
                 )
-                print(json.dumps(rows[-1]), flush=True)
+                ours.append(statistics.median(step_s))
+                for setting, times in theirs.items():
+                    times.append(statistics.median(trl_steps(folders[case.model], case.new_tokens, *setting)))
+            rows += [row_of(case, setting, ours, times) for setting, times in theirs.items()]
+            print(*map(json.dumps, rows[-len(settings) :]), sep="\n", flush=True)
     if not arguments.no_record:
         record("vs_trl", rows, command="python -m scripts.bench.vs_trl")
+
+
+def row_of(case: Case, setting: tuple[str, int], ours: list[float], theirs: list[float]) -> Row:
+    """A row of the table: medians, and TRL's seconds over mrl's of each repeat."""
+    ratios = [trl / mrl for trl, mrl in zip(theirs, ours, strict=True)]
+    return {
+        "model": case.model,
+        "policy ranks": case.num_ranks,
+        "new tokens": case.new_tokens,
+        "TRL": f"{setting[0]}, {setting[1]} thread{'s' * (setting[1] > 1)}",
+        "mrl s": round(statistics.median(ours), 2),
+        "TRL s": round(statistics.median(theirs), 2),
+        "TRL / mrl": round(statistics.median(ratios), 1),
+        "at least": None if setting[0] == DEFAULTS else 1.0,
+        "lowest to highest": f"{min(ratios):.1f} to {max(ratios):.1f}",
+        "repeats": len(ours),
+    }
 
 
 def install_trl() -> None:
@@ -83,35 +110,38 @@ def install_trl() -> None:
         subprocess.run(command, check=True, timeout=TIMEOUT_S, env=pip_variables() | os.environ)
 
 
-def mrl_steps(folder: Path, new_tokens: int) -> list[float]:
-    """Seconds of the steps of one run of grpo_tiny.yaml, without validation and checkpoints."""
-    run_folder = Path(tempfile.mkdtemp(dir=folder))
-    overrides = {
-        "grpo.max_num_steps": STEPS[new_tokens],
+def mrl_steps(prepared: Path, num_ranks: int, new_tokens: int, num_steps: int, *overrides: str) -> list[float]:
+    """Seconds of the steps of one run of grpo_tiny.yaml on a folder of prepared model and data, without validation and checkpoints."""
+    run_folder = Path(tempfile.mkdtemp(dir=prepared))
+    one = "tensor_model_parallel_size=1 expert_model_parallel_size=1 sequence_parallel=false".split()
+    settings = {
+        "policy.model_name": prepared / "model",
+        "data.train.data_path": prepared / "data" / "train.jsonl",
+        "data.validation.data_path": prepared / "data" / "validation.jsonl",
+        "cluster.cpu_units_per_node": num_ranks,
+        "grpo.max_num_steps": num_steps,
         "grpo.val_period": 0,
         "grpo.val_at_start": "false",
         "grpo.val_at_end": "false",
         "policy.generation.max_new_tokens": new_tokens,
-        # One update a step needs no pass for old logprobs; TRL makes none.
-        "loss_fn.force_on_policy_ratio": "true",
         # Rollouts end at max_new_tokens, and only there.
         "policy.generation.stop_token_ids": "[]",
         "checkpointing.enabled": "false",
         "checkpointing.checkpoint_dir": run_folder,
         "logger.tensorboard_enabled": "false",
     }
-    run(sys.executable, "-m", "mrl.train", "grpo_tiny.yaml", *(f"{key}={value}" for key, value in overrides.items()), folder=folder)
+    words = [*(f"{key}={value}" for key, value in settings.items()), *(f"policy.megatron_cfg.{size}" for size in one if num_ranks == 1)]
+    run(sys.executable, "-m", "mrl.train", "grpo_tiny.yaml", *words, *overrides, folder=run_folder)
     rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     return [row["time/total"] for row in rows if row["step"] > WARM_UP]
 
 
-def trl_steps(folder: Path, new_tokens: int, settings: str, num_threads: int) -> list[float]:
+def trl_steps(prepared: Path, new_tokens: int, settings: str, num_threads: int) -> list[float]:
     """Seconds of the steps of one run of TRL."""
-    out = folder / "trl.json"
+    out = prepared / "trl.json"
     script = Path(__file__).with_name("trl_steps.py")
-    prepared = folder / "prepared" / "tiny"
     python = TRL_ENVIRONMENT / "bin" / "python"
-    run(python, script, prepared, new_tokens, TRL_STEPS[settings], settings, out, folder=folder, OMP_NUM_THREADS=str(num_threads))
+    run(python, script, prepared, new_tokens, TRL_STEPS[settings], settings, out, folder=prepared, OMP_NUM_THREADS=str(num_threads))
     return json.loads(out.read_text())[TRL_WARM_UP:]
 
 

@@ -38,7 +38,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "config": ("mrl/config",),
     "conversion": _FILES,
     "convert": _FILES,
-    "engine": ("mrl/rollout/engine.py", "mrl/rollout/worker.py", "mrl/rollout/cpu.py"),
+    "engine": ("mrl/rollout/engine.py", "mrl/rollout/engine_arguments.py", "mrl/rollout/worker.py", "mrl/rollout/cpu.py"),
     "driver": ("mrl/train.py", *_ROLLOUTS, "mrl/cluster/rewards.py", "mrl/cluster/event_loop.py", "mrl/cluster/calls.py"),
     "driver_memory": ("mrl/train.py", *_ROLLOUTS, "mrl/cluster/rewards.py", "mrl/store/samples.py"),
     "distillation": (*_LEARNS, "mrl/policy/distillation.py", "configs/distillation_tiny.yaml", "configs/sft_tiny.yaml"),
@@ -89,6 +89,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "spans": ("mrl/spans.py", "mrl/view", "mrl/store/samples.py"),
     "speculation": ("mrl/policy/mtp.py", "mrl/rollout/cpu_speculation.py", "mrl/rollout/engine.py", *_TINY),
     "startup": ("mrl/loop/main.py", *(f"mrl/cluster/{name}.py" for name in ("session", "runtime", "environment")), *_TINY),
+    "step": ("mrl/train.py", *_ROLLOUTS, *_UPDATE, *_TINY),
     "supervised": (
         *_UPDATE,
         "mrl/algo/supervised.py",

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.long("megatron019"), pytest.mark.timeout(7200)]
 SUITES = {
     "policy": ["tests/stack/policy", "tests/stack/test_library_fields.py", "tests/stack/test_cpu_hosts_page.py"],
     "parity": ["tests/stack/policy", "--long", "parity"],
-    "conversion": ["tests/stack/conversion"],
+    "conversion": ["tests/stack/policy/test_conversion.py", "--long", "conversion"],
     "loop": ["tests/stack/loop", "tests/stack/pipeline", "tests/stack/refit"],
     "learn": ["tests/learn/test_learns.py"],
 }
