@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +15,8 @@ Status = Literal["ok", "timeout", "crash", "error", "flagged"]
 FlawKind = Literal["invalid_tool_call", "malformed_thinking"]
 PENALTIES = ("duplicated_reasoning", "empty_final_answer", "unwanted_token", "malformed_think_tag")
 """Flags of a rollout whose form made its reward 0."""
+NOT_FINITE = "not finite"
+"""Words in the error of a step whose numbers are NaN or Inf, which all ranks raise."""
 PromptKey = tuple[int, str]
 """(epoch, prompt id): a prompt in one pass over the data. Validation has an epoch of its own."""
 
@@ -57,6 +59,16 @@ class Turn:
     start: int
     stop: int
     weight_version: int
+
+
+@dataclass(frozen=True)
+class UntrainedTurn:
+    """A turn of the model that its sequence does not train: positions [start, stop), counted from the prompt's first token."""
+
+    start: int
+    stop: int
+    reason: str
+    """A word; `elsewhere` where another sequence of the rollout trains it."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +164,7 @@ class Rollout:
     num_weight_versions: int = 1
     """Versions of weights that sampled it: 1, unless grpo.async_grpo.in_flight_weight_updates."""
     proposals: Proposals = Proposals()
+    untrained: tuple[UntrainedTurn, ...] = ()
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -186,6 +199,7 @@ class RolloutInfo:
     """The other sequences of an agent's rollout: of sub-agents, retries, compacted conversations. They share its advantage."""
     is_further: bool = False
     """True for one of these."""
+    untrained: tuple[UntrainedTurn, ...] = ()
 
     @property
     def sequences(self) -> tuple[RolloutInfo, ...]:
@@ -201,6 +215,11 @@ class RolloutInfo:
     def num_generated(self) -> int:
         """Tokens of `length` that the model generated."""
         return self.length - self.num_observed
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that the model generated in all sequences."""
+        return sum(sequence.num_generated for sequence in self.sequences)
 
     @property
     def num_tokens(self) -> int:
@@ -230,6 +249,7 @@ class RolloutInfo:
             last_turn_start=rollout.last_turn_start,
             num_weight_versions=rollout.num_weight_versions,
             proposals=rollout.proposals,
+            untrained=rollout.untrained,
         )
 
 
@@ -241,6 +261,8 @@ class Flaw:
     start: int
     """Index of the first of these tokens in `Rollout.token_ids`."""
     stop: int
+    sequence: int = 0
+    """Place of the sequence in `RolloutInfo.sequences`."""
 
 
 @dataclass(frozen=True)
@@ -356,6 +378,10 @@ class TokenSample:
     loss_mask: list[int]
     entropies: list[float]
     """In nats, of the distributions that the policy had before the update."""
+
+
+TokenSamples = Mapping[str, Sequence[tuple[RolloutInfo, TokenSample]]]
+"""Sequences of some rollouts, by request id; the first sequence of a rollout first."""
 
 
 @dataclass(frozen=True)

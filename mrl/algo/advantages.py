@@ -53,9 +53,9 @@ def train_sequences(
             num_overlong += verdict.is_valid and is_overlong
             if verdict.is_valid and not is_overlong:
                 flaws = [(flaw, value) for kind, value in advantage_of.items() for flaw in verdict.flaws if flaw.kind == kind]
-                own = tuple(FixedAdvantage(flaw.start, flaw.stop, value) for flaw, value in flaws)
-                sequences.append(TrainSequence(rollout, advantage, True, reward, own))
-                sequences += [TrainSequence(further, advantage, True, reward) for further in rollout.further]
+                for place, sequence in enumerate(rollout.sequences):
+                    own = tuple(FixedAdvantage(flaw.start, flaw.stop, value) for flaw, value in flaws if flaw.sequence == place)
+                    sequences.append(TrainSequence(sequence, advantage, True, reward, own))
             else:
                 sequences += [TrainSequence(sequence, 0.0, False, reward, ()) for sequence in rollout.sequences]
     metrics = {}
@@ -72,7 +72,7 @@ def train_sequences(
 def _flaw_metrics(judged: Sequence[tuple[RolloutInfo, Verdict]], advantage_of: dict[FlawKind, float]) -> dict[str, float]:
     num_invalid = num_malformed = 0
     for _, verdict in judged:
-        spans = [(flaw.kind, (flaw.start, flaw.stop)) for flaw in verdict.flaws if flaw.kind in advantage_of]
+        spans = [(flaw.kind, (flaw.sequence, flaw.start, flaw.stop)) for flaw in verdict.flaws if flaw.kind in advantage_of]
         invalid = {span for kind, span in spans if kind == "invalid_tool_call"}
         num_invalid += len(invalid)
         num_malformed += len({span for kind, span in spans if kind == "malformed_thinking"} - invalid)

@@ -33,9 +33,14 @@ class StudentScores:
 
 
 def sequences_to_teach(groups: Sequence[RolloutGroup]) -> list[TrainSequence]:
-    """Every rollout of a step as a sequence to train on, in the order of the groups, whatever its reward: the teacher judges it."""
+    """All sequences of a step's rollouts, in the order of the groups, whatever their reward: the teacher judges them."""
     pairs = [pair for group in groups for pair in zip(group.rollouts, group.rewards, strict=True)]
-    return [TrainSequence(rollout, advantage=0.0, is_valid=True, reward=reward) for rollout, reward in pairs]
+    # An agent that sampled nothing leaves a token that nobody has drawn.
+    return [
+        TrainSequence(sequence, advantage=0.0, is_valid=rollout.finish_reason != "abort", reward=reward)
+        for rollout, reward in pairs
+        for sequence in rollout.sequences
+    ]
 
 
 def needs_vocabulary(config: LossConfig) -> bool:

@@ -43,7 +43,7 @@ def shape_reward(reward: float, rollout: RolloutInfo, shaping: RewardShapingConf
         return reward * shaping.stop_properly_penalty_coef if rollout.finish_reason == "length" else reward
     buffer, penalty, longest = shaping.overlong_buffer_length, shaping.overlong_buffer_penalty, shaping.max_response_length
     assert buffer is not None and penalty is not None and longest is not None
-    excess = max(0, sum(sequence.num_generated for sequence in rollout.sequences) - (longest - buffer))
+    excess = max(0, rollout.num_trained - (longest - buffer))
     return reward - excess / buffer * penalty
 
 
@@ -93,16 +93,18 @@ def num_out_of_range(group: RolloutGroup, scaling: RewardScalingConfig) -> int:
     return sum(verdict.has_reward and not scaling.source_min <= verdict.reward <= scaling.source_max for verdict in group.verdicts)
 
 
-def without_lone(groups: Sequence[RolloutGroup], agents: Container[str]) -> tuple[list[RolloutGroup], int]:
-    """The groups, of which those of `agents` with fewer than two rewards are masked, as nothing compares them; and how many are."""
+def is_lone(group: RolloutGroup) -> bool:
+    """Tells whether nothing compares the rollouts of a group, as fewer than two have a reward."""
+    return sum(verdict.has_reward for verdict in group.verdicts) < 2
+
+
+def without_lone(groups: Sequence[RolloutGroup], agents: Container[str]) -> list[RolloutGroup]:
+    """The groups, of which those of `agents` that are lone are masked."""
     kept: list[RolloutGroup] = []
-    num_lone = 0
     for group in groups:
-        is_lone = group.prompt.env_name in agents and sum(verdict.has_reward for verdict in group.verdicts) < 2
-        num_lone += is_lone
         masked = tuple(replace(v, is_valid=False, status="error", reason=v.reason or LONE) for v in group.verdicts)
-        kept.append(replace(group, verdicts=masked) if is_lone else group)
-    return kept, num_lone
+        kept.append(replace(group, verdicts=masked) if group.prompt.env_name in agents and is_lone(group) else group)
+    return kept
 
 
 def has_signal(group: RolloutGroup, config: GrpoConfig) -> bool:

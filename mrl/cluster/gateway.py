@@ -247,7 +247,8 @@ def as_one(sequences: Sequence[RolloutInfo]) -> RolloutInfo:
     return dataclasses.replace(
         first,
         weight_version=min(one.weight_version for one in sequences),
-        num_weight_versions=max(one.num_weight_versions for one in sequences),
+        # One that has versions of its own mixes them with those of the others.
+        num_weight_versions=max(*(one.num_weight_versions for one in sequences), len({one.weight_version for one in sequences})),
         num_turns=sum(one.num_turns for one in sequences),
         finish_reason="length" if any(one.finish_reason == "length" for one in sequences) else first.finish_reason,
         further=tuple(dataclasses.replace(one, is_further=True) for one in others),

@@ -34,7 +34,7 @@ from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.run import RunConfig
 from mrl.data.turns import Ending, TurnFormat
 from mrl.envs.endpoints import FILE_NAME
-from mrl.envs.inspection import Remarks, amend, inspect, rules_of
+from mrl.envs.inspection import Remarks, amend, inspect, inspect_all, looks_for_faults, rules_of
 from mrl.envs.parsers import parsers_of
 from mrl.envs.scorer import RewardPool, Scorer, goes_last, start_environment
 from mrl.envs.task import Task
@@ -64,7 +64,8 @@ NUM_CALLS = 4
 # A reward actor that dies this often without a single verdict in between will not get better.
 MAX_FRUITLESS_RESTARTS = 3
 
-Unjudged = tuple[RolloutInfo, Prompt]
+Unjudged = tuple[RolloutInfo, Prompt, Verdict | None]
+"""A rollout, and the verdict of the agent that has done it, which is only amended by faults of form."""
 Ended = tuple[Verdict, Ending]
 """The verdict on a rollout that has ended, and why it has."""
 Judged = tuple[dict[str, Ended], list[str], RewardLoad]
@@ -105,7 +106,10 @@ class Judge:
     async def take(self, unjudged: Sequence[Unjudged]) -> tuple[Judged, Packed]:
         """See `RewardActor.judge`."""
         if unjudged:
-            self.work.begin(self._begin(unjudged))
+            self.work.begin(self._begin([(info, prompt) for info, prompt, verdict in unjudged if verdict is None]))
+        for info, _, verdict in unjudged:
+            if verdict is not None:
+                self.work.begin(self._amend(info, verdict))
         answers = await self.work.take(ANSWER_S, gather_s=GATHER_S if self.max_turns == 1 else TURN_GATHER_S)
         transcripts = {name: answer for name, answer in answers.items() if isinstance(answer, Transcript)}
         ended = {name: answer for name, answer in answers.items() if not isinstance(answer, Transcript)}
@@ -115,14 +119,14 @@ class Judge:
         count = num_workers(name, self.config, num_cores=usable_cores())
         return await start_environment(name, self.config.env, num_workers=count, endpoints=self.endpoints)
 
-    async def _begin(self, unjudged: Sequence[Unjudged]) -> None:
+    async def _begin(self, unjudged: Sequence[tuple[RolloutInfo, Prompt]]) -> None:
         for first in range(0, len(unjudged), NUM_TOGETHER):
             together = unjudged[first : first + NUM_TOGETHER]
             tasks = await asyncio.get_running_loop().run_in_executor(self._texts, self._make_tasks, together)
             for (info, prompt), (task, rollout, remarks) in sorted(zip(together, tasks, strict=True), key=lambda one: goes_last(one[1][0])):
                 self.work.begin(self._judge(info.request_id, prompt.env_name, task, rollout, remarks))
 
-    def _make_tasks(self, unjudged: Sequence[Unjudged]) -> list[tuple[Task, Rollout | None, Remarks | None]]:
+    def _make_tasks(self, unjudged: Sequence[tuple[RolloutInfo, Prompt]]) -> list[tuple[Task, Rollout | None, Remarks | None]]:
         """The task of each rollout; itself, if it may have further turns; and what is wrong with its form."""
         start = time.monotonic()
         tasks = []
@@ -135,6 +139,14 @@ class Judge:
             tasks.append((task, rollout if self.max_turns > 1 else None, remarks))
         spans.add("make texts", start, rollouts=len(unjudged))
         return tasks
+
+    async def _amend(self, info: RolloutInfo, verdict: Verdict) -> None:
+        remarks = await asyncio.get_running_loop().run_in_executor(self._texts, self._inspect, info)
+        self.work.answer(info.request_id, (amend(verdict, remarks), "over"))
+
+    def _inspect(self, info: RolloutInfo) -> Remarks:
+        assert self.rules is not None, "the driver asks only if there are any"
+        return inspect_all(pull(info.sequences, timeout_s=self.config.deadlines.reward_s), self.decode, self.rules)
 
     async def _judge(self, request_id: str, env_name: str, task: Task, rollout: Rollout | None, remarks: Remarks | None) -> None:
         verdict = await self.scorer.judge(request_id, env_name, task)
@@ -198,6 +210,8 @@ class Rewards(Actors[RewardActor]):
         self.silence_s = config.deadlines.reward_s + longest_verdict_s(config)
         self.decides = config.max_rollout_turns > 1
         """True when rollouts may have several turns: then an actor decides after each one."""
+        self.inspects = looks_for_faults(config)
+        """True when actors look at the form of rollouts, also of those that agents have judged."""
         num_actors = len(placement.first_slots)
         self.news = news or News()
         # A second call hands rollouts in while the first waits for verdicts.

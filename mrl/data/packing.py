@@ -6,7 +6,7 @@ T tokens of a row, L layers with experts (in the order of the model), K experts 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -191,16 +191,19 @@ def split_teacher(row: PackedRow, scores_TK: torch.Tensor, token_ids_TK: torch.T
 def pack_routes(sequences: Sequence[np.ndarray | None], starts: Sequence[int], num_tokens: int) -> PackedRoutes | None:
     """The routes of a row of `num_tokens` tokens, from the `Rollout.routes` of the sequences at `starts`; None if no sequence has any."""
     routes = [array for array in sequences if array is not None]
-    if not routes:
+    # Where an agent has sampled nothing, no token has one.
+    shapes = {array.shape[1:] for array in routes if len(array)}
+    if not shapes:
         return None
-    shapes = {array.shape[1:] for array in routes}
     if len(routes) < len(sequences) or len(shapes) > 1:
         raise ValueError(f"{len(routes)} of {len(sequences)} rollouts of a packed row have routes, of shapes {sorted(shapes)} per token")
     # Rows and slices of them are indexed, which torch does not do with uint16.
-    dtype = np.uint8 if routes[0].dtype == np.uint8 else np.int16
-    expert_ids = np.zeros((num_tokens, *routes[0].shape[1:]), dtype=dtype)
+    dtype = np.uint8 if all(array.dtype == np.uint8 for array in routes) else np.int16
+    expert_ids = np.zeros((num_tokens, *shapes.pop()), dtype=dtype)
     is_known = np.zeros(num_tokens, dtype=np.bool_)
     for array, start in zip(routes, starts, strict=True):
+        if not len(array):
+            continue
         expert_ids[start : start + len(array)] = array
         is_known[start : start + len(array)] = True
     return PackedRoutes(torch.from_numpy(expert_ids), torch.from_numpy(is_known))
@@ -250,6 +253,23 @@ def by_sequence(row: PackedRow, values_T: torch.Tensor) -> dict[int, np.ndarray]
     values = values_T.float().cpu().numpy()
     starts = row.cu_seqlens.tolist()
     return {index: values[start : start + length] for index, start, length in zip(row.sequence_indices, starts, row.lengths, strict=False)}
+
+
+def tensors_by_sequence(rows: Iterable[PackedRow]) -> dict[int, dict[str, np.ndarray]]:
+    """The logprobs, masks and advantages of rows, float32 [length], by sequence and name; without padding."""
+    found: dict[int, dict[str, np.ndarray]] = {}
+    for row in rows:
+        values = {
+            "old_logprobs": row.old_logprobs_T,
+            "reference_logprobs": row.reference_logprobs_T,
+            "loss_mask": row.loss_mask_T,
+            "advantages": row.advantages_T,
+        }
+        for name, values_T in values.items():
+            if values_T is not None:
+                for index, part in by_sequence(row, values_T).items():
+                    found.setdefault(index, {})[name] = part
+    return found
 
 
 def as_row(row: PackedRow, values: Mapping[int, np.ndarray]) -> torch.Tensor:

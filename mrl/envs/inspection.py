@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mrl.config.schema.algo import RewardPenaltiesConfig
+from mrl.config.schema.env import TOOL_PARSERS
 from mrl.config.schema.run import RunConfig
+from mrl.envs.task import DEFAULT_TOOL_PARSER
 from mrl.envs.tool_calls import tool_calls
 from mrl.types import Flaw, FlawKind, Rollout, Verdict
 
@@ -30,6 +32,8 @@ class Rules:
     """Texts of special tokens, which do not count as part of an answer."""
     call_patterns: tuple[str, ...] = ()
     """Texts outside of calls that are of broken ones."""
+    tool_parser: str = DEFAULT_TOOL_PARSER
+    """Format of calls."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,23 @@ class Remarks:
     flaws: tuple[Flaw, ...] = ()
 
 
-def rules_of(config: RunConfig, decode: Decode, special_texts: Sequence[str]) -> Rules | None:
-    """The rules of a run; None if there are none. `special_texts` are the tokenizer's special tokens."""
+def flaws_of(config: RunConfig) -> tuple[FlawKind, ...]:
+    """Faults of turns that have an advantage of their own."""
     advantages: dict[FlawKind, float | None] = {
         "invalid_tool_call": config.rollouts.invalid_tool_call_advantage,
         "malformed_thinking": config.rollouts.malformed_thinking_advantage,
     }
-    flaws: tuple[FlawKind, ...] = tuple(kind for kind, advantage in advantages.items() if advantage is not None)
-    if not flaws and not config.reward_penalties.is_enabled:
+    return tuple(kind for kind, advantage in advantages.items() if advantage is not None)
+
+
+def looks_for_faults(config: RunConfig) -> bool:
+    """Tells whether a run looks at the form of its rollouts."""
+    return bool(flaws_of(config)) or config.reward_penalties.is_enabled
+
+
+def rules_of(config: RunConfig, decode: Decode, special_texts: Sequence[str]) -> Rules | None:
+    """The rules of a run; None if there are none. `special_texts` are the tokenizer's special tokens."""
+    if not looks_for_faults(config):
         return None
     ids = config.reward_penalties.token_ids
     given = (None, None) if ids is None else (ids.think_open, ids.think_close)
@@ -56,7 +69,17 @@ def rules_of(config: RunConfig, decode: Decode, special_texts: Sequence[str]) ->
     patterns = (gym.invalid_tool_call_patterns if config.env.should_use_nemo_gym else None) or ()
     open_tag, close_tag = (tag if token_id is None else decode([token_id]) for token_id, tag in zip(given, tags, strict=True))
     texts = tuple(text for text in special_texts if text not in (open_tag, close_tag))
-    return Rules(config.reward_penalties, flaws, open_tag, close_tag, texts, tuple(patterns))
+    parser = config.policy.generation.vllm_cfg.http_server_serving_chat_kwargs.tool_parser
+    parser = parser if parser in TOOL_PARSERS else DEFAULT_TOOL_PARSER
+    return Rules(config.reward_penalties, flaws_of(config), open_tag, close_tag, texts, tuple(patterns), parser)
+
+
+def inspect_all(rollouts: Sequence[Rollout], decode: Decode, rules: Rules) -> Remarks:
+    """The penalties and flaws of a rollout of several sequences, of which the first has its last answer."""
+    found = [inspect(rollout, decode, rules) for rollout in rollouts]
+    further = [name for one in found[1:] for name in one.penalties if name != "empty_final_answer"]
+    flaws = tuple(replace(flaw, sequence=place) for place, one in enumerate(found) for flaw in one.flaws)
+    return Remarks(tuple(dict.fromkeys((*found[0].penalties, *further))), flaws)
 
 
 def inspect(rollout: Rollout, decode: Decode, rules: Rules) -> Remarks:
@@ -65,11 +88,11 @@ def inspect(rollout: Rollout, decode: Decode, rules: Rules) -> Remarks:
     unwanted = set((asked.token_ids.unwanted if asked.token_ids else None) or ())
     is_unwanted = is_repeated = is_malformed = False
     flaws: dict[FlawKind, list[Flaw]] = {"invalid_tool_call": [], "malformed_thinking": []}
-    before, answer, last_stop = decode(rollout.request.token_ids), "", 0
-    for index, turn in enumerate(rollout.turns):
-        if index:
-            before = decode(rollout.token_ids[last_stop : turn.start].tolist())
-        last_stop, generated = turn.stop, rollout.token_ids[turn.start : turn.stop].tolist()
+    ids, first, answer = [*rollout.request.token_ids, *rollout.token_ids.tolist()], len(rollout.request.token_ids), ""
+    stops = [0, *(turn.stop for turn in rollout.untrained), *(first + turn.stop for turn in rollout.turns)]
+    for turn in rollout.turns:
+        before = decode(ids[max(stop for stop in stops if stop <= first + turn.start) : first + turn.start])
+        generated = ids[first + turn.start : first + turn.stop]
         text = decode(generated)
         num_open = before.count(rules.open_tag) - before.count(rules.close_tag)
         thought, tag, answer = text.partition(rules.close_tag)
@@ -96,7 +119,7 @@ def inspect(rollout: Rollout, decode: Decode, rules: Rules) -> Remarks:
 
 
 def _has_broken_call(answer: str, rules: Rules) -> bool:
-    if any(call.error for call in tool_calls(answer)):
+    if any(call.error for call in tool_calls(answer, parser=rules.tool_parser)):
         return True
     start, stop = CALL_TAGS
     *closed, outside = answer.split(stop)

@@ -264,9 +264,9 @@ class RouterReplay:
         self._counts_L2 = torch.zeros(len(self._layers), 2, dtype=torch.int64, device=next(chunks[0].parameters()).device)
 
     def check(self, rows: Sequence[PackedRow]) -> None:
-        """Checks that every row with sequences has routes of this model."""
+        """Checks that every row with tokens to train on has routes of this model."""
         for row in rows:
-            if not row.sequence_indices:
+            if not row.sequence_indices or (row.routes is None and not row.num_valid_tokens):
                 continue
             if row.routes is None:
                 raise ValueError("policy.router_replay.enabled=true, but rollouts came without routes; their engine was started without it")

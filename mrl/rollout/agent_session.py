@@ -7,6 +7,7 @@ with, is replaced by the run's own value, and counted.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections import Counter
@@ -18,11 +19,13 @@ import numpy as np
 
 from mrl.rollout.http_gate import NEUTRAL
 from mrl.rollout.sessions import MESSAGE_EXTRAS, Message, said
-from mrl.rollout.turn_tree import SampledAnswer, TreeNode, TurnTree
-from mrl.types import FinishReason, SamplingParams, hashed_seed
+from mrl.rollout.turn_tree import NO_ROUTES, SampledAnswer, TreeNode, TurnTree
+from mrl.types import SamplingParams, hashed_seed
 
 RECORD = "record"
 """Field of requests to engines that asks for the tokens of answers, and of the answers that has them."""
+ROUTES = "routes"
+"""Field of each answer in a record where engines keep routes: as `write_routes` makes it, or null if nobody knows them."""
 FORCED = "forced"
 """Reason not to train an answer: a schema or grammar chose among its tokens, and their logprobs are not those of the model alone."""
 
@@ -53,6 +56,7 @@ class AgentSession:
     """Key of this session alone."""
     sampling: SamplingParams
     seed: int
+    max_model_len: int
     tree: TurnTree = field(default_factory=TurnTree)
     engines: list[int] = field(default_factory=list)
     """Indices of the engines that have answered, in order."""
@@ -109,11 +113,33 @@ class AgentSession:
             self.note_text(text, message)
             if not isinstance(record, Mapping):
                 continue
-            node = self.tree.add(cast("list[int]", record["prompt_token_ids"]), _answer(record, index))
+            node = self._add(record, index)
             nodes.append(node)
             if isinstance(message, Mapping) and isinstance(messages := request.get("messages"), list):
                 self._spoken[_digests({**request, "messages": [*messages, message]})[-1]] = node
         return nodes
+
+    def _add(self, record: Mapping[str, object], index: int) -> TreeNode:
+        prompt_ids = cast("list[int]", record["prompt_token_ids"])
+        answer = cast("Sequence[Mapping[str, list]]", record["answers"])[index]
+        length, untrained, start, routes = len(answer["token_ids"]), FORCED if record["is_forced"] else "", 0, None
+        # Otherwise the agent itself has asked for so few tokens.
+        is_cut = length >= self.sampling.max_new_tokens or len(prompt_ids) + length >= self.max_model_len
+        if ROUTES in answer:
+            written = cast("Mapping[str, object] | None", answer[ROUTES])
+            untrained = untrained or ("" if written is not None else NO_ROUTES)
+            start, routes = read_routes(written) if written is not None else (0, None)
+        sampled = SampledAnswer(
+            np.asarray(answer["token_ids"], dtype=np.int32),
+            np.asarray(answer["logprobs"], dtype=np.float32),
+            "length" if answer["finish_reason"] == "length" and is_cut else "stop",
+            cast(int, record["weight_version"]),
+            cast(int, record["num_weight_versions"]),
+            untrained,
+            routes,
+            start,
+        )
+        return self.tree.add(prompt_ids, sampled)
 
     @property
     def text(self) -> str:
@@ -145,13 +171,13 @@ def _bytes(value: object) -> bytes:
     return json.dumps(value, sort_keys=True).encode("ascii")
 
 
-def _answer(record: Mapping[str, object], index: int) -> SampledAnswer:
-    answer = cast("Sequence[Mapping[str, list]]", record["answers"])[index]
-    return SampledAnswer(
-        np.asarray(answer["token_ids"], dtype=np.int32),
-        np.asarray(answer["logprobs"], dtype=np.float32),
-        cast(FinishReason, "length" if answer["finish_reason"] == "length" else "stop"),
-        cast(int, record["weight_version"]),
-        cast(int, record["num_weight_versions"]),
-        FORCED if record["is_forced"] else "",
-    )
+def write_routes(routes: np.ndarray, start: int) -> dict[str, object]:
+    """Routes of the tokens from `start` on, as JSON."""
+    data = base64.b64encode(np.ascontiguousarray(routes).tobytes()).decode("ascii")
+    return {"start": start, "shape": list(routes.shape), "dtype": str(routes.dtype), "data": data}
+
+
+def read_routes(written: Mapping[str, object]) -> tuple[int, np.ndarray]:
+    """The first token and the routes that `write_routes` has written."""
+    flat = np.frombuffer(base64.b64decode(cast(str, written["data"])), dtype=np.dtype(cast(str, written["dtype"])))
+    return cast(int, written["start"]), flat.reshape(cast("list[int]", written["shape"]))

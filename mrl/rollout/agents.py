@@ -73,13 +73,16 @@ class AgentTask:
             earlier_turns=sequence.turns[:-1],
             last_turn_start=last.start,
             num_weight_versions=sequence.num_weight_versions,
+            untrained=sequence.untrained,
+            routes=sequence.routes,
         )
 
     def empty_rollout(self) -> Rollout:
         """The place of a rollout in which nothing was sampled: the prompt with one token, which is masked."""
         prompt_ids = self.prompt.token_ids
-        nothing = np.zeros(1, dtype=np.float32)
-        return Rollout(self._request(prompt_ids), self.weight_version, np.array(prompt_ids[-1:], dtype=np.int32), nothing, "abort")
+        nothing, no_routes = np.zeros(1, dtype=np.float32), np.zeros((0, 0, 0), dtype=np.uint8)
+        token_ids = np.array(prompt_ids[-1:], dtype=np.int32)
+        return Rollout(self._request(prompt_ids), self.weight_version, token_ids, nothing, "abort", no_routes)
 
     def _request(self, prompt_ids: Sequence[int]) -> RolloutRequest:
         prompt_id = self.prompt.prompt_id

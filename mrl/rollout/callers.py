@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
     from vllm import RequestOutput, SamplingParams
     from vllm.inputs import EngineInput
 
@@ -25,6 +26,8 @@ class Answered:
     """Number of versions of the engine until the answer was complete: 1 unless a refit came in between."""
     is_forced: bool = False
     """True when a schema or grammar chose among the tokens."""
+    routes: Sequence[np.ndarray | None] | None = None
+    """Routes of each answer, as in `mrl.types.Rollout`, where the engine knows them; None where none are kept."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ class Question:
     """Gets the answer, or the reason for a refusal; called once, by the thread that steps the engine, unless the question is withdrawn."""
 
 
+TakeRoutes = Callable[[Sequence[str], "RequestOutput"], "Sequence[np.ndarray | None] | None"]
+"""Takes the routes of each answer in an output, by vLLM's ids of the answers."""
+
+
 class Callers:
     """Questions on their way into an engine. Any thread may `ask` and `withdraw`; the rest is for the thread that steps the engine."""
 
@@ -47,7 +54,7 @@ class Callers:
         self._num_slots = num_slots
         self._waiting: deque[Question] = deque()
         self._coming: queue.SimpleQueue[Question | str] = queue.SimpleQueue()
-        self._asked: dict[str, tuple[Question, int, int]] = {}
+        self._asked: dict[str, tuple[Question, str, int, int]] = {}
 
     def ask(self, question: Question) -> None:
         """Queues a question. ValueError: it wants more answers than there are slots, and would block all others for ever."""
@@ -67,7 +74,7 @@ class Callers:
     @property
     def num_inside(self) -> int:
         """Answers that the engine owes to questions inside."""
-        return sum(question.params.n for question, _, _ in self._asked.values())
+        return sum(question.params.n for question, *_ in self._asked.values())
 
     def take(self) -> tuple[list[Question], list[str]]:
         """Returns the questions that have slots now, in order, and the ids of questions inside that were withdrawn."""
@@ -87,15 +94,17 @@ class Callers:
             num_free -= taken[-1].params.n
         return taken, withdrawn
 
-    def note(self, question: Question, *, weight_version: int, num_refits: int) -> None:
-        """Records that the engine has taken a question in, at this version and after so many refits."""
-        self._asked[question.question_id] = (question, weight_version, num_refits)
+    def note(self, question: Question, vllm_id: str, *, weight_version: int, num_refits: int) -> None:
+        """Records that the engine has taken a question in, by an id of vLLM's, at this version and after so many refits."""
+        self._asked[question.question_id] = (question, vllm_id, weight_version, num_refits)
 
-    def answer(self, output: RequestOutput, *, num_refits: int) -> bool:
+    def answer(self, output: RequestOutput, *, num_refits: int, take_routes: TakeRoutes = lambda ids, output: None) -> bool:
         """Passes an output of vLLM to whoever asked for it; False if it answers no question. `num_refits` is as in `note`, now."""
         found = self._asked.pop(output.request_id, None)
         if found is not None:
-            question, weight_version, earlier = found
+            question, vllm_id, weight_version, earlier = found
+            # vLLM names the parts of a request for several answers so.
+            ids = [vllm_id] if question.params.n == 1 else [f"{index}_{vllm_id}" for index in range(question.params.n)]
             is_forced = question.params.structured_outputs is not None
-            question.answer(Answered(output, weight_version, 1 + num_refits - earlier, is_forced))
+            question.answer(Answered(output, weight_version, 1 + num_refits - earlier, is_forced, take_routes(ids, output)))
         return found is not None

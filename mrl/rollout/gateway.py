@@ -126,6 +126,7 @@ class Gateway:
         self.gym_key = gym_key or api_key
         self.receipts = Receipts()
         """Receipts of answers to NeMo Gym's servers."""
+        self.max_model_len = max_model_len
         self.max_body = SMALL_BODY_BYTES + (BODY_BYTES_PER_TOKEN + TURNS_IN_BODY * BYTES_PER_ID) * max_model_len
         self.num_answered = 0
         """Requests of sessions, since the start."""
@@ -133,7 +134,7 @@ class Gateway:
         self._waiting: dict[str, set[asyncio.Task[Reply]]] = {}
 
     def open_session(self, *, sampling: SamplingParams, seed: int) -> AgentSession:
-        session = AgentSession(secrets.token_urlsafe(12), secrets.token_urlsafe(32), sampling, seed)
+        session = AgentSession(secrets.token_urlsafe(12), secrets.token_urlsafe(32), sampling, seed, self.max_model_len)
         self._sessions[session.session_id] = session
         self._waiting[session.session_id] = set()
         return session
@@ -195,7 +196,7 @@ class Gateway:
             if (sampling := self.receipts.sampling_of(body)) is None:
                 raise HTTPException(410, "no rollout is under way; the one that asks has ended, or has taken too long")
             # Of one request, as nobody knows which others its rollout has made.
-            session = AgentSession("", "", sampling, secrets.randbits(63))
+            session = AgentSession("", "", sampling, secrets.randbits(63), self.max_model_len)
             known = self.receipts.find_prefix(body.get("messages"))
             if known is not None:
                 self.engines.join(session, known[2])
@@ -246,7 +247,7 @@ class Gateway:
                 "finish_reason": node.answer.finish_reason,
                 "weight_version": node.answer.weight_version,
                 "num_weight_versions": node.answer.num_weight_versions,
-                "untrained": node.answer.untrained,
+                "untrained": node.untrained,
             }
             for node in tree.nodes
             if node.answer is not None

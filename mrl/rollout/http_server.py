@@ -39,7 +39,7 @@ from vllm.tool_parsers import ToolParserManager
 from mrl.config.schema.policy import PolicyConfig
 from mrl.data.chat import OWN_TEMPLATE, template_text
 from mrl.data.prompts import sampling_params
-from mrl.rollout.agent_session import RECORD
+from mrl.rollout.agent_session import RECORD, ROUTES, write_routes
 from mrl.rollout.callers import Answered, Question
 from mrl.rollout.engine import Engine
 from mrl.rollout.http_gate import (
@@ -189,7 +189,9 @@ class Handlers:
             answers = self.engine.take_answers(request.request_id)
         if session_id is not None:
             self._keep(session_id, answers[0], [*messages, response.choices[0].message.model_dump()])
-        return response.model_dump() | _versions(answers) | (_record(answers[0]) if is_recorded else {})
+        # Who gives the beginning knows the routes of its tokens, but for the last.
+        known = 0 if prefix is None else len(prefix) - 1
+        return response.model_dump() | _versions(answers) | (_record(answers[0], known) if is_recorded else {})
 
     async def complete(self, body: Json, session_id: str | None) -> Json:
         plain = self._checked(body, session_id)
@@ -202,7 +204,7 @@ class Handlers:
             answers = self.engine.take_answers(request.request_id)
         if session_id is not None:
             self._keep(session_id, answers[0], [])
-        return response.model_dump() | _versions(answers) | (_record(answers[0]) if is_recorded else {})
+        return response.model_dump() | _versions(answers) | (_record(answers[0], 0) if is_recorded else {})
 
     async def tokenize(self, body: Json) -> Json:
         """`POST /tokenize`: of a text or a conversation; token ids that it is to begin with are kept, as in a chat."""
@@ -273,12 +275,14 @@ def _logprobs(completion: CompletionOutput) -> list[float]:
     return [float(step[token_id].logprob) for token_id, step in drawn]
 
 
-def _record(answered: Answered) -> Json:
-    """The field of an answer that says its tokens, for the gateway, which puts them into training batches."""
+def _record(answered: Answered, routes_start: int) -> Json:
+    """The field of an answer that says its tokens, and their routes from a token on, for the gateway, which trains on them."""
     answers = [
         {"token_ids": list(completion.token_ids), "logprobs": _logprobs(completion), "finish_reason": completion.finish_reason}
         for completion in answered.output.outputs
     ]
+    for answer, routes in zip(answers, answered.routes or (), strict=answered.routes is not None):
+        answer[ROUTES] = None if routes is None else write_routes(routes[routes_start:], routes_start)
     prompt_token_ids = list(answered.output.prompt_token_ids or ())
     return {RECORD: {"prompt_token_ids": prompt_token_ids, "answers": answers, "is_forced": answered.is_forced} | _versions([answered])}
 

@@ -13,7 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mrl.types import FinishReason, Turn
+from mrl.types import FinishReason, Turn, UntrainedTurn
+
+NO_ROUTES = "no_routes"
+"""Reason not to train a turn: nobody says which experts the tokens before it went through."""
+ELSEWHERE = "elsewhere"
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,9 @@ class SampledAnswer:
     """Number of versions of the engine until the answer was complete."""
     untrained: str = ""
     """Reason not to train on it, in a word; empty if there is none."""
+    routes: np.ndarray | None = None
+    """Routes as in `mrl.types.Rollout`, of prompt and answer from token `routes_start` on; None where none are kept."""
+    routes_start: int = 0
 
 
 @dataclass(eq=False)
@@ -43,7 +50,14 @@ class TreeNode:
     answer: SampledAnswer | None
     length: int
     """Tokens from the beginning to the end of the answer."""
+    untrained: str = ""
+    """Reason not to train on it: the answer's, or that of the turn's place in the tree."""
     children: list[TreeNode] = field(default_factory=list)
+
+    @property
+    def first_route(self) -> int:
+        """The first token that went through the model for this turn, and not for its parent; the last of an answer does not."""
+        return 0 if self.parent is None else max(0, self.parent.length - 1)
 
     @property
     def path(self) -> list[TreeNode]:
@@ -73,10 +87,10 @@ class TurnSequence:
     """Turns that this sequence trains; no other one does."""
     finish_reason: FinishReason
     num_weight_versions: int
-
-    @property
-    def num_trained(self) -> int:
-        return sum(turn.stop - turn.start for turn in self.turns)
+    untrained: tuple[UntrainedTurn, ...] = ()
+    """The other turns in it."""
+    routes: np.ndarray | None = None
+    """Each token keeps the experts that it was drawn with."""
 
 
 class TurnTree:
@@ -92,22 +106,27 @@ class TurnTree:
         ids = np.asarray(prompt_ids, dtype=np.int32)
         parent = self._find(ids)
         node = TreeNode(parent, ids[parent.length :], answer, len(ids) + len(answer.token_ids))
+        has_gap = answer.routes is not None and (answer.routes_start > node.first_route or parent.untrained == NO_ROUTES)
+        node.untrained = NO_ROUTES if has_gap else answer.untrained
         parent.children.append(node)
         self.nodes.append(node)
         return node
 
     def sequences(self) -> list[TurnSequence]:
-        """A sequence for each path to a leaf on which turns are left to train, so that each of them is in one; the longest one first."""
-        taken: set[TreeNode] = set()
-        found = [_sequence(node.path, taken) for node in self.nodes if not node.children]
-        return sorted((sequence for sequence in found if sequence is not None), key=lambda sequence: -sequence.num_trained)
+        """A sequence for each path to a leaf on which turns are left to train, so that each of them is in one.
+
+        The one with the latest of these turns comes first: its last answer is the rollout's. What branches share, the later one trains.
+        """
+        taken, places = set[TreeNode](), {node: place for place, node in enumerate(self.nodes)}
+        found = [_sequence(node.path, taken) for node in reversed(self.nodes) if not node.children]
+        return [sequence for _, sequence in sorted((one for one in found if one is not None), key=lambda one: -places[one[0]])]
 
     def num_untrained(self) -> dict[str, int]:
         """Sampled tokens that are not trained on, by reason."""
         counts: dict[str, int] = {}
-        for answer in map(_answer, self.nodes):
-            if answer.untrained:
-                counts[answer.untrained] = counts.get(answer.untrained, 0) + len(answer.token_ids)
+        for node in self.nodes:
+            if node.untrained:
+                counts[node.untrained] = counts.get(node.untrained, 0) + len(_answer(node).token_ids)
         return counts
 
     def _find(self, ids: np.ndarray) -> TreeNode:
@@ -136,12 +155,13 @@ def _answer(node: TreeNode) -> SampledAnswer:
     return node.answer
 
 
-def _sequence(path: Sequence[TreeNode], taken: set[TreeNode]) -> TurnSequence | None:
-    """The sequence that trains the turns of `path` that are not `taken`, and takes them; None if none is left."""
-    mine = [node for node in path if node not in taken and not _answer(node).untrained]
+def _sequence(path: Sequence[TreeNode], taken: set[TreeNode]) -> tuple[TreeNode, TurnSequence] | None:
+    """The sequence that trains the turns of `path` that are not `taken`, which it takes, with the last one; None if none is left."""
+    mine = [node for node in path if node not in taken and not node.untrained]
     if not mine:
         return None
     taken.update(mine)
+    path = mine[-1].path
     token_ids = mine[-1].token_ids
     first = mine[0].length - len(_answer(mine[0]).token_ids)
     logprobs, turns, versions = np.zeros(len(token_ids) - first, dtype=np.float32), list[Turn](), set[int]()
@@ -151,4 +171,17 @@ def _sequence(path: Sequence[TreeNode], taken: set[TreeNode]) -> TurnSequence | 
         logprobs[start:stop] = answer.logprobs
         turns.append(Turn(start, stop, answer.weight_version))
         versions.update(range(answer.weight_version, answer.weight_version + answer.num_weight_versions))
-    return TurnSequence(token_ids[:first], token_ids[first:], logprobs, tuple(turns), _answer(mine[-1]).finish_reason, len(versions))
+    rest = [(node, len(_answer(node).token_ids)) for node in path if node not in mine]
+    others = tuple(UntrainedTurn(node.length - length, node.length, node.untrained or ELSEWHERE) for node, length in rest)
+    drawn = [(answer.routes, node.first_route - answer.routes_start) for node in path for answer in [_answer(node)]]
+    routes = [part[skipped:] for part, skipped in drawn if part is not None]
+    return mine[-1], TurnSequence(
+        token_ids[:first],
+        token_ids[first:],
+        logprobs,
+        tuple(turns),
+        _answer(mine[-1]).finish_reason,
+        len(versions),
+        others,
+        np.concatenate(routes) if routes else None,
+    )

@@ -186,7 +186,10 @@ class RouteRecorder:
     def _record(self) -> None:
         batch = self._runner.input_batch
         # Requests that were aborted, or that finished without being asked for, are gone from the runner.
-        self._passes = {key: passes for key, passes in self._passes.items() if key in self._runner.requests}
+        alive = self._runner.requests
+        # Answers to one request (`0_ID`, `1_ID`) are asked for together, once the last has finished.
+        together = {tail for key in alive if (tail := key.partition("_")[2])}
+        self._passes = {key: passes for key, passes in self._passes.items() if key in alive or key.partition("_")[2] in together}
         bounds = self._runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
         routes = self._capturer.snapshot_routing_data(bounds[-1]).numpy()[:, self._layers]
         first_positions = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()

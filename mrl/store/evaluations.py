@@ -38,7 +38,7 @@ def scores_by_environment(groups: Sequence[RolloutGroup], *, k: int) -> dict[str
         if any(vote is not None for vote in votes):
             found[f"cons@{k}"] = mean([vote or 0.0 for vote in votes])
         found["reward"] = mean([verdict.reward if verdict.has_reward else 0.0 for verdict in verdicts])
-        found["mean_length"] = mean([float(rollout.num_generated) for group in mine for rollout in group.rollouts])
+        found["mean_length"] = mean([float(rollout.num_trained) for group in mine for rollout in group.rollouts])
         found["failed"] = float(sum(not verdict.is_valid for verdict in verdicts))
         scores[name] = found
     return scores

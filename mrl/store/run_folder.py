@@ -45,8 +45,8 @@ from mrl.store.identity import IDENTITY, TOKENIZER_FILES, Identity, check_identi
 from mrl.store.ledger import Ledger
 from mrl.store.loggers.group import Loggers, check_loggers
 from mrl.store.ownership import FolderLost, Ownership
-from mrl.store.samples import Split, append_report_samples, best_and_worst, drop_old_step_data, sample_lines, token_row, write_step_data
-from mrl.types import RolloutGroup, TokenSample, TrainSequence
+from mrl.store.samples import Split, append_report_samples, best_and_worst, drop_old_step_data, sample_lines, token_rows, write_step_data
+from mrl.types import RolloutGroup, TokenSamples, TrainSequence
 from mrl.view.advisories import Advisor
 from mrl.view.page import write_report
 from mrl.view.rows import METRIC_KEYS, METRICS, SAMPLES, read_rows
@@ -145,6 +145,10 @@ class RunFolder:
                 self._metrics.close()
         spans.stop()
         self.give_back()
+
+    def check_owner(self) -> None:
+        """Raises FolderLost if another process owns the folder by now."""
+        self._ownership.check()
 
     def give_back(self) -> None:
         """Ends the hold on the folder. For a process that ends at once, too."""
@@ -247,7 +251,7 @@ class RunFolder:
         split: Split,
         groups: Sequence[RolloutGroup],
         sequences: Sequence[TrainSequence] = (),
-        tokens: Mapping[str, TokenSample] | None = None,
+        tokens: TokenSamples | None = None,
     ) -> None:
         """Writes a step's rollouts as text; validation shows `logger.num_val_samples_to_print`. See `write_step_data`."""
         started = time.monotonic()
@@ -275,11 +279,11 @@ class RunFolder:
         split: Split,
         groups: Sequence[RolloutGroup],
         sequences: Sequence[TrainSequence],
-        tokens: Mapping[str, TokenSample],
+        tokens: TokenSamples,
     ) -> None:
         with self._may_fail("the files *_data_stepN.jsonl.gz"), spans.span("write texts", "writer of texts"):
             drop_old_step_data(self.log_folder.parent, step, self.config.logger)
-            rows = {name: token_row(sample, self._tokenizer()) for name, sample in tokens.items()}
+            rows = {name: token_rows(samples, self._tokenizer()) for name, samples in tokens.items() if samples}
             write_step_data(self.log_folder, step, split, groups, sequences, self.config.logger, rows)
 
     def finish_texts(self) -> None:
@@ -300,7 +304,7 @@ class RunFolder:
         metrics: Mapping[str, float],
         groups: Sequence[RolloutGroup],
         sequences: Sequence[TrainSequence],
-        tokens: Mapping[str, TokenSample],
+        tokens: TokenSamples,
     ) -> None:
         """Prints a step's metrics, and writes them and its rollouts, if it had any; `tokens` by request id."""
         grpo = self.config.rollouts

@@ -14,7 +14,7 @@ from isal import igzip
 
 from mrl.config.schema.logger import LoggerConfig
 from mrl.store.loggers.sink import Sample
-from mrl.types import RolloutGroup, TokenSample, TrainSequence, Verdict
+from mrl.types import RolloutGroup, RolloutInfo, TokenSample, TrainSequence, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Split = Literal["train", "validation"]
 
 NUM_SAMPLES = 4
+MAX_SEQUENCES = 8
+"""Limit of the sequences of an agent's rollout whose tokens are written."""
 MAX_REPORT_CHARACTERS = 600
 DUMP_NAMES: dict[Split, str] = {"train": "train", "validation": "val"}
 RULE = "-" * 62
@@ -103,6 +105,13 @@ def token_row(sample: TokenSample, tokenizer: PreTrainedTokenizerBase) -> dict[s
         "generation_logprobs": _short(sample.generator_logprobs),
         "prev_logprobs": None if sample.old_logprobs is None else _short(sample.old_logprobs),
     }
+
+
+def token_rows(samples: Sequence[tuple[RolloutInfo, TokenSample]], tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+    """The keys for a rollout's tokens: its first sequence's, those of the others in `further`, and in each the turns left untrained."""
+    spans = [[(turn.start, turn.stop, turn.reason) for turn in info.untrained] for info, _ in samples]
+    first, *further = [token_row(sample, tokenizer) | {"token_untrained": own} for (_, sample), own in zip(samples, spans, strict=True)]
+    return first | ({"further": further} if further else {})
 
 
 def _short(values: Sequence[float]) -> list[float]:

@@ -112,18 +112,21 @@ const COLOURINGS = {
   advantage: ["advantage", (row, i, most) => row.token_advantages[i] / most, null],
 };
 
-// A call of a tool in a generated text, in the forms of chat templates: Hermes', Qwen's and Nemotron's, then Mistral's.
-const TOOL_CALL = /<tool_call>[^]*?(?:<\/tool_call>|$)|\[TOOL_CALLS\][^]*$/g;
+// A call of a tool in a generated text, in the forms of chat templates: Hermes' and Qwen's, Nemotron's, then Mistral's.
+const TOOL_CALL = /<(tool_call|TOOLCALL)>[^]*?(?:<\/\1>|$)|\[TOOL_CALLS\][^]*$/g;
 
-// The runs of tokens of one origin, with what each is called: the prompt, turns of the model, and what environments answered.
-function turnsOf({ token_generated: generated }) {
-  const turns = [];
-  generated.forEach((isGenerated, i) => {
-    if (i && isGenerated === generated[i - 1]) turns[turns.length - 1].end = i + 1;
-    else turns.push({ begin: i, end: i + 1, isGenerated });
+// The runs of tokens of one origin, with what each is called: the prompt, turns of the model, and what environments and tools answered.
+function turnsOf({ token_generated: generated, token_untrained: untrained = [] }) {
+  const kinds = generated.map((isGenerated) => (isGenerated ? "turn" : "")), turns = [];
+  for (const [start, stop, reason] of untrained) {
+    kinds.fill(reason === "elsewhere" ? "turn, trained in another sequence" : `turn, not trained: ${reason}`, start, stop);
+  }
+  kinds.forEach((kind, i) => {
+    if (i && kind === kinds[i - 1]) turns[turns.length - 1].end = i + 1;
+    else turns.push({ begin: i, end: i + 1, kind });
   });
   let count = 0;
-  for (const turn of turns) turn.name = turn.isGenerated ? `turn ${++count}` : count ? "environment" : "prompt";
+  for (const turn of turns) turn.name = turn.kind ? turn.kind.replace("turn", `turn ${++count}`) : count ? "environment" : "prompt";
   return turns;
 }
 
@@ -139,10 +142,20 @@ function inToolCalls(texts) {
 }
 
 function tokens(row) {
+  const tip = h("output", { class: "tip" }, "Point at a token.");
+  const further = row.further || [];
+  return h("div", {},
+    h("p", { class: "controls" }, h("button", { onclick: () => { looked.token = null; draw(); } }, "back"),
+      choice("colour by", Object.entries(COLOURINGS).map(([key, [text]]) => [key, text]), looked.by, (key) => { looked.by = key; draw(); })),
+    h("p", {}, fact(row)), tip, sequence(row, tip),
+    further.flatMap((other, i) => [h("h3", {}, `sequence ${i + 2} of ${further.length + 1}`), ...sequence(other, tip)]));
+}
+
+// A sequence of a rollout, turn by turn; `tip` tells of its tokens.
+function sequence(row, tip) {
   const [, degree, tone] = COLOURINGS[looked.by];
   const most = Math.max(1e-9, ...row.token_advantages.map(Math.abs));
-  const tip = h("output", { class: "tip" }, "Point at a token.");
-  const tell = (i) => {
+  const tell = (i, kind) => {
     const parts = [`token ${row.token_ids[i]} at ${i}`];
     if (row.token_generated[i]) {
       parts.push(`generator logprob ${shown(row.generation_logprobs[i])}`);
@@ -151,13 +164,13 @@ function tokens(row) {
       if (row.token_entropies) parts.push(`entropy ${shown(row.token_entropies[i])}`);
       parts.push(`probability ${shown(Math.exp(row.generation_logprobs[i]))}`, `advantage ${shown(row.token_advantages[i])}`,
         row.token_loss_mask[i] ? "in the loss" : "not in the loss");
-    } else parts.push("not generated");
+    } else parts.push(kind ? "not trained" : "not generated");
     tip.textContent = parts.join(" · ");
   };
-  const drawn_token = (text, i, isTool) => {
+  const drawn_token = (text, i, isTool, kind) => {
     const isSpecial = row.token_special[i];
     const span = h("span", { class: `token${isSpecial ? " special" : ""}${row.token_generated[i] ? "" : " given"}${isTool ? " tool" : ""}`, tabindex: 0,
-      onmouseover: () => tell(i), onfocus: () => tell(i), onclick: () => tell(i) }, text === "\n" ? "⏎\n" : text || "∅");
+      onmouseover: () => tell(i, kind), onfocus: () => tell(i, kind), onclick: () => tell(i, kind) }, text === "\n" ? "⏎\n" : text || "∅");
     if (row.token_generated[i]) {
       const value = degree(row, i, most);
       const rgb = tone || (value < 0 ? "220, 38, 38" : "5, 150, 105");
@@ -165,16 +178,12 @@ function tokens(row) {
     }
     return span;
   };
-  const turns = turnsOf(row).map(({ begin, end, name, isGenerated }) => {
-    const texts = row.token_texts.slice(begin, end), calls = isGenerated ? inToolCalls(texts) : [];
+  return turnsOf(row).map(({ begin, end, name, kind }) => {
+    const texts = row.token_texts.slice(begin, end), calls = kind ? inToolCalls(texts) : [];
     const num = calls.filter((isTool, i) => isTool && !calls[i - 1]).length;
     return h("section", { class: "turn" }, h("small", {}, `${name}, ${counted(end - begin, "token")}${num ? `, ${counted(num, "tool call")}` : ""}`),
-      h("div", { class: "tokens" }, texts.map((text, i) => drawn_token(text, begin + i, calls[i]))));
+      h("div", { class: "tokens" }, texts.map((text, i) => drawn_token(text, begin + i, calls[i], kind))));
   });
-  return h("div", {},
-    h("p", { class: "controls" }, h("button", { onclick: () => { looked.token = null; draw(); } }, "back"),
-      choice("colour by", Object.entries(COLOURINGS).map(([key, [text]]) => [key, text]), looked.by, (key) => { looked.by = key; draw(); })),
-    h("p", {}, fact(row)), tip, turns);
 }
 
 tabs.push({ name: "rollouts", title: "Rollouts", draw: rollouts, has: (one) => one.dumps.length + one.samples.length > 0 });

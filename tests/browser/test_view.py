@@ -232,6 +232,23 @@ def test_tool_calls_of_the_model_are_marked(tab: Tab, tmp_path: Path):
     assert texts(tab, ".token.tool") == [*said[1:5], *said[6:]]
 
 
+def test_an_agents_turns_say_what_is_not_trained(tab: Tab, tmp_path: Path):
+    said = ["ask", "first", "tool", "<TOOLCALL>add", "</TOOLCALL>", "tool", "last"]
+    tokens: dict[str, object] = {"token_ids": list(range(7)), "token_texts": said, "token_special": [0] * 7}
+    tokens |= {name: [0.0] * 7 for name in ("token_loss_mask", "token_advantages", "generation_logprobs")}
+    tokens |= {"token_generated": [0] * 6 + [1], "token_untrained": [[1, 2, "elsewhere"], [3, 5, "forced"], [7, 9, "cut"]]}
+    other = tokens | {"token_generated": [0, 1, 0, 0, 0, 0, 0], "token_untrained": []}
+    folder = make_run(tmp_path / "run", num_steps=1)
+    write_dump(folder, 1, [rollout(0, "calls", **tokens, further=[other])])
+    open_report(tab, folder)
+    tab.evaluate("document.querySelector('[data-tab=rollouts]').click()")
+    tab.evaluate("document.querySelector('[data-tokens]').click()")
+    turns = ["prompt, 1 token", "turn 1, trained in another sequence, 1 token", "environment, 1 token"]
+    turns += ["turn 2, not trained: forced, 2 tokens, 1 tool call", "environment, 1 token", "turn 3, 1 token"]
+    assert texts(tab, ".turn small") == [*turns, "prompt, 1 token", "turn 1, 1 token", "environment, 5 tokens"]
+    assert "sequence 2 of 2" in texts(tab, "h3") and texts(tab, ".token.tool") == said[3:5]
+
+
 def test_what_a_model_writes_stays_text(tab: Tab, tmp_path: Path):
     folder = make_run(tmp_path / "run", num_steps=1)
     write_dump(folder, 1, [rollout(0, ATTACK, content=[ATTACK, ATTACK], prompt_id=ATTACK, environment=ATTACK, finish_reason=ATTACK)])
@@ -329,7 +346,7 @@ def test_the_schedule_of_a_refit_is_a_matrix(tab: Tab, tmp_path: Path):
     assert len(set(tones)) == 3 and tones[1] == "rgba(37, 99, 235, 0)"
     text = str(tab.evaluate("document.querySelector('main').textContent"))
     assert (
-        "3 kB from a worker's own GPU, 1 kB from other GPUs of its node, 0 B from other nodes" in text
+        "3 kB from a worker's own device, 1 kB from other devices of its node, 0 B from other nodes" in text
         and "4 kB stayed as they were" in text
     )
 

@@ -176,7 +176,7 @@ class RewardStandIn:
 
     def judge(self, rollouts: Sequence[Unjudged]) -> tuple[Judged, list[bytes]]:
         ended: dict[str, tuple[Verdict, Ending]] = {
-            info.request_id: (self.verdict(index, info), "over") for index, (info, _) in enumerate(rollouts)
+            info.request_id: (self.verdict(index, info), "over") for index, (info, *_) in enumerate(rollouts)
         }
         return (ended, [], RewardLoad(num_begun=len(ended))), []
 

@@ -91,6 +91,9 @@ def check_parsers(config: RunConfig, problems: Problems) -> None:
     if chat.tool_parser not in (None, *TOOL_PARSERS) and CALLS_TOOLS in named:
         rule = f"env.{CALLS_TOOLS} does not read this format of tool calls"
         problems.add(f"{prefix}.tool_parser", rule, f"use a model with one of {', '.join(TOOL_PARSERS)}, or leave that environment out")
+    elif chat.tool_parser not in (None, *TOOL_PARSERS) and config.rollouts.invalid_tool_call_advantage is not None:
+        rule = f"nobody reads calls in the format of {prefix}.tool_parser={chat.tool_parser}"
+        problems.add("grpo.invalid_tool_call_advantage", rule, f"set it to null, or use a model with one of {', '.join(TOOL_PARSERS)}")
     if chat.reasoning_parser not in (None, *REASONING_PARSERS) and section.should_use_nemo_gym:
         rule = "environments of NeMo Gym grade what follows the thoughts, and do not know how this parser finds them"
         problems.add(f"{prefix}.reasoning_parser", rule, f"use a model with one of {', '.join(REASONING_PARSERS)}")
@@ -106,18 +109,11 @@ def _check_agents(config: RunConfig, problems: Problems) -> None:
         problems.add(
             "policy.generation.vllm_cfg.expose_http_server", f"{key} names agents, which ask the engines over HTTP", "set it to true"
         )
-    if config.algorithm != "grpo":
-        problems.add(key, f"agents train with algorithm=grpo, not {config.algorithm}", "leave it out")
-    if config.policy.router_replay.enabled:
-        rule = f"{key} names agents, and answers over HTTP do not say which experts their tokens went through"
-        problems.add("policy.router_replay.enabled", rule, "set it to false")
-    if config.rollouts.async_grpo.max_lag_steps:
-        problems.add("grpo.async_grpo.enabled", f"{key} names agents, which train on rollouts of their own step", "set it to false")
-    flaws = ("invalid_tool_call_advantage", "malformed_thinking_advantage")
-    unread_keys = [f"grpo.{name}" for name in flaws if getattr(config.rollouts, name) is not None]
-    unread_keys += [f"reward_penalties.{name}" for name, value in vars(config.reward_penalties).items() if value is True]
-    for unread in unread_keys:
-        problems.add(unread, f"{key} names agents, in whose rollouts nobody looks for it", "leave it out; the agent's reward can say it")
+    generation = config.policy.generation
+    is_told_apart = (generation.val_temperature, generation.val_top_p) != (generation.temperature, generation.top_p)
+    if config.env.has_gym_servers and generation.val_top_k != generation.top_k and not is_told_apart:
+        rule = f"{key} names servers, which ask with temperature and top_p alone, and by these it is not known whether they validate"
+        problems.add("policy.generation.val_top_k", rule, "use policy.generation.top_k, or another val_temperature")
 
 
 def check_data(config: RunConfig, problems: Problems) -> None:

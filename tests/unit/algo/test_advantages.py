@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mrl.algo.advantages import batch_advantages, group_advantages, normalize_over_tokens, train_sequences
 from mrl.config.schema.algo import AdvantageEstimatorConfig, Estimator, GrpoConfig, RewardScalingConfig, RewardShapingConfig
-from mrl.types import RolloutGroup
+from mrl.types import Flaw, RolloutGroup
 from tests.unit.algo.groups import group
 
 
@@ -294,3 +294,8 @@ def test_all_sequences_of_a_rollout_share_its_advantage():
     assert [sequence.advantage for sequence in sequences] == [plain[0].advantage] * 3 + [one.advantage for one in plain[1:]]
     assert [sequence.is_valid for sequence in sequences] == [True] * 5 + [False]
     assert [sequence.rollout.is_further for sequence in sequences] == [False, True, True, False, False, False]
+    flaws = tuple(Flaw("invalid_tool_call", start, start + 1, place) for place, start in ((0, 3), (2, 3), (2, 5)))
+    flawed = replace(branched, verdicts=(replace(branched.verdicts[0], flaws=flaws), *branched.verdicts[1:]))
+    sequences, metrics = train_sequences([flawed], GrpoConfig(invalid_tool_call_advantage=-5.0))
+    spans = [[(span.start, span.advantage) for span in sequence.fixed_advantages] for sequence in sequences]
+    assert spans == [[(3, -5.0)], [], [(3, -5.0), (5, -5.0)], [], [], []] and metrics["train/num_invalid_tool_calls"] == 3

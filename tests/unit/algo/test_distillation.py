@@ -60,6 +60,14 @@ def test_a_rollout_is_taught_whatever_its_reward():
     assert (sequence.rollout, sequence.is_valid, sequence.advantage, sequence.teacher) == (infos[0], True, 0.0, None)
 
 
+def test_all_sequences_of_an_agents_rollout_are_taught_but_what_nobody_sampled():
+    first, nothing = RolloutInfo("r0", "p", 0, 1, 3, 2, "stop", None), RolloutInfo("r1", "p", 1, 1, 3, 1, "abort", None)
+    further = replace(first, is_further=True)
+    rollouts, verdict = (replace(first, further=(further,)), nothing), Verdict(0.0, False, "error", "", "")
+    found = sequences_to_teach([RolloutGroup(Prompt("p", (1,), "", "", "math"), rollouts, (verdict, verdict))])
+    assert [(sequence.rollout, sequence.is_valid) for sequence in found] == [(rollouts[0], True), (further, True), (nothing, False)]
+
+
 def test_what_a_teacher_says_is_packed_where_it_belongs_and_comes_back():
     request = RolloutRequest("p", 0, 0, 1, (5, 6, 7), SamplingParams(1.0, 1.0, None, 16, ()))
     rollout = Rollout(request, 1, np.arange(4, dtype=np.int32), np.zeros(4, np.float32), "stop")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mrl.algo.advantages import group_advantages
 from mrl.algo.rewards import (
     has_signal,
+    is_lone,
     num_out_of_range,
     scale_reward,
     scaled_rewards,
@@ -118,7 +119,7 @@ def test_a_group_has_a_signal_if_it_has_an_advantage(rollouts: list[tuple[float,
 
 def test_groups_of_agents_without_two_rewards_are_masked_and_counted():
     one, two = group([1.0, 0.0, 0.0], name="a", invalid=[1, 2]), group([1.0, 0.0, 0.5], name="b", invalid=[1])
-    (masked, whole), num_lone = without_lone([one, two], {"math"})
-    assert num_lone == 1 and whole is two
+    masked, whole = without_lone([one, two], {"math"})
+    assert [is_lone(one), is_lone(two)] == [True, False] and whole is two
     assert not any(verdict.is_valid or verdict.has_reward for verdict in masked.verdicts)
-    assert without_lone([one, two], ()) == ([one, two], 0)
+    assert without_lone([one, two], ()) == [one, two]

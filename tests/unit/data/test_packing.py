@@ -169,6 +169,15 @@ def test_rollouts_with_and_without_routes_do_not_share_a_row():
         pack_row({0: pulled(routed, 1.0, True), 1: pulled(rollout([1], [2]), 1.0, True)}, divisible_by=1, pad_token_id=PAD)
 
 
+def test_a_rollout_in_which_nothing_was_sampled_has_no_routes():
+    routed = replace(rollout([1], [2, 3]), routes=np.full((2, 1, 1), 300, dtype=np.uint16))
+    empty = replace(rollout([1], [2]), routes=np.zeros((0, 0, 0), dtype=np.uint8))
+    row = pack_row({0: pulled(empty, 0.0, False), 1: pulled(routed, 1.0, True)}, divisible_by=1, pad_token_id=PAD)
+    assert row.routes is not None and row.routes.expert_ids_TLK.flatten().tolist() == [0, 0, 300, 300, 0]
+    assert row.routes.is_known_T.tolist() == [False, False, True, True, False]
+    assert pack_row({0: pulled(empty, 0.0, False)}, divisible_by=1, pad_token_id=PAD).routes is None
+
+
 def test_values_follow_their_sequences_into_other_rows():
     sequences = [pulled(rollout([1], list(range(length))), 0.5, True) for length in [2, 7, 4]]
 

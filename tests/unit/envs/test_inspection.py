@@ -8,8 +8,8 @@ import pytest
 from mrl.config.schema.algo import GrpoConfig, PenaltyTokenIdsConfig, RewardPenaltiesConfig
 from mrl.config.schema.env import EnvConfig, NemoGymConfig
 from mrl.config.schema.run import RunConfig
-from mrl.envs.inspection import Remarks, Rules, amend, inspect, rules_of
-from mrl.types import Flaw, Rollout, Turn, Verdict
+from mrl.envs.inspection import Remarks, Rules, amend, inspect, inspect_all, rules_of
+from mrl.types import Flaw, Rollout, Turn, UntrainedTurn, Verdict
 from tests.rollouts import request
 
 # One token per character, and special ones for what models have single tokens for.
@@ -100,6 +100,37 @@ def test_flaws_span_the_turns_that_have_them():
     assert found == Remarks((), (Flaw("invalid_tool_call", first.start, first.stop), Flaw("malformed_thinking", second.start, second.stop)))
     only_calls = rules(RewardPenaltiesConfig(), GrpoConfig(invalid_tool_call_advantage=-5.0))
     assert [flaw.kind for flaw in inspect(said, decode, only_calls).flaws] == ["invalid_tool_call"]
+
+
+def test_an_agents_rollout_is_faulty_in_all_its_sequences():
+    """Its last answer is that of the first sequence; a retry that said nothing costs nothing."""
+    last, retry = rollout(THINKING, "a</think>4"), rollout(THINKING, "a</think>")
+    assert inspect_all([last, retry], decode, rules()) == Remarks()
+    assert inspect_all([retry, last], decode, rules()).penalties == ("empty_final_answer",)
+    found = inspect_all([last, rollout(PLAIN, "@ <tool_call>f()</tool_call>", "no", "</think>")], decode, rules())
+    assert found.penalties == ("unwanted_token", "malformed_think_tag")
+    flaws = [(flaw.kind, flaw.sequence, flaw.start) for flaw in found.flaws]
+    assert flaws == [("invalid_tool_call", 1, 0), ("malformed_thinking", 1, len("@ <tool_call>f()</tool_call>no"))]
+
+
+def test_turns_of_other_sequences_in_the_prompt_open_no_thoughts():
+    broken = "<think><think>"
+    again = rollout(f"{PLAIN}{broken}and?{THINKING}", "a</think>4")
+    assert inspect(again, decode, rules()).penalties == ("malformed_think_tag",)
+    start = len(encode(PLAIN))
+    known = replace(again, untrained=(UntrainedTurn(start, start + len(encode(broken)), "elsewhere"),))
+    assert inspect(known, decode, rules()).penalties == ()
+
+
+def test_calls_are_read_in_the_format_of_the_engines_parser():
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert [flaw.kind for flaw in inspect(rollout(PLAIN, call), decode, rules()).flaws] == ["invalid_tool_call"]
+    hermes = replace(rules(), tool_parser="hermes")
+    assert inspect(rollout(PLAIN, call), decode, hermes).flaws == ()
+    config = RunConfig(grpo=BOTH)
+    config.policy.generation.vllm_cfg.http_server_serving_chat_kwargs.tool_parser = "hermes"
+    found = rules_of(config, decode, ())
+    assert found is not None and found.tool_parser == "hermes"
 
 
 def test_only_what_is_asked_for_is_penalised():

@@ -62,7 +62,8 @@ class FakeEngine:
         # Tokens that no tokenizer would make of the text.
         answers = [{"token_ids": [900 + number, 800 + index, END], "logprobs": [-0.25, -0.5, -0.75]} for index in range(body.get("n", 1))]
         versions = {"weight_version": self.weight_version, "num_weight_versions": 1}
-        record = {"prompt_token_ids": prompt_ids, "answers": [one | {"finish_reason": "stop"} for one in answers]} | versions
+        reason = "length" if body.get("max_tokens") == len(answers[0]["token_ids"]) or len(prompt_ids) + 3 >= CONTEXT else "stop"
+        record = {"prompt_token_ids": prompt_ids, "answers": [one | {"finish_reason": reason} for one in answers]} | versions
         record["is_forced"] = body.get("tool_choice") == "required"
         choices = [self.choice(body, number, index) for index in range(len(answers))]
         usage = {"prompt_tokens": len(prompt_ids), "completion_tokens": 3, "total_tokens": len(prompt_ids) + 3}

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -15,7 +16,7 @@ import pytest
 
 from mrl.rollout import gateway as gateway_module
 from mrl.rollout.agent_session import AgentSession
-from tests.unit.rollout.gateways import CONTEXT, ENGINE_KEY, RUN_KEY, FakeEngine, Running
+from tests.unit.rollout.gateways import CONTEXT, ENGINE_KEY, RUN_KEY, SAMPLING, FakeEngine, Running
 from tests.waiting import HANG_S, wait_until
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -70,6 +71,16 @@ def test_a_conversation_goes_on_from_the_tokens_that_were_sampled(client: openai
     assert session.text == "answer 1.0\n\nanswer 2.0"
 
 
+def test_only_the_run_cuts_an_answer_off(running: Running, engine: FakeEngine):
+    """An agent that asks for few tokens gets them."""
+    with running.session() as session, running.session(replace(SAMPLING, max_new_tokens=3)) as other:
+        for asked, text in ((session, "hi"), (other, "hi"), (session, "x" * (CONTEXT - 4))):
+            with openai.OpenAI(base_url=running.base_url(asked), api_key=asked.key, timeout=HANG_S) as client:
+                chat(client, text, max_tokens=3)
+        reasons = [[sequence.finish_reason for sequence in one.tree.sequences()] for one in (session, other)]
+    assert reasons == [["length", "stop"], ["length"]]
+
+
 def test_branches_rewrites_and_other_tools_are_told_apart(client: openai.OpenAI, session: AgentSession, engine: FakeEngine):
     said = {"role": "assistant", "content": chat(client, "hi").choices[0].message.content}
     chat(client, "hi", said, "a")
@@ -81,7 +92,7 @@ def test_branches_rewrites_and_other_tools_are_told_apart(client: openai.OpenAI,
     prefixes = [asked.get("required_prefix_messages", 0) for asked in engine.asked]
     assert prefixes == [0, 2, 2, 0, 0, 2, 0]
     sequences = session.tree.sequences()
-    assert [len(sequence.turns) for sequence in sequences] == [2, 1, 1, 1, 1, 1]
+    assert sorted(len(sequence.turns) for sequence in sequences) == [1, 1, 1, 1, 1, 2]
     trained = sorted(ids for s in sequences for turn in s.turns for ids in [s.token_ids[turn.start : turn.stop].tolist()])
     assert trained == [[900 + number, 800, 2] for number in range(1, 8)]
 

@@ -146,7 +146,7 @@ def test_what_an_answer_says(
     running: Running, runner: AgentRunner, engine: FakeEngine, result: Mapping[str, object], status: str, reason: str
 ):
     if result.get("reward", 0) != result.get("reward", 0):  # JSON has no NaN
-        session = AgentSession("", "", SAMPLING, 0)
+        session = AgentSession("", "", SAMPLING, 0, CONTEXT)
         assert reply_of({"reward": float("nan"), "response": {"output": []}}, session, Receipts())["reward"] is None
         return
     (ran,) = run(running, runner, task("answer", result=result))

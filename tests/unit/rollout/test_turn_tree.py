@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from mrl.rollout.turn_tree import SampledAnswer, TurnTree
+from mrl.types import UntrainedTurn
 
 
 def answer(ids: list[int], *, version: int = 0, num_versions: int = 1, untrained: str = "") -> SampledAnswer:
@@ -42,8 +44,9 @@ def test_a_retry_shares_its_beginning_and_trains_it_once():
     for last in (7, 8):
         tree.add([1, 2, 3], answer([last]))
     first, second = tree.sequences()
-    assert (first.prompt_ids.tolist(), first.token_ids.tolist(), len(first.turns)) == ([1], [2, 3, 7], 2)
-    assert (second.prompt_ids.tolist(), second.token_ids.tolist(), len(second.turns)) == ([1, 2, 3], [8], 1)
+    assert (first.prompt_ids.tolist(), first.token_ids.tolist(), len(first.turns)) == ([1], [2, 3, 8], 2)
+    assert (second.prompt_ids.tolist(), second.token_ids.tolist(), len(second.turns)) == ([1, 2, 3], [7], 1)
+    assert first.untrained == () and second.untrained == (UntrainedTurn(1, 2, "elsewhere"),)
 
 
 def test_a_sub_agent_and_a_compacted_conversation_are_trees_of_their_own():
@@ -52,7 +55,7 @@ def test_a_sub_agent_and_a_compacted_conversation_are_trees_of_their_own():
     tree.add([50, 51], answer([52]))
     tree.add([1, 2, 3], answer([4, 5, 6]))
     tree.add([1, 99], answer([7]))
-    assert [sequence.token_ids.tolist() for sequence in tree.sequences()] == [[2, 3, 4, 5, 6], [52], [7]]
+    assert [sequence.token_ids.tolist() for sequence in tree.sequences()] == [[7], [2, 3, 4, 5, 6], [52]]
 
 
 def test_of_two_equal_turns_the_later_one_goes_on():
@@ -72,10 +75,40 @@ def test_what_must_not_be_trained_stays_in_the_context_and_is_counted():
     # The last turn is left out, and the sequence ends before it.
     assert sequence.token_ids.tolist() == [2, 3, 4, 4, 5, 6] and len(sequence.turns) == 2
     assert sequence.logprobs.tolist()[2:4] == [0, 0]
-    assert tree.num_untrained() == {"forced": 5}
+    assert tree.num_untrained() == {"forced": 5} and sequence.untrained == (UntrainedTurn(3, 5, "forced"),)
     only = TurnTree()
     only.add([1], answer([2], untrained="forced"))
     assert only.sequences() == [] and TurnTree().sequences() == []
+
+
+def routed(ids: list[int], prompt: list[int], mark: int, start: int = 0) -> SampledAnswer:
+    """An answer whose tokens from `start` on went through experts with the number of the turn."""
+    num_tokens = len(prompt) + len(ids) - 1
+    routes = np.stack([np.arange(num_tokens), np.full(num_tokens, mark)], axis=1)[:, None].astype(np.uint8)
+    return replace(answer(ids), routes=routes[start:], routes_start=start)
+
+
+def test_tokens_keep_the_experts_that_they_were_drawn_with():
+    tree = TurnTree()
+    tree.add([1, 2], routed([3, 4], [1, 2], 1))
+    # An engine that knows the beginning tells the rest, and all of it where it does not.
+    tree.add([1, 2, 3, 4, 5], routed([6], [1, 2, 3, 4, 5], 2, start=3))
+    tree.add([1, 2, 3, 4, 5, 6, 7], routed([8, 9], [1, 2, 3, 4, 5, 6, 7], 3))
+    tree.add([1, 2, 3, 4, 7], routed([8], [1, 2, 3, 4, 7], 4, start=3))
+    branch, whole = tree.sequences()
+    assert whole.routes is not None and branch.routes is not None
+    assert whole.routes[:, 0, 0].tolist() == list(range(8)) and branch.routes[:, 0, 0].tolist() == list(range(5))
+    assert whole.routes[:, 0, 1].tolist() == [1, 1, 1, 2, 2, 3, 3, 3] and branch.routes[:, 0, 1].tolist() == [1, 1, 1, 4, 4]
+    assert len(whole.routes) == len(whole.prompt_ids) + len(whole.token_ids) - 1
+
+
+def test_turns_whose_beginning_has_no_routes_are_not_trained():
+    tree = TurnTree()
+    tree.add([1, 2, 3], routed([4], [1, 2, 3], 1, start=2))
+    tree.add([1, 2, 3, 4, 5], routed([6, 6], [1, 2, 3, 4, 5], 2, start=3))
+    tree.add([9], routed([6], [9], 3))
+    (sequence,) = tree.sequences()
+    assert sequence.token_ids.tolist() == [6] and tree.num_untrained() == {"no_routes": 3}
 
 
 def reference_parents(turns: list[tuple[list[int], list[int]]]) -> list[int | None]:

@@ -8,8 +8,16 @@ import pytest
 
 from mrl.config.schema.logger import LoggerConfig
 from mrl.recipes.tokenizer import byte_tokenizer
-from mrl.store.samples import append_report_samples, best_and_worst, drop_old_step_data, sample_lines, token_row, write_step_data
-from mrl.types import Prompt, RolloutGroup, RolloutInfo, TokenSample, TrainSequence, Verdict
+from mrl.store.samples import (
+    append_report_samples,
+    best_and_worst,
+    drop_old_step_data,
+    sample_lines,
+    token_row,
+    token_rows,
+    write_step_data,
+)
+from mrl.types import Prompt, RolloutGroup, RolloutInfo, TokenSample, TrainSequence, UntrainedTurn, Verdict
 
 
 def group_of(name: str, *rewards: float) -> RolloutGroup:
@@ -82,6 +90,17 @@ def test_a_sampled_rollout_has_its_tokens_beside_its_text(tmp_path: Path):
     assert second["generation_logprobs"] == [0, -0.5, -1.25] and second["prev_logprobs"] == [0, -0.5, -1.5]
     assert second["token_entropies"] == [0, 0.5, 0.25]
     assert second["token_generated"] == [0, 1, 1] and second["token_special"][:2] == [0, 0]
+
+
+def test_sequences_of_an_agent_have_their_tokens_and_say_what_is_not_trained(tmp_path: Path):
+    sample = TokenSample([65, 66, 67], [0, 0, 1], [0, 0, -1.25], None, [0, 0, 2.0], [0, 0, 1], [0, 0, 0.25])
+    group = group_of("a", 1.0)
+    info = replace(group.rollouts[0], untrained=(UntrainedTurn(1, 2, "forced"),))
+    rows = token_rows([(info, sample), (group.rollouts[0], replace(sample, token_ids=[65, 68, 69]))], byte_tokenizer(64))
+    write_step_data(tmp_path, 7, "train", [group], [], LoggerConfig(), {"0/a/0": rows})
+    (row,) = rows_of(tmp_path / "train_data_step7.jsonl.gz")
+    assert row["token_ids"] == [65, 66, 67] and row["token_untrained"] == [[1, 2, "forced"]]
+    assert [(other["token_ids"], other["token_untrained"]) for other in row["further"]] == [([65, 68, 69], [])]
 
 
 def rows_of(path: Path) -> list[dict]:

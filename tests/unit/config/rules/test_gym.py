@@ -109,6 +109,20 @@ def test_agents_rules_hold_for_servers():
     assert problem.startswith("policy.generation.vllm_cfg.expose_http_server=false: env.nemo_gym.command names agents")
 
 
+def test_servers_tell_validation_by_what_they_send():
+    run = RunConfig(env=gym(command=sys.executable))
+    run.data.default.env_name, run.policy.generation.vllm_cfg.expose_http_server = "nemo_gym", True
+    generation = run.policy.generation
+    generation.temperature = generation.val_temperature = 0.5
+    generation.val_top_p, generation.val_top_k = generation.top_p, 3
+    check_environments(run, problems := Problems(run))
+    (problem,) = problems.texts
+    assert problem.startswith("policy.generation.val_top_k=3: env.nemo_gym.command names servers, which ask with temperature and top_p")
+    generation.val_temperature = 0.0
+    check_environments(run, problems := Problems(run))
+    assert not problems.texts
+
+
 @pytest.fixture
 def load(workplace: Path) -> Callable[..., RunConfig]:
     return lambda *overrides: load_run("grpo_tiny.yaml", overrides)[0]

@@ -94,6 +94,7 @@ def test_a_console_script_finds_modules_of_the_working_directory(tmp_path: Path)
     assert result.stdout == "f\n", result.stderr
 
 
+CHAT = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
 SERVED = "policy.generation.vllm_cfg.expose_http_server=true"
 TWO = "env.own.agents.mine=things_of_mine:two: is no async function; write async def two(client, row) -> float"
 ALONE = "env.own.agents.mine=things_of_mine:alone: takes (row); write async def alone(client, row) -> float"
@@ -111,20 +112,20 @@ ALONE = "env.own.agents.mine=things_of_mine:alone: takes (row); write async def 
         (["++env.remote.mine=host:1", SERVED], ["env.remote.mine=host:1: an agent's server has an address that begins with http"]),
         (["++env.remote.mine=http://host:1"], ["policy.generation.vllm_cfg.expose_http_server=false: env.remote names agents"]),
         (
-            ["++env.remote.mine=http://host:1", SERVED, "policy.router_replay.enabled=true"],
-            ["policy.router_replay.enabled=true: env.remote"],
-        ),
-        (
             [
                 "++env.remote.mine=http://host:1",
                 SERVED,
+                "policy.router_replay.enabled=true",
+                "policy.generation.colocated.enabled=false",
+                "grpo.async_grpo.enabled=true",
                 "grpo.malformed_thinking_advantage=-1",
                 "reward_penalties.penalize_empty_final_answer=true",
             ],
-            [
-                "grpo.malformed_thinking_advantage=-1",
-                "reward_penalties.penalize_empty_final_answer=true: env.remote names agents, in whose",
-            ],
+            [],
+        ),
+        (
+            [f"{CHAT}.tool_parser=pythonic", "grpo.invalid_tool_call_advantage=-1"],
+            [f"grpo.invalid_tool_call_advantage=-1.0: nobody reads calls in the format of {CHAT}.tool_parser=pythonic"],
         ),
     ],
 )
