@@ -56,7 +56,7 @@ class Layouts:
     """Result of a search."""
 
     best: list[Candidate]
-    """Those that somebody would run, fastest first."""
+    """Layouts that somebody would run, fastest first."""
     num_tried: int
     refused: Counter[str]
 

@@ -348,7 +348,7 @@ def test_callers_never_have_more_than_their_share(n: int):
     while callers.are_waiting:
         taken, _ = callers.take()
         for one in taken:
-            callers.note(one, weight_version=0, num_refits=0)
+            callers.note(one, one.question_id, weight_version=0, num_refits=0)
         inside += taken
         assert n * len(inside) <= 8
         assert n * (len(inside) + 1) > 8 or len(served) + len(inside) == 1000  # none is left free
@@ -362,7 +362,7 @@ def test_whoever_hangs_up_while_waiting_takes_no_slot():
     for name in "abc":
         callers.ask(question(name, 1))
     (first,), _ = callers.take()
-    callers.note(first, weight_version=0, num_refits=0)
+    callers.note(first, "vllm-a", weight_version=0, num_refits=0)
     callers.withdraw("b")
     callers.withdraw("a")
     taken, withdrawn = callers.take()

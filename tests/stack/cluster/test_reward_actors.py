@@ -60,7 +60,7 @@ def judge(rewards: Rewards, infos: list[RolloutInfo], prompts: list[Prompt]) -> 
     verdicts: dict[str, Verdict] = {}
 
     async def one(info: RolloutInfo, prompt: Prompt) -> None:
-        judged = await rewards.book.ask(info.request_id, (info, prompt))
+        judged = await rewards.book.ask(info.request_id, (info, prompt, None))
         assert not isinstance(judged, PayloadRef) and judged[1] == "over"
         verdicts[info.request_id] = judged[0]
         rewards.news.tell(VERDICTS)

@@ -291,10 +291,9 @@ def test_bad_words_end_with_two(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 def test_published_train_steps_lie_inside_the_range(name: str, tokens_per_s: float, imbalance: float):
     model = PlanModel(hf_config(name))
     length = 8192 if tokens_per_s == 8192 / 0.657 else 4096
-    sizes = dict(tokens=tokens_per_s, length=length, gpus=1, passes=3)
-    found = train_seconds(model.shape, model.cost(), H100, **sizes, imbalance=imbalance)
+    found = train_seconds(model.shape, model.cost(), H100, tokens=tokens_per_s, length=length, gpus=1, passes=3, imbalance=imbalance)
     assert found.low <= 1.0 <= found.high <= 1.6 * found.low
-    even = train_seconds(model.shape, model.cost(), H100, **sizes, imbalance=1.0)
+    even = train_seconds(model.shape, model.cost(), H100, tokens=tokens_per_s, length=length, gpus=1, passes=3, imbalance=1.0)
     assert even.high == pytest.approx(3 * forward_operations(model.cost(), tokens_per_s, length) / H100.peak / EXPERT_PRODUCTS[1])
 
 
