@@ -272,14 +272,17 @@ def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rende
 
 
 def _look_at_agents_row(name: str, row: Rendered, config: RunConfig, look: Look) -> None:
-    chat = config.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
-    who = "your agent does" if row.env_name in config.env.agents else "NeMo Gym's servers do, if one of them has that agent"
-    look.unseen.append(f"{name}: rows of {row.env_name}, which {who}")
+    if row.env_name in config.env.agents:  # which asks for what it likes
+        look.unseen.append(f"{name}: rows of {row.env_name}, which your agent does")
+        return
+    look.unseen.append(f"{name}: rows of {row.env_name}, which NeMo Gym's servers do, if one of them has that agent")
     request = json.loads(row.row).get("responses_create_params")
-    if isinstance(request, dict) and request.get("tools") and not chat.enable_auto_tools:
-        key = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
+    generation = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
+    has_parser = config.policy.generation.vllm_cfg.http_server_serving_chat_kwargs.enable_auto_tools
+    chooses = isinstance(request, dict) and request.get("tools") and request.get("tool_choice") in (None, "auto")
+    if chooses and not has_parser:
         rule = f"rows of {row.env_name} have tools, and engines refuse requests with tools"
-        look.problems.append(f"{name}: {rule}; set {key}.enable_auto_tools=true and tool_parser to the model's")
+        look.problems.append(f"{name}: {rule}; set {generation}.enable_auto_tools=true and tool_parser to the model's")
 
 
 def _score(env_name: str, config: RunConfig, look: Look) -> Score | None:

@@ -238,7 +238,7 @@ class AgentGateway(Actors[GatewayActor]):
 def start_s(config: RunConfig) -> float:
     """Seconds in which the gateway is up, with all agents."""
     gym = config.env.nemo_gym
-    return start_deadline(config).seconds + (gym.start_s if config.env.has_gym_servers and gym.command else 0.0)
+    return start_deadline(config).seconds + (gym.start_s if config.env.has_gym_servers else 0.0)
 
 
 def as_one(sequences: Sequence[RolloutInfo]) -> RolloutInfo:

@@ -48,11 +48,11 @@ class GymServers:
     """Keeps what starts them, which lasts as long."""
     _agents: dict[str, RemoteAgent] = field(default_factory=dict)
     _may_have_moved: bool = False
+    _warn_at: float = 0.0
 
     async def run(self, name: str, row: Json, *, deadline_s: float) -> Json:
         """The answer of an agent to a row, which waits while nobody listens. Errors as `RemoteAgent.ask`; RuntimeError: no such agent."""
-        now = time.monotonic()
-        end, warn_at = now + deadline_s, now + WARN_S
+        end = time.monotonic() + deadline_s
         while (left := end - time.monotonic()) > 0:
             await asyncio.wait([self.up], timeout=left)
             if not self.up.done():
@@ -61,10 +61,7 @@ class GymServers:
                 return await (await self._find(name)).post(row, deadline_s=left)
             except AgentUnreached as lost:
                 self._may_have_moved = True
-                if time.monotonic() > warn_at:
-                    warn_at = time.monotonic() + WARN_S
-                    logger.warning("Rows of %s wait for NeMo Gym's servers: %s", name, lost)
-                await asyncio.sleep(RETRY_S)
+                await self._pause(lost)
             except AgentLost:
                 self._may_have_moved = True
                 raise
@@ -118,6 +115,25 @@ class GymServers:
         """The servers have ended, and others will come."""
         if self.up.done():
             self.up = asyncio.get_running_loop().create_future()
+
+    async def wait_for_head(self, limit_s: float) -> None:
+        """Notes that servers of the user's are up, once the head server answers. RuntimeError: it does not within so long."""
+        end, reason = time.monotonic() + limit_s, AgentUnreached()
+        while time.monotonic() < end:
+            try:
+                await self.addresses()
+                return self.set_up()
+            except AgentUnreached as lost:
+                await self._pause(reason := lost)
+        raise RuntimeError(
+            f"env.nemo_gym.head_server: {reason}, for {limit_s:g} s (env.nemo_gym.start_s); start it, or correct the address"
+        )
+
+    async def _pause(self, lost: AgentUnreached) -> None:
+        if time.monotonic() > self._warn_at:
+            self._warn_at = time.monotonic() + WARN_S
+            logger.warning("The run waits for NeMo Gym's servers: %s", lost)
+        await asyncio.sleep(RETRY_S)
 
     async def look_for_life(self, limit_s: float) -> None:
         """Notes that the servers are up, once each accepts connections; looks for so long."""

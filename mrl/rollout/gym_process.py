@@ -40,10 +40,10 @@ def gym_config(section: NemoGymConfig, *, gateway_url: str, key: str, host: str,
 
 
 async def reach_gym(section: NemoGymConfig, *, gateway_url: str, key: str, host: str, folder: Path) -> GymServers:
-    """NeMo Gym's servers, started if the config says so; `host` is this machine. RuntimeError: they do not start."""
+    """NeMo Gym's servers, started if the config says so; `host` is this machine. RuntimeError: they do not start, or do not answer."""
     if not section.command:
         servers = GymServers(f"http://{section.head_server.host}:{section.head_server.port}")
-        servers.set_up()
+        await servers.wait_for_head(section.start_s)
         return servers
     with socket.create_server((host, 0)) as free:
         head_port = free.getsockname()[1]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards of NeMo Gym's own verifiers and of mrl's on tests/unit/envs/gym_answers.json. Writes docs/data/gym_rewards.json.
+"""Rewards of NeMo Gym's own verifiers and of mrl's. Writes docs/data/gym_rewards.json.
+
+The answers are those of tests/unit/envs/gym_answers.json, and of Gym's own example rows, each with all that Gym's example rollouts said.
 
 Gym runs in an environment of its own: that of `--gym-python`, else one that is made, which takes a network, uv and 2 GB.
 """
@@ -12,19 +14,22 @@ import logging
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from mrl.config.schema.env import SERVERS, CodeEnvConfig
-from mrl.envs import code, instruction_following, mcqa, structured_outputs, workplace_assistant
+from mrl.envs import code, instruction_following, math, mcqa, structured_outputs, workplace_assistant
 from mrl.envs.task import Score, Task
 from tests.long.record import Row, record
 
 ANSWERS = Path("tests/unit/envs/gym_answers.json")
 VERIFIERS = Path(__file__).with_name("gym_verifiers.py")
 LIMIT_S = 3600.0
+Group = dict[str, Any]
+"""`server`, `row` and `answers`, each a reply and Gym's reward of it."""
 PARSER = "hermes"
 """The format in which the tool calls of answers are written for mrl."""
 GYM = (
@@ -45,12 +50,47 @@ class Answer:
 
 
 def answers() -> list[Answer]:
-    """The recorded answers; calls of tools are written into the text."""
-    return [
-        Answer(group["server"], json.dumps(group["row"]), text_of(reply), reward)
-        for group in json.loads(ANSWERS.read_text(encoding="utf-8"))
-        for reply, reward in group["answers"]
-    ]
+    """The recorded answers."""
+    return list(answers_of(json.loads(ANSWERS.read_text(encoding="utf-8"))))
+
+
+def answers_of(groups: Sequence[Group]) -> Iterator[Answer]:
+    """The answers in groups of one row each; calls of tools are written into the text."""
+    for group in groups:
+        for reply, reward in group["answers"]:
+            yield Answer(group["server"], json.dumps(group["row"]), text_of(reply), reward)
+
+
+def example_groups(servers: Path) -> list[Group]:
+    """Gym's example rows of all servers that mrl stands in for, each with the replies of all example rollouts, and simple ones."""
+    found = list[Group]()
+    for server in SERVERS:
+        files = sorted(servers.glob(f"{server}/data/*example*.jsonl"))
+        rollouts, examples = ([file for file in files if ("rollouts" in file.name) is is_rollout] for is_rollout in (True, False))
+        said = [reply_of(rollout["response"]["output"]) for rollout in _rows(rollouts)]
+        for row in _rows(examples):
+            expected = row.get("expected_answer", "{}")
+            simple = ["", expected, f"\\boxed{{{expected}}}", f"Answer: {expected}", "\\boxed{-1}", *wanted_calls(row)]
+            found.append({"server": server, "row": row, "answers": [[reply, 0.0] for reply in (*said, *simple)]})
+    return found
+
+
+def wanted_calls(row: Mapping[str, Any]) -> list[dict[str, object]]:
+    """The reply that makes the calls of tools that a row wants, if it says any."""
+    truth = row.get("ground_truth")
+    calls = [{"name": call["name"], "arguments": call["arguments"]} for call in truth] if isinstance(truth, list) else []
+    return [{"calls": calls}] if calls else []
+
+
+def reply_of(output: Sequence[Mapping[str, Any]]) -> str | dict[str, object]:
+    """Text of the model in a recorded output, with the calls of tools if there are any."""
+    texts = [part["text"] for item in output if item["type"] == "message" for part in item["content"]]
+    calls = [{"name": item["name"], "arguments": item["arguments"]} for item in output if item["type"] == "function_call"]
+    return {"text": "".join(texts), "calls": calls} if calls else "".join(texts)
+
+
+def _rows(files: Sequence[Path]) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def text_of(reply: str | Mapping[str, object]) -> str:
@@ -73,13 +113,16 @@ def grader(server: str, tables: str | None) -> Score:
     if server == "code_gen":
         limits = CodeEnvConfig()
         return code.make(limits.unit_test_timeout_s, limits.timeout_s, may_escape=False)
+    if server == "math_with_judge":
+        return math.make("hf_math_verify", is_strict=False)
     return {"mcqa": mcqa, "structured_outputs": structured_outputs, "instruction_following": instruction_following}[server].make()
 
 
 def reward(answer: Answer, tables: str | None = None) -> float | None:
     """Mrl's reward; None for a row that it masks."""
     try:
-        return grader(answer.server, tables)(Task((answer.reply,), row=answer.row, tool_parser=PARSER)).reward
+        expected = str(json.loads(answer.row).get("expected_answer", ""))
+        return grader(answer.server, tables)(Task((answer.reply,), expected, row=answer.row, tool_parser=PARSER)).reward
     except ValueError:
         return None
 
@@ -97,21 +140,22 @@ def main(python: str | None) -> None:
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder:
         python = python or gym_python(Path(folder))
-        asked = ANSWERS.read_text(encoding="utf-8")
-        found = json.loads(
-            subprocess.run([python, str(VERIFIERS)], input=asked, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S).stdout
-        )
         where = "import resources_servers as r; print(*r.__path__, sep='\\n')"
-        servers = subprocess.run([python, "-c", where], stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S).stdout.splitlines()[
-            0
-        ]
+        servers = Path(
+            subprocess.run([python, "-c", where], stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S).stdout.split("\n")[0]
+        )
+        groups = [*json.loads(ANSWERS.read_text(encoding="utf-8")), *example_groups(servers)]
+        called = subprocess.run(
+            [python, str(VERIFIERS)], input=json.dumps(groups), stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S
+        )
+        found = json.loads(called.stdout)
         source = Path(servers, "workplace_assistant/csv_data")
         tables = Path(folder, "tables")
         tables.mkdir()
         for file in (*source.glob("processed/*.csv"), source / "raw/email_addresses.csv"):
             os.symlink(file, tables / file.name)
         rows: dict[str, Row] = {}
-        for answer, theirs in zip(answers(), [one for group in found for one in group], strict=True):
+        for answer, theirs in zip(answers_of(groups), [one for group in found for one in group], strict=True):
             ours, row = reward(answer, str(tables)), rows.setdefault(answer.server, {"environment": SERVERS[answer.server], "answers": 0})
             what = {"right in Gym": theirs > 0, "other reward here": ours not in (None, theirs), "masked here": ours is None}
             row |= {"answers": int(str(row["answers"])) + 1, **{name: int(str(row.get(name, 0))) + is_so for name, is_so in what.items()}}

@@ -28,6 +28,10 @@ def server_of(name, grading_mode):
         return next(kind for kind in bases if kind.__module__ == module.__name__)
 
     options = {"grading_mode": grading_mode} if grading_mode else {}
+    if name == "math_with_judge":
+        judge = {"type": "responses_api_models", "name": "none"}
+        options = {"judge_model_server": judge, "judge_responses_create_params": {"input": []}, "should_use_judge": False}
+        options["library_verifier_timeout_seconds"] = 600.0  # its 10 s are not enough on a busy host
     config = own(BaseResourcesServerConfig)(host="", port=0, entrypoint="", name=name, **options)
     return own(SimpleResourcesServer)(config=config, server_client=MagicMock(spec=ServerClient)), own(BaseVerifyRequest)
 

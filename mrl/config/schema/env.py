@@ -122,7 +122,7 @@ class NemoGymConfig:
     embedded: bool = True
     """Grade rows here where mrl has a grader for them. false: NeMo Gym's servers grade all."""
     start_s: AboveZero = 1800.0
-    """Seconds in which the servers of `command` must be up, the making of their environments included."""
+    """Seconds in which the servers of `command` must be up, the making of their environments included, or `head_server` answer."""
     servers: dict[str, Any] = field(default_factory=dict)
     """NeMo Gym's own config, which `command` gets. Its keys may stand at `env.nemo_gym` itself, as in NeMo RL's files."""
     effort_levels: EffortConfig = field(default_factory=EffortConfig)

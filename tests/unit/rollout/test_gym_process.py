@@ -14,12 +14,12 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from mrl.config.schema.env import NemoGymConfig
+from mrl.config.schema.env import GymHeadConfig, NemoGymConfig
 from mrl.rollout import gym as gym_module
 from mrl.rollout.gym import GymServers
 from mrl.rollout.gym_child import make_ray_folder
-from mrl.rollout.gym_process import GymProcess, gym_config
-from tests.waiting import HANG_S
+from mrl.rollout.gym_process import GymProcess, gym_config, reach_gym
+from tests.waiting import HANG_S, SOON_S
 
 # Serves a head server by env.yaml, with a daemon beside it in a session of its own, as Ray's are.
 PROGRAM = """
@@ -127,3 +127,12 @@ def test_a_program_that_does_not_start_is_told_with_its_log(tmp_path: Path, said
     with pytest.raises(RuntimeError, match=r"has ended 3 times in a row before NeMo Gym's servers were up; see .*nemo_gym.log"):
         asyncio.run(live())
     assert len((tmp_path / "nemo_gym/starts").read_text()) == num_starts
+
+
+def test_servers_of_the_user_s_that_nobody_has_started_are_told(tmp_path: Path):
+    section = NemoGymConfig(head_server=GymHeadConfig("127.0.0.1", free_port()), start_s=SOON_S)
+    reached = reach_gym(section, gateway_url="http://me:7", key="k", host="127.0.0.1", folder=tmp_path)
+    with pytest.raises(
+        RuntimeError, match=r"env.nemo_gym.head_server: http://127.0.0.1:\d+, NeMo Gym's head server: Cannot connect .*start_s"
+    ):
+        asyncio.run(reached)
