@@ -32,6 +32,7 @@ from mrl.envs.workers import describe_workers, usable_cores
 from mrl.inputs import Look, look_at_inputs
 from mrl.plan.deadlines import all_deadlines
 from mrl.plan.hardware import local_gpu, local_memory
+from mrl.plan.memory import describe_limits
 from mrl.plan.plan import prediction
 from mrl.store.checkpoints import RUN_CONFIG, CheckpointStore, find_lost_run, newest_step
 
@@ -130,12 +131,7 @@ class Checked:
 
 
 def examine(
-    name: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    to_evaluate: bool = False,
-    is_strict: bool = False,
-    secrets: set[str] | None = None,
+    name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False, is_strict: bool = False, secrets: set[str] | None = None
 ) -> Checked:
     """All that can be said of a config file on this machine without starting anything; `is_strict` reads all rows."""
     try:
@@ -279,7 +275,8 @@ def _engines(config: RunConfig) -> str:
     generation = config.policy.generation
     where = "on the trainer's slots" if generation.colocated.enabled else f"on {config.num_dedicated_slots} slots of their own"
     nodes = f" over {config.nodes_of_engine} nodes" if config.nodes_of_engine > 1 else ""
-    return f"{config.num_engines} of tensor {generation.vllm_cfg.tensor_parallel_size}{nodes}, {where}"
+    limits = describe_limits(config, None)
+    return f"{config.num_engines} of tensor {generation.vllm_cfg.tensor_parallel_size}{nodes}, {where}, {limits}"
 
 
 def _data(config: RunConfig) -> str:

@@ -40,8 +40,7 @@ MRL_CACHE = Variable(
     "With `off` every rank reads the Hugging Face files instead.",
 )
 MRL_ENDPOINTS = Variable(
-    "MRL_ENDPOINTS",
-    "File with the addresses and the key of the engines' HTTP servers, set by mrl for reward functions: see docs/http.md.",
+    "MRL_ENDPOINTS", "File with the addresses and the key of the engines' HTTP servers, set by mrl for reward functions: see docs/http.md."
 )
 MRL_KILL_AT = Variable(
     "MRL_KILL_AT",

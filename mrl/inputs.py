@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from mrl.config.errors import ConfigError, Unchecked, Unprovided
 from mrl.config.model import is_hub_id
+from mrl.config.rules.data import is_agent
 from mrl.config.schema.data import DatasetConfig
 from mrl.config.schema.env import BUILT_IN
 from mrl.config.schema.run import RunConfig
@@ -243,6 +245,9 @@ def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rende
     look, scores, faults = Look(), dict[str, "Score | None"](), list[str]()
     for position, row_id in list(ids.items())[:MAX_JUDGED_ROWS]:
         row = spool.read(position)
+        if is_agent(row.env_name, config.env):
+            _look_at_agents_row(name, row, config, look)
+            continue
         if row.env_name not in BUILT_IN:
             look.unseen.append(f"{name}: what the environment {row.env_name} makes of replies")
             continue
@@ -256,7 +261,7 @@ def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rende
             task = Task((reply,), answer, safe_text(row.question), row.row, tool_parser=tool_parser)
             if reason := _fault(score, task, has_reply=form in REPLIES):
                 faults.append(f"{row_id}: {reason}")
-    look.unseen = list(dict.fromkeys(look.unseen))
+    look.unseen, look.problems = list(dict.fromkeys(look.unseen)), list(dict.fromkeys(look.problems))
     if faults:
         num_judged = min(len(ids), MAX_JUDGED_ROWS)
         look.doubts.append(
@@ -264,6 +269,17 @@ def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rende
             f"remove them. The first: {faults[0]}"
         )
     return look
+
+
+def _look_at_agents_row(name: str, row: Rendered, config: RunConfig, look: Look) -> None:
+    chat = config.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
+    who = "your agent does" if row.env_name in config.env.agents else "NeMo Gym's servers do, if one of them has that agent"
+    look.unseen.append(f"{name}: rows of {row.env_name}, which {who}")
+    request = json.loads(row.row).get("responses_create_params")
+    if isinstance(request, dict) and request.get("tools") and not chat.enable_auto_tools:
+        key = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
+        rule = f"rows of {row.env_name} have tools, and engines refuse requests with tools"
+        look.problems.append(f"{name}: {rule}; set {key}.enable_auto_tools=true and tool_parser to the model's")
 
 
 def _score(env_name: str, config: RunConfig, look: Look) -> Score | None:

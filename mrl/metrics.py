@@ -91,7 +91,7 @@ PERCENTAGES = re.compile(r"train/mtp/mtp_\d+_acceptance_rate")
 """Metrics that NeMo RL logs in percent, by its names; ours are shares."""
 
 _UNLIKE = re.compile(
-    r"(time|performance|memory|logger)/|.*(_s|seconds|_per_gpu|idle_fraction|weight_version|reward_queue_max|num_engine_restarts)$"
+    r"(time|performance|memory|logger)/|.*(_s|seconds|_per_gpu|idle_fraction|weight_version|reward_queue_max|num_engine_restarts|kept_groups)$"
 )
 
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m mrl.replay RUN --step N`: makes a step of a run again from the checkpoint before it, and compares it with the record.
 
-Metrics of the steps from there to N, prompts, texts and rewards of their rollouts, and of some rollouts every token and logprob. On CPU
-hosts they are equal bit for bit; kernels of GPUs may add up in another order. Writes into a folder of its own, RUN/replay by default, and
-leaves the run as it is. Exit code: 0 equal, 1 different, 2 there is nothing to compare.
+Of steps that `logger.record_steps` has recorded the training alone, from their rollouts: old and reference logprobs, masks and advantages
+of every token, and the metrics. Of others, or with --sample, rollouts too: prompts, texts, rewards, metrics, and of some rollouts every
+token and logprob. On CPU hosts they are equal bit for bit; kernels of GPUs may add up in another order, and so do other layouts of the
+ranks. Writes into a folder of its own, RUN/replay by default, and leaves the run as it is. Exit code: 0 equal, 1 different, 2 there is
+nothing to compare.
 """
 
 from __future__ import annotations
@@ -19,12 +21,17 @@ if __name__ == "__main__":
 import argparse
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mrl.config.load import load_config
+from mrl.config.secrets import start_logging
 from mrl.loop.main import main as run_command
+from mrl.loop.preflight import check_start
+from mrl.loop.recording import layout_of
 from mrl.metrics import repeats
+from mrl.retrain import TOLERANCE, check_replayed, records_of, retrained
 from mrl.store.checkpoints import Checkpoint, checkpoints_in, find_damage
 from mrl.store.identity import IDENTITY
 from mrl.store.loggers.thread import exit_with
@@ -54,8 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--into", type=Path, metavar="FOLDER", help="where to write, instead of RUN/replay; what an earlier replay left there goes"
     )
+    parser.add_argument("--sample", action="store_true", help="sample the rollouts again, too, where the steps are recorded")
     parser.add_argument("words", nargs="*", metavar="a.b=c", help="other settings, such as another layout of the ranks")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     run, step = options.run.absolute(), options.step
     into = (options.into or run / "replay").absolute()
     recorded = {row["step"]: row for row in read_rows(run / METRICS, METRIC_KEYS)[0]}
@@ -66,26 +74,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if into.exists() and not (into / MARKER).is_file():
         parser.error(f"{into} is there, and no replay has made it; name a folder that is not there")
     config = config_of(run, step)
-    if setting(read_config(config), "grpo.async_grpo.enabled"):
-        parser.error(
-            f"{config}: grpo.async_grpo.enabled=true: the rollouts of a step were sampled while earlier ones were trained, and an attempt "
-            "that begins at a checkpoint samples them from other weights; steps without lag can be made again"
-        )
     base = next(
         (found for found in checkpoints_in(run) if found.step < step and find_damage(found.folder, with_shards=False) is None), None
     )
+    first = 1 if base is None else base.step + 1
+    records = records_of(run, range(first, step + 1))
+    if not options.sample and all(path.exists() for path in records):
+        return replay_training([str(config), *NO_LOGGERS, *options.words], run, into, base, records)
+    if setting(read_config(config), "grpo.async_grpo.enabled"):
+        parser.error(
+            f"{config}: grpo.async_grpo.enabled=true: the rollouts of a step were sampled while earlier ones were trained, and an attempt "
+            "that begins at a checkpoint samples them from other weights; steps without lag can be made again, and those that "
+            f"logger.record_steps records, for which {next(path.name for path in records if not path.exists())} is missing"
+        )
     lay_out(into, run, base)
     words = [str(config), *NO_LOGGERS, "checkpointing.save_period=1000000000", *options.words]
     code = run_command(until(step), [*words, f"checkpointing.checkpoint_dir={into}", f"logger.log_dir={into / 'logs'}"])
     if code:
         return code
-    first = 1 if base is None else base.step + 1
-    different = list(differences(run, into, range(first, step + 1)))
-    for line in different[:5]:
+    return tell(differences(run, into, range(first, step + 1)), f"steps {first} to {step} of {run}, made again from {name_of(base)}")
+
+
+def replay_training(words: Sequence[str], run: Path, into: Path, base: Checkpoint | None, records: Sequence[Path]) -> int:
+    """Makes the training of recorded steps again, whatever the lag; returns the exit code."""
+    secrets = start_logging("text")
+    settings = [*words[1:], f"checkpointing.checkpoint_dir={into}", f"logger.log_dir={into / 'logs'}"]
+    try:
+        config = check_start(load_config(words[0], settings, secrets=secrets))
+        recorded = check_replayed(config, base, records)
+    except (OSError, ValueError) as error:
+        logger.error("%s", error)
+        return 2
+    lay_out(into, run, None)
+    same = all(record.layout == layout_of(config) for record in recorded)
+    how = "bit for bit" if same else f"within {TOLERANCE[config.policy.precision]:g}, as the layout is another"
+    what = f"the training of steps {recorded[0].step} to {recorded[-1].step} of {run}, from their records and {name_of(base)}, {how}"
+    try:
+        return tell(retrained(config, base, recorded, into / "logs" / "actors"), what)
+    except RuntimeError as error:
+        logger.error("The replay ended: %s. Logs of the ranks: %s", error, into / "logs" / "actors")
+        return 2
+
+
+def name_of(base: Checkpoint | None) -> str:
+    return "the start" if base is None else base.folder.name
+
+
+def tell(different: Iterable[str], what: str) -> int:
+    """Logs the first differences, or that there is none; returns the exit code."""
+    found = list(different)
+    for line in found[:5]:
         logger.error("%s", line)
-    if not different:
-        logger.info("Equal: steps %d to %d of %s, made again from %s", first, step, run, "the start" if base is None else base.folder.name)
-    return int(bool(different))
+    if not found:
+        logger.info("Equal: %s", what)
+    return int(bool(found))
 
 
 def lay_out(into: Path, run: Path, base: Checkpoint | None) -> None:

@@ -37,6 +37,9 @@ from mrl.store.summary import performance_metrics, warn_of_bounded_ratios
 from mrl.types import Batch
 
 if TYPE_CHECKING:
+    from mrl.cluster.session import Session
+    from mrl.config.schema.run import RunConfig
+    from mrl.loop.critic import Critic
     from mrl.loop.run import Run, Supplier
     from mrl.store.checkpoints import Checkpoint
     from mrl.types import RunState
@@ -63,25 +66,31 @@ def train_step(run: Run[Supplier], state: RunState) -> None:
 def update_policy(run: Run[Supplier], step: Step, batches: Sequence[Batch]) -> dict[str, float]:
     """Computes the values and logprobs that the losses need, then makes an optimizer step on each batch; returns their metrics."""
     run.report_start()
-    policies, config, critic = run.session.policies, run.config, run.critic
-    with step.clock.phase("train"), run.profiled(step.number):
-        judged = critic.judge(batches) if critic is not None else None
-        run.session.enter("logprob")
-        policies.set_batches(batches)
-        if config.needs_old_logprobs:
-            policies.call(PolicyVerbs.compute_old_logprobs)
-        if config.keeps_reference:
-            policies.call(PolicyVerbs.compute_reference_logprobs)
-        metrics = metrics_of_updates([batch.metrics for batch in batches])
-        if critic is not None and judged is not None:
-            metrics |= critic.learn(judged, batches)
-        if config.trains_policy(step.number):
-            run.session.enter("train")
-            updates = [policies.call(PolicyVerbs.train_step, index)[0] for _ in range(config.num_passes) for index in range(len(batches))]
-            metrics |= metrics_of_updates(updates[-len(batches) :])
+    with step.clock.phase("train"), run.profiled(step.number), run.recorded(step.number, batches) as metrics:
+        metrics |= learn(run.session, run.config, batches, step.number, run.critic)
     warn_of_bounded_ratios(metrics)
-    metrics["train/num_logprob_passes"] = float(config.needs_old_logprobs + config.keeps_reference)
     step.note_update(batches, metrics, run.token_samples(batches))
+    return metrics
+
+
+def learn(session: Session, config: RunConfig, batches: Sequence[Batch], step: int, critic: Critic | None = None) -> dict[str, float]:
+    """Has the ranks compute what the losses need, and make an optimizer step on each batch of `step`; returns the metrics."""
+    policies = session.policies
+    judged = critic.judge(batches) if critic is not None else None
+    session.enter("logprob")
+    policies.set_batches(batches)
+    if config.needs_old_logprobs:
+        policies.call(PolicyVerbs.compute_old_logprobs)
+    if config.keeps_reference:
+        policies.call(PolicyVerbs.compute_reference_logprobs)
+    metrics = metrics_of_updates([batch.metrics for batch in batches])
+    if critic is not None and judged is not None:
+        metrics |= critic.learn(judged, batches)
+    if config.trains_policy(step):
+        session.enter("train")
+        updates = [policies.call(PolicyVerbs.train_step, index)[0] for _ in range(config.num_passes) for index in range(len(batches))]
+        metrics |= metrics_of_updates(updates[-len(batches) :])
+    metrics["train/num_logprob_passes"] = float(config.needs_old_logprobs + config.keeps_reference)
     return metrics
 
 

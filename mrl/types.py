@@ -15,6 +15,8 @@ Status = Literal["ok", "timeout", "crash", "error", "flagged"]
 FlawKind = Literal["invalid_tool_call", "malformed_thinking"]
 PENALTIES = ("duplicated_reasoning", "empty_final_answer", "unwanted_token", "malformed_think_tag")
 """Flags of a rollout whose form made its reward 0."""
+NOT_FINITE = "not finite"
+"""Words in the error of a step whose numbers are NaN or Inf, which all ranks raise."""
 PromptKey = tuple[int, str]
 """(epoch, prompt id): a prompt in one pass over the data. Validation has an epoch of its own."""
 

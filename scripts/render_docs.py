@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from scripts.config_page import config_tables, dialect_tables
+from tests.long.stale import stale_tables
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 # A page marks the place of docs/data/PART.json by `<!-- data: PART -->` (or `PART,PART`), or `<!-- data: PART worst N by COLUMN -->` for
@@ -19,30 +21,31 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 FAULTS_BLOCK = re.compile(r"(<!-- reliability -->\n)(?:.*?\n)??(<!-- end of reliability -->)", re.DOTALL)
 CONFIG_BLOCK = re.compile(r"(<!-- config -->\n)(?:.*?\n)??(<!-- end of config -->)", re.DOTALL)
 DIALECT_BLOCK = re.compile(r"(<!-- dialect -->\n)(?:.*?\n)??(<!-- end of dialect -->)", re.DOTALL)
+OLD = " **Older than its code.**"
+"""Mark of a table whose code has changed since it was measured."""
 BLOCK = re.compile(r"(<!-- data: (\S+)(?: worst (\d+) by ([^>]+))? -->\n)(?:.*?\n)??(<!-- end of data -->)", re.DOTALL)
 
 
-def render_page(text: str, data_folder: Path) -> str:
-    """The page with every table replaced by what `data_folder` holds now."""
+def render_page(text: str, data_folder: Path, stale: Collection[str] = ()) -> str:
+    """The page with every table replaced by what `data_folder` holds now, those of the `stale` parts marked as old."""
     text = CONFIG_BLOCK.sub(lambda match: match[1] + config_tables() + match[2], text)
     text = DIALECT_BLOCK.sub(lambda match: match[1] + dialect_tables() + match[2], text)
     text = FAULTS_BLOCK.sub(lambda match: match[1] + faults_table(data_folder) + match[2], text)
     return BLOCK.sub(
-        lambda match: match[1] + _render_parts(match[2].split(","), data_folder, int(match[3] or 0), match[4]) + match[5], text
+        lambda match: match[1] + _render_parts(match[2].split(","), data_folder, int(match[3] or 0), match[4], stale) + match[5], text
     )
 
 
-def _render_parts(parts: list[str], data_folder: Path, num_rows: int, column: str) -> str:
+def _render_parts(parts: list[str], data_folder: Path, num_rows: int, column: str, stale: Collection[str]) -> str:
     """The tables of a block, and one line with its parts that nobody has run yet."""
     paths = [data_folder / f"{part}.json" for part in parts]
     missing = ", ".join(path.stem for path in paths if not path.exists())
     there = [path for path in paths if path.exists()]
     if len(parts) > 1 and all(_is_of_tests(path) for path in there):
-        tables = (
-            [_table([["part", "tests passed", "seconds", "measured"], ["---"] * 4] + [_tests(path) for path in there])] if there else []
-        )
+        head = [["part", "tests passed", "seconds", "measured"], ["---"] * 4]
+        tables = [_table(head + [_tests(path, stale) for path in there])] if there else []
     else:
-        tables = [render_part(path, num_rows, column) for path in there]
+        tables = [render_part(path, num_rows, column, stale=stale) for path in there]
     return "\n".join([*tables, *([f"Not yet run: {missing}.\n"] if missing else [])])
 
 
@@ -51,7 +54,7 @@ def parts_of(text: str) -> list[str]:
     return [part for match in BLOCK.finditer(text) for part in match[2].split(",")]
 
 
-def render_part(path: Path, num_rows: int = 0, column: str = "") -> str:
+def render_part(path: Path, num_rows: int = 0, column: str = "", *, stale: Collection[str] = ()) -> str:
     """The table of one file, with the keys of its rows as columns, and a line with the origin of the numbers.
 
     With `num_rows`, only the rows with the largest numbers in `column`, whatever their sign.
@@ -65,21 +68,21 @@ def render_part(path: Path, num_rows: int = 0, column: str = "") -> str:
     lines = [[name.replace("_", " ") for name in columns], ["---"] * len(columns)]
     table = _table(lines + [[_cell(row.get(name)) for name in columns] for row in rows])
     most = f"The {len(rows)} largest of {len(data['rows'])} rows; `docs/data/{path.name}` has all. " if num_rows else ""
-    return f"{table}\n{most}{_origin(data)}\n"
+    return f"{table}\n{most}{_origin(data)}{OLD if path.stem in stale else ''}\n"
 
 
 def _is_of_tests(path: Path) -> bool:
     return all(row.keys() == {"passed", "seconds"} for row in json.loads(path.read_text(encoding="utf-8"))["rows"])
 
 
-def _tests(path: Path) -> list[str]:
+def _tests(path: Path, stale: Collection[str]) -> list[str]:
     """One row for a part of tests, whose names are in its file."""
     data = json.loads(path.read_text(encoding="utf-8"))
     return [
         path.stem,
         str(len(data["rows"])),
         str(sum(row["seconds"] for row in data["rows"])),
-        f"{data['date']}, commit `{data['commit']}`",
+        f"{data['date']}, commit `{data['commit']}`{OLD if path.stem in stale else ''}",
     ]
 
 
@@ -120,8 +123,9 @@ def _cell(value: object) -> str:
 
 def main() -> None:
     """Rewrites the pages in place."""
+    stale = stale_tables()
     for page in sorted(DOCS.rglob("*.md")):
-        page.write_text(render_page(page.read_text(encoding="utf-8"), DOCS / "data"), encoding="utf-8")
+        page.write_text(render_page(page.read_text(encoding="utf-8"), DOCS / "data", stale), encoding="utf-8")
 
 
 if __name__ == "__main__":

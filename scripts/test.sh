@@ -5,6 +5,7 @@
 #   scripts/test.sh --full         every suite; CI runs this
 #   scripts/test.sh --busy         unit tests, proof, smoke and stack beside four busy loops: no verdict may depend on how fast the host is
 #   scripts/test.sh --long [PART]  the tests marked long("PART"), or all of them part by part
+#   scripts/test.sh --evidence     records anew every table of docs/ that is older than its code; may be stopped, and goes on
 # With --with-slurm and --with-chromium (as root, with apt-get) it installs Slurm and Chromium, system packages that some tests need.
 set -euo pipefail
 WITH_DEV=1
@@ -27,6 +28,7 @@ for word in "$@"; do
     esac
 done
 
+if [[ ${1:-} == --evidence ]]; then exec "$PYTHON" -m tests.long.evidence "${@:2}"; fi
 code=0
 "$PYTHON" -m tests.runner "$@" || code=$?
 if [[ " $* " == *" --long "* ]]; then "$PYTHON" -m scripts.render_docs; fi

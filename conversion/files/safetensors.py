@@ -18,16 +18,7 @@ import torch
 from torch import Tensor
 
 from conversion.boxes import Box, Layout, Slot, lengths
-from conversion.files.hf_folder import (
-    DTYPES,
-    INDEX_FILE,
-    SINGLE_FILE,
-    HeaderTensor,
-    read_header,
-    weight_files,
-    weights_by_file,
-    write_json,
-)
+from conversion.files.hf_folder import DTYPES, INDEX_FILE, SINGLE_FILE, HeaderTensor, read_header, weight_files, weights_by_file, write_json
 from conversion.files.manifest import FileChecksums, FileRecord, FinishedFiles, HashedFile, TensorRecord
 from conversion.files.reading import open_file
 from conversion.progress import Report, counter

@@ -35,6 +35,8 @@ from mrl.config.secrets import split_secrets
 from mrl.envs.endpoints import FILE_NAME, Endpoints, write_endpoints
 from mrl.phases import Phase
 from mrl.plan.deadlines import start_deadline
+from mrl.plan.hardware import local_gpu
+from mrl.plan.memory import with_limits
 from mrl.types import Rollout, RolloutInfo, RolloutRequest
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class EngineActor:
 
         Returns the base URL of the engine's HTTP server, which asks for `api_key`, if the config wants one.
         """
+        config = with_limits(config, local_gpu() if config.cluster.gpus_per_node else None)
         if config.cluster.num_nodes > 1:
             self._temporary = own_temporary_folder()
         self._parts = EngineParts(config, parts, self._secrets) if parts else None

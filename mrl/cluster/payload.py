@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import pickle
+import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from mrl.data.batch import ExampleBatch
 
 T = TypeVar("T")
+
+LOOK_S, PULL_S = 0.25, 60.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,23 @@ def pull(infos: Sequence[RolloutInfo], *, timeout_s: float) -> list[Rollout]:
     rollouts = [fetched[payload] for payload in payloads]
     assert [rollout.request.request_id for rollout in rollouts] == [info.request_id for info in infos], "payload of another rollout"
     return rollouts
+
+
+def pull_unless(is_over: threading.Event, infos: Sequence[RolloutInfo]) -> list[Rollout]:
+    """Does as `pull`, in a thread that leaves Ray alone once `is_over`: RuntimeError then."""
+    missing = list(dict.fromkeys(info.payload.reference for info in infos if isinstance(info.payload, PayloadRef)))
+    end = time.monotonic() + PULL_S
+    while missing and time.monotonic() < end and not is_over.is_set():
+        missing = ray.wait(missing, num_returns=len(missing), timeout=LOOK_S)[1]
+    if is_over.is_set():
+        raise RuntimeError("the attempt is over")
+    return pull(infos, timeout_s=LOOK_S)
+
+
+def put_items(items: Sequence[Rollout | TeacherTokens]) -> list[PayloadRef]:
+    """Stores items as one Ray object; returns references to them."""
+    reference = put(pack(items)) if items else None
+    return [PayloadRef(reference, index) for index in range(len(items))] if reference is not None else []
 
 
 def pull_teacher(sequences: Sequence[TrainSequence], *, timeout_s: float) -> list[TeacherTokens | None]:

@@ -110,6 +110,8 @@ class RolloutCollector:
         self.deadline_s = config.deadlines.generate_s + (config.env.agent_timeout_s if gateway is not None else 0.0)
         self.restart_engine = restart_engine
         self.effort = config.env.nemo_gym.effort_levels if config.env.should_use_nemo_gym else None
+        self.on_whole: Callable[[AskedGroup], None] = lambda group: None
+        """Called in the loop with each group whose rollouts are all sampled and judged."""
         self._hints = LengthHints() if config.policy.generation.longest_first else None
         self._num_missing = 0
         self._busy_s = 0.0
@@ -199,8 +201,7 @@ class RolloutCollector:
         if self.rewards.decides:
             # A rollout whose next turn would not fit is truncated.
             self._note_sampled(group, index, dataclasses.replace(info, finish_reason="length") if ending == "out of context" else info)
-        group.verdicts[index] = verdict
-        self.news.tell(GENERATION)
+        self._note_judged(group, index, verdict)
 
     async def _agent_rollout(self, gateway: AgentGateway, group: AskedGroup, index: int, sampling: SamplingParams) -> None:
         """Has an agent do the row in a session of the gateway, where what it sampled stays until a rank trains on it."""
@@ -216,12 +217,17 @@ class RolloutCollector:
             judged = await self.rewards.book.ask(ended.info.request_id, (ended.info, group.prompt, verdict))
             assert isinstance(judged, tuple), "agents decide alone when their rollouts end"
             verdict = judged[0]
-        group.verdicts[index] = verdict
-        self.news.tell(GENERATION)
+        self._note_judged(group, index, verdict)
 
     def _note_sampled(self, group: AskedGroup, index: int, info: RolloutInfo) -> None:
         group.infos[index] = info
         self._num_missing -= 1
+
+    def _note_judged(self, group: AskedGroup, index: int, verdict: Verdict) -> None:
+        group.verdicts[index] = verdict
+        if not (group.num_missing or group.num_unjudged):
+            self.on_whole(group)
+        self.news.tell(GENERATION)
 
     def _wait(self, is_enough: Callable[[], bool], on_tick: Callable[[], None]) -> None:
         def who() -> list[str]:

@@ -41,9 +41,7 @@ from mrl.config.values import REFERENCE, Tree, Unresolved, ValueReader, find_lon
 
 ALGORITHMS: tuple[str, ...] = get_args(fields_of(RunConfig)["algorithm"])
 
-MISSING_ALGORITHMS = {
-    "teachers": "distillation between tokenizers, for which teachers is a list",
-}
+MISSING_ALGORITHMS = {"teachers": "distillation between tokenizers, for which teachers is a list"}
 """Section of NeMo RL -> its algorithm."""
 
 

@@ -24,11 +24,7 @@ from mrl.config.texts import safe_text
 
 LogStyle = Literal["plain", "text", "terminal", "actor", "json"]
 """plain: a report; text: a run's log, which in a terminal is `terminal`; actor: the log of one process; json: an object a line."""
-PREFIXES: dict[LogStyle, str] = {
-    "text": "{time:%F %T} {level} ",
-    "terminal": "{time:%T} ",
-    "actor": "{time:%F %T.%f} {level} {name}: ",
-}
+PREFIXES: dict[LogStyle, str] = {"text": "{time:%F %T} {level} ", "terminal": "{time:%T} ", "actor": "{time:%F %T.%f} {level} {name}: "}
 STORY = "story"
 """The logger of what tutorials show, which has no times in a terminal."""
 

@@ -107,13 +107,7 @@ def _described(given: OnPolicyDistillationConfig, splits_sequences: bool, origin
 
 
 def _read(
-    own: Own,
-    settings: Settings,
-    secrets: set[str],
-    known: list[str],
-    interpret: Interpret,
-    problems: list[str],
-    origins: dict[str, str],
+    own: Own, settings: Settings, secrets: set[str], known: list[str], interpret: Interpret, problems: list[str], origins: dict[str, str]
 ) -> PolicyConfig | None:
     """The section of a teacher, in which keys that it leaves out have the policy's values; None, and problems, if it is not known."""
     tree, never_shared = Tree(settings, secrets), [("model_name",), ("tokenizer",)]

@@ -6,7 +6,7 @@ T tokens of a row, L layers with experts (in the order of the model), K experts 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -253,6 +253,23 @@ def by_sequence(row: PackedRow, values_T: torch.Tensor) -> dict[int, np.ndarray]
     values = values_T.float().cpu().numpy()
     starts = row.cu_seqlens.tolist()
     return {index: values[start : start + length] for index, start, length in zip(row.sequence_indices, starts, row.lengths, strict=False)}
+
+
+def tensors_by_sequence(rows: Iterable[PackedRow]) -> dict[int, dict[str, np.ndarray]]:
+    """The logprobs, masks and advantages of rows, float32 [length], by sequence and name; without padding."""
+    found: dict[int, dict[str, np.ndarray]] = {}
+    for row in rows:
+        values = {
+            "old_logprobs": row.old_logprobs_T,
+            "reference_logprobs": row.reference_logprobs_T,
+            "loss_mask": row.loss_mask_T,
+            "advantages": row.advantages_T,
+        }
+        for name, values_T in values.items():
+            if values_T is not None:
+                for index, part in by_sequence(row, values_T).items():
+                    found.setdefault(index, {})[name] = part
+    return found
 
 
 def as_row(row: PackedRow, values: Mapping[int, np.ndarray]) -> torch.Tensor:

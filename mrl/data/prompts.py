@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -151,12 +152,8 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
             raise RowError(reason)
         return text
 
-    def hint(fields: Fields) -> str:
-        return other_kind(fields, dataset, reads_pairs=False, reads_gym=True)
-
-    return Reader(
-        key, dataset.source, find_data_files(dataset, setting=key), with_processor(dataset.processor, parse), dataset.repeat, hint
-    )
+    files, hint = find_data_files(dataset, setting=key), partial(other_kind, dataset=dataset, reads_pairs=False, reads_gym=True)
+    return Reader(key, dataset.source, files, with_processor(dataset.processor, parse), dataset.repeat, hint)
 
 
 def _with_question(fields: Fields, config: EnvConfig) -> Fields:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -114,12 +115,11 @@ def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenize
             raise TooLong(longest)
         return Parsed(Example("", tuple(sequences)), optional_text(fields, "id"), unshown=unshown)
 
-    def hint(fields: Fields) -> str:
-        return other_kind(fields, dataset, reads_pairs=config.learns_pairs, reads_gym=False)
-
-    return Reader(
-        key, dataset.source, find_data_files(dataset, setting=key), with_processor(dataset.processor, parse), dataset.repeat, hint
+    files, hint = (
+        find_data_files(dataset, setting=key),
+        partial(other_kind, dataset=dataset, reads_pairs=config.learns_pairs, reads_gym=False),
     )
+    return Reader(key, dataset.source, files, with_processor(dataset.processor, parse), dataset.repeat, hint)
 
 
 def answers_of(conversation: Conversation) -> list[int]:

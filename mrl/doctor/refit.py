@@ -31,6 +31,8 @@ from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
 from mrl.data.prompts import PromptData, load_prompts
 from mrl.loop.preflight import check_start
+from mrl.plan.hardware import local_gpu
+from mrl.plan.memory import describe_limits
 from mrl.types import Rollout
 
 if TYPE_CHECKING:
@@ -123,7 +125,7 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Refit
             models, engines, refit = start_models(config, placement, pad_token_id=data.pad_token_id, log_folder=log_folder)
             policies = models["policy"]
             kind = "dedicated" if placement.num_dedicated_slots else "colocated"
-            numbers = f"{policies.world_size} policy ranks, {engines.num_engines} {kind} engines"
+            numbers = f"{policies.world_size} policy ranks, {engines.num_engines} {kind} engines, {describe_limits(config, local_gpu())}"
             if precision == "float32":
                 numbers += f"; products of float32: {float32_products(policies, config)}"
             outcomes.append(RefitOutcome(START, True, numbers))

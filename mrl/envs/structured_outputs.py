@@ -73,34 +73,24 @@ def _payload(task: Task, fields: Mapping[str, object]) -> object:
     return calls[0].arguments[str(key)] if key else calls[0].arguments
 
 
-def _json(text: str, schema: object) -> object:
-    return json.loads(text, parse_constant=_no_constant)
-
-
 def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
 
 
-def _yaml(text: str, schema: object) -> object:
+def _not_empty(text: str) -> str:
     if not text.strip():
         raise ValueError("empty")
-    return yaml.safe_load(text)
-
-
-def _toml(text: str, schema: object) -> object:
-    if not text.strip():
-        raise ValueError("empty")
-    return tomllib.loads(text)
+    return text
 
 
 def _csv(text: str, schema: object) -> object:
     """A list of rows; cells get the types of the schema's items where they can be read so."""
-    if not text.strip() or not isinstance(schema, dict):
-        raise ValueError("empty")
+    if not isinstance(schema, dict):
+        raise ValueError("a schema without items")
     properties = schema.get("items", schema).get("properties", {})
     return [
         {key: _cell(value, properties.get(key, {}).get("type", "string")) for key, value in row.items()}
-        for row in csv.DictReader(io.StringIO(text))
+        for row in csv.DictReader(io.StringIO(_not_empty(text)))
     ]
 
 
@@ -171,7 +161,13 @@ def _of_schema(data: object, schema: object) -> object:
     return "" if data is None and kind == "string" else _scalar(data, kind)
 
 
-FORMS: Mapping[str, Callable[[str, object], object]] = {"json": _json, "yaml": _yaml, "toml": _toml, "xml": _xml, "csv": _csv}
+FORMS: Mapping[str, Callable[[str, object], object]] = {
+    "json": lambda text, schema: json.loads(text, parse_constant=_no_constant),
+    "yaml": lambda text, schema: yaml.safe_load(_not_empty(text)),
+    "toml": lambda text, schema: tomllib.loads(_not_empty(text)),
+    "xml": _xml,
+    "csv": _csv,
+}
 
 
 def strict(schema: object) -> object:

@@ -52,7 +52,10 @@ def tool_calls(text: str, tools: Sequence[object] = (), parser: str = DEFAULT_TO
             properties = parameters.get("properties") if isinstance(parameters, dict) else None
             schemas = properties.items() if isinstance(properties, dict) else ()
             types[str(tool.get("name"))] = {key: schema.get("type") for key, schema in schemas if isinstance(schema, dict)}
-    return READERS[parser](text, types)
+    try:
+        return READERS[parser](text, types)
+    except (ValueError, RecursionError) as error:
+        return [ToolCall("", {}, error=f"not a call: no JSON: {error}")]
 
 
 def _call(block: str, types: Types) -> ToolCall:
@@ -93,15 +96,8 @@ def _with_arguments(name: str, arguments: object) -> ToolCall:
     return ToolCall(name, {}, error=f"not a call: the arguments {arguments!r:.100} of {name} are no object")
 
 
-def _loaded(texts: Sequence[str]) -> list[ToolCall]:
-    try:
-        return _json_calls([json.loads(text) for text in texts])
-    except (ValueError, RecursionError) as error:
-        return [ToolCall("", {}, error=f"not a call: no JSON: {error}")]
-
-
 def _hermes(text: str, types: Types) -> list[ToolCall]:
-    return _loaded([inside.partition("</tool_call>")[0] for inside in text.split("<tool_call>")[1:]])
+    return _json_calls([json.loads(inside.partition("</tool_call>")[0]) for inside in text.split("<tool_call>")[1:]])
 
 
 def _nemotron_json(text: str, types: Types) -> list[ToolCall]:
@@ -110,14 +106,9 @@ def _nemotron_json(text: str, types: Types) -> list[ToolCall]:
     if not mark:
         return []
     block = block.strip()
-    try:
-        entries = json.loads(f"{'' if block.startswith('[') else '['}{block}{'' if block.endswith(']') else ']'}")
-        good = [entry for entry in entries if isinstance(entry, dict) and {"name", "arguments"} <= entry.keys()]
-        return _json_calls(
-            [{**one, "arguments": json.loads(one["arguments"])} if isinstance(one["arguments"], str) else one for one in good]
-        )
-    except (ValueError, RecursionError) as error:
-        return [ToolCall("", {}, error=f"not a call: no JSON: {error}")]
+    entries = json.loads(f"{'' if block.startswith('[') else '['}{block}{'' if block.endswith(']') else ']'}")
+    good = [entry for entry in entries if isinstance(entry, dict) and {"name", "arguments"} <= entry.keys()]
+    return _json_calls([{**one, "arguments": json.loads(one["arguments"])} if isinstance(one["arguments"], str) else one for one in good])
 
 
 def _llama_json(text: str, types: Types) -> list[ToolCall]:
@@ -139,17 +130,11 @@ def _mistral(text: str, types: Types) -> list[ToolCall]:
     calls = []
     for part in map(str.strip, text.split("[TOOL_CALLS]")[1:]):
         if part.startswith(("[", "{")):
-            try:
-                entries, _ = json.JSONDecoder().raw_decode(part)
-            except (ValueError, RecursionError) as error:
-                return [ToolCall("", {}, error=f"not a call: no JSON: {error}")]
+            entries, _ = json.JSONDecoder().raw_decode(part)
             calls += _json_calls(entries if isinstance(entries, list) else [entries])
             continue
         name, _, rest = part.partition("{")
-        try:
-            arguments, _ = json.JSONDecoder().raw_decode("{" + rest)
-        except (ValueError, RecursionError) as error:
-            return [ToolCall("", {}, error=f"not a call: no JSON: {error}")]
+        arguments, _ = json.JSONDecoder().raw_decode("{" + rest)
         calls.append(_with_arguments(name.replace("[ARGS]", "").strip(), arguments))
     return calls
 

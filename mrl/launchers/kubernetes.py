@@ -126,10 +126,7 @@ def _pod(job: KubernetesJob, labels: dict[str, str], join_secret: str, hub_secre
         # can read neither the mounted token nor most claims.
         "securityContext": {"runAsUser": 0, "capabilities": {"add": ["IPC_LOCK", "SYS_RESOURCE"]}},
         "command": ["/bin/bash", "/opt/mrl/scripts/ray_node.sh"],
-        "env": [
-            *({"name": name, "value": value} for name, value in variables.items()),
-            {"name": "HF_TOKEN", "valueFrom": hub_token},
-        ],
+        "env": [*({"name": name, "value": value} for name, value in variables.items()), {"name": "HF_TOKEN", "valueFrom": hub_token}],
         "resources": {"limits": resources, "requests": resources | {"cpu": str(job.cpus)}},
         "volumeMounts": [
             {"name": "shared", "mountPath": job.mount_path},

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mrl.algo.advantages import train_sequences
@@ -25,6 +26,7 @@ from mrl.data.batch import make_batches
 from mrl.data.order import num_steps_of, prompts_left
 from mrl.data.prompts import PromptData, load_prompts, validation_sampling
 from mrl.loop.critic import Critic
+from mrl.loop.keeping import Revive, open_kept, reviver
 from mrl.loop.preflight import check_start
 from mrl.loop.run import Budget, Run, Step, Stopped, Training
 from mrl.loop.saving import open_saver
@@ -40,6 +42,7 @@ from mrl.types import Batch, Prompt, PromptKey, RolloutGroup, RunState, Sampling
 if TYPE_CHECKING:
     from mrl.cluster.rollouts import AskedGroup, RolloutCollector
     from mrl.cluster.session import RolloutSession
+    from mrl.store.kept import KeptRollouts
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,8 @@ class RolloutSupplier:
     session: RolloutSession
     queue: RolloutQueue
     watch: SignalWatch
+    kept: KeptRollouts | None = None
+    """Rollouts that outlive the attempt."""
 
     def prove_weights(self) -> None:
         refit = self.session.refit
@@ -81,7 +86,9 @@ class RolloutSupplier:
         step.groups, step.trained, step.dropped = supplied.groups, supplied.trained, supplied.dropped
         restarts = self.session.engines.book.num_restarts
         step.metrics |= supplied.metrics | self.session.rewards.take_metrics()
-        step.metrics |= rollout_metrics(supplied.sampled, self.config.rollouts, seconds=supplied.seconds, num_engine_restarts=restarts)
+        step.metrics |= rollout_metrics(
+            supplied.sampled, self.config.rollouts, seconds=supplied.seconds, num_engine_restarts=restarts, kept=supplied.kept
+        )
         if self.config.env.has_agents:
             # Dynamic sampling has left out those that it looked at.
             agents = self._compared_agents(supplied.sampled)
@@ -130,6 +137,8 @@ class RolloutSupplier:
             report = self.session.refit.run()
             state.weight_version = report.weight_version
             metrics |= report.metrics()
+        if self.kept is not None:
+            self.kept.follow(state, self.folder.ledger.state)
         self.queue.go_on(state)
         return metrics
 
@@ -188,6 +197,8 @@ class Supplied:
     seconds: float
     """Seconds that the engines had for the groups."""
     metrics: dict[str, float]
+    kept: frozenset[PromptKey] = frozenset()
+    """Prompts of `sampled` whose rollouts an earlier attempt has sampled."""
 
 
 def queue_plan(config: RunConfig) -> QueuePlan:
@@ -220,8 +231,12 @@ class RolloutQueue:
         last_step: int,
         has_signal: Callable[[RolloutGroup], bool] = lambda group: True,
         on_tick: Callable[[], None] = lambda: None,
+        revive: Revive = lambda epoch, prompt: None,
     ) -> None:
         """`prompts` are all (epoch, prompt) that the run has not consumed. `on_tick` is called now and then while a step waits."""
+        self._revive = revive
+        self._revived: set[PromptKey] = set()
+        """Prompts under way whose rollouts an earlier attempt has sampled."""
         self.plan = plan
         self._source = source
         self._ledger = ledger
@@ -287,7 +302,8 @@ class RolloutQueue:
             }
         # Where generation goes on meanwhile, all the time since the last step counts, else that of the phase.
         before, self._taken_at = self._taken_at, time.monotonic()
-        seconds = self._taken_at - before if plan.lag > 0 else clock.seconds("generation")
+        # Where an earlier attempt has sampled all of them, that is no time.
+        seconds = max(1e-9, self._taken_at - before if plan.lag > 0 else clock.seconds("generation"))
         busy_s = self._source.take_busy_s()
         if plan.lag > 0 and num_batches > 0:
             clock.overlap("generation", busy_s)
@@ -298,7 +314,9 @@ class RolloutQueue:
             "train/buffer_size": float(num_ready),
             "rollout/regenerated_groups": float(num_regenerated),
         }
-        return Supplied(groups, trained, dropped, sampled or groups, seconds, metrics)
+        kept = frozenset(rollouts_of.rollouts[0].key for rollouts_of in sampled or groups) & self._revived
+        self._revived -= {*trained, *dropped}
+        return Supplied(groups, trained, dropped, sampled or groups, seconds, metrics, kept)
 
     def sample(
         self, asked: Sequence[tuple[int, Prompt]], sampling: SamplingParams, *, num_generations: int, weight_version: int, clock: Clock
@@ -331,11 +349,22 @@ class RolloutQueue:
         new = list(islice(self._prompts, max(0, room)))
         if new:
             self._ledger.take(step, [(epoch, prompt.prompt_id) for epoch, prompt in new])
-        self._ask(new, weight_version)
+        revived = {group.key: group for group in (self._revive(*one) for one in new) if group is not None}
+        self._revived |= revived.keys()
+        self._ask(new, weight_version, revived)
 
-    def _ask(self, prompts: Sequence[tuple[int, Prompt]], weight_version: int) -> None:
-        groups = self._source.ask(prompts, self._sampling, num_generations=self.plan.num_generations, weight_version=weight_version)
-        self._asked |= {group.key: group for group in groups}
+    def _ask(
+        self, prompts: Sequence[tuple[int, Prompt]], weight_version: int, revived: Mapping[PromptKey, AskedGroup] = MappingProxyType({})
+    ) -> None:
+        keys = [(epoch, prompt.prompt_id) for epoch, prompt in prompts]
+        wanted = [one for key, one in zip(keys, prompts, strict=True) if key not in revived]
+        groups = self._source.ask(wanted, self._sampling, num_generations=self.plan.num_generations, weight_version=weight_version)
+        found = {**revived, **{group.key: group for group in groups}}
+        self._asked |= {key: found[key] for key in keys}
+
+    def num_unjudged(self) -> int:
+        """Groups that are sampled and have no verdict yet. Any thread may ask."""
+        return sum(group.num_missing == 0 and group.num_unjudged > 0 for group in list(self._asked.values()))
 
     def _wait_for_batch(self, weight_version: int) -> list[AskedGroup]:
         size = min(self.plan.batch, len(self._asked))
@@ -351,6 +380,7 @@ class RolloutQueue:
             # Their verdicts must not meet those of the rollouts that take their place.
             self._source.judge(stale)
             self._num_regenerated += len(stale)
+            self._revived -= {group.key for group in stale}
             self._ask([(group.epoch, self._asked.pop(group.key).prompt) for group in stale], weight_version)
 
     def _wait_for(self, groups: Sequence[AskedGroup], num_groups: int) -> None:
@@ -389,7 +419,14 @@ def oldest_version(group: RolloutGroup) -> int:
 
 
 def open_queue(
-    config: RunConfig, data: PromptData, source: RolloutCollector, ledger: Ledger, *, last_step: int, on_tick: Callable[[], None]
+    config: RunConfig,
+    data: PromptData,
+    source: RolloutCollector,
+    ledger: Ledger,
+    *,
+    last_step: int,
+    on_tick: Callable[[], None],
+    revive: Revive = lambda epoch, prompt: None,
 ) -> RolloutQueue:
     """The queue of a run, without the prompts that its ledger has consumed."""
     train, grpo, shuffle = data.train, config.rollouts, config.data.shuffle
@@ -404,7 +441,9 @@ def open_queue(
         return not grpo.use_dynamic_sampling or has_signal(group, grpo)
 
     plan = queue_plan(config)
-    return RolloutQueue(plan, source, ledger, prompts(), data.sampling, last_step=last_step, has_signal=counts, on_tick=on_tick)
+    return RolloutQueue(
+        plan, source, ledger, prompts(), data.sampling, last_step=last_step, has_signal=counts, on_tick=on_tick, revive=revive
+    )
 
 
 def prepare(config: RunConfig) -> Training[RolloutSupplier]:
@@ -418,14 +457,20 @@ def prepare(config: RunConfig) -> Training[RolloutSupplier]:
     num_steps = min(grpo.max_num_steps, num_steps_of(config, len(data.train)))
     config = with_value(config, f"{'grpo' if config.has_critic else config.algorithm}.max_num_steps", num_steps)
 
+    identity = identity_of(config, data.train, data.left_out)
+
     @contextmanager
     def open_run(folder: RunFolder, budget: Budget) -> Iterator[Run[RolloutSupplier]]:
         with (
             start_session(config, pad_token_id=data.pad_token_id, log_folder=folder.log_folder / "actors") as session,
-            open_saver(config, folder, session) as saver,
+            open_kept(config, folder, identity, session.collector, last_step=num_steps) as kept,
+            open_saver(config, folder, session, kept) as saver,
         ):
-            queue = open_queue(config, data, session.collector, folder.ledger, last_step=num_steps, on_tick=budget.check)
-            supplier = RolloutSupplier(config, data, folder, session, queue, SignalWatch(grpo.max_steps_without_signal))
+            collector, ledger = session.collector, folder.ledger
+            queue = open_queue(config, data, collector, ledger, last_step=num_steps, on_tick=budget.check, revive=reviver(kept))
+            if kept is not None:
+                kept.watch(queue.num_unjudged)
+            supplier = RolloutSupplier(config, data, folder, session, queue, SignalWatch(grpo.max_steps_without_signal), kept)
             yield Run(config, folder, supplier, saver, budget, num_steps, Critic(config, session) if config.has_critic else None)
 
-    return Training(config, num_steps, data.left_out, identity_of(config, data.train, data.left_out), open_run)
+    return Training(config, num_steps, data.left_out, identity, open_run)

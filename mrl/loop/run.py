@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from mrl import startup
 from mrl.cluster.verbs import PolicyVerbs
+from mrl.loop.recording import record_step, write_step
 from mrl.signals import LISTENER, Listener
 from mrl.store.samples import MAX_SEQUENCES, NUM_SAMPLES
 from mrl.store.summary import Clock, is_good_enough
-from mrl.types import PromptKey
+from mrl.types import NOT_FINITE, PromptKey
 
 if TYPE_CHECKING:
     from mrl.cluster.session import Session
-    from mrl.config.schema.run import RunConfig
+    from mrl.config.schema.run import CheckpointingConfig, RunConfig
     from mrl.data.reading import LeftOut
     from mrl.loop.critic import Critic
     from mrl.loop.saving import CheckpointSaver
@@ -68,11 +69,21 @@ class Step:
         self.tokens = {**self.tokens, **tokens}
 
 
+class PaddedData(Protocol):
+    """Data of a run, as far as the loop knows them."""
+
+    @property
+    def pad_token_id(self) -> int: ...
+
+
 class Supplier(Protocol):
     """Differences between training on rollouts and on examples."""
 
     @property
     def session(self) -> Session: ...
+
+    @property
+    def data(self) -> PaddedData: ...
 
     def prove_weights(self) -> None:
         """Refit zero: proves that policy and engines, which hold the starting weights, hold the same. Without engines, nothing."""
@@ -160,6 +171,36 @@ class Run(Generic[S_co]):
         for problem in filter(None, problems.values()):
             logger.warning("A trace cannot be written, and the run goes on without it: %s", problem)
 
+    @contextmanager
+    def recorded(self, step: int, batches: Sequence[Batch]) -> Iterator[dict[str, float]]:
+        """Records the step of the `with` block, which fills in its metrics, if `logger.record_steps` wants it, or it is not finite."""
+        metrics: dict[str, float] = {}
+        try:
+            yield metrics
+        except RuntimeError as error:
+            if NOT_FINITE in str(error):  # all ranks have said so, and answer
+                self._record(step, batches, metrics, str(error))
+            raise
+        num_skipped = sum(value for name, value in metrics.items() if name.endswith("/num_skipped_updates"))
+        if num_skipped:
+            logger.warning(
+                "Step %d: %d updates are skipped, as loss or gradient is not finite (policy.not_finite_steps)", step, num_skipped
+            )
+            self._record(step, batches, metrics, f"{num_skipped:g} updates are skipped")
+        if self.config.logger.record_steps:
+            self._record(step, batches, metrics, "")
+
+    def _record(self, step: int, batches: Sequence[Batch], metrics: Mapping[str, float], problem: str) -> None:
+        try:
+            pad_token_id = self.supplier.data.pad_token_id
+            record = record_step(self.config, self.session, step, batches, metrics, pad_token_id=pad_token_id, problem=problem)
+        except RuntimeError as error:  # an engine that has died since has taken its rollouts with it
+            logger.warning("The batch of step %d is not recorded: %s", step, error)
+            return
+        path = write_step(self.folder.path, record, keeps=self.config.logger.record_steps)
+        if path is not None and problem:
+            logger.error("The batch of step %d is recorded in %s: %s", step, path, problem)
+
     def report_start(self) -> None:
         """Logs what each phase of the start took, and adds it to the next metrics; nothing from the second step on."""
         startup.lap("first_rollouts")
@@ -196,7 +237,7 @@ class Run(Generic[S_co]):
     def is_save_due(self, step: int) -> bool:
         """True when a checkpoint follows `step`, which may be its last."""
         section = self.config.checkpointing
-        return section.enabled and (self.is_over or is_due(step, section.save_period) or is_due(step, section.ft_save_period or 0))
+        return section.enabled and (self.is_over or is_save_step(section, step))
 
 
 @dataclass(frozen=True)
@@ -214,6 +255,11 @@ class Training(Generic[S_co]):
 def is_due(step: int, period: int) -> bool:
     """True when an event of every `period` steps is due at `step`; a period of 0 is never."""
     return period > 0 and step % period == 0
+
+
+def is_save_step(section: CheckpointingConfig, step: int) -> bool:
+    """True when the periods of checkpoints say that one follows `step`."""
+    return is_due(step, section.save_period) or is_due(step, section.ft_save_period or 0)
 
 
 class Budget:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from conversion.files.manifest import FileRecord
     from mrl.cluster.session import Session
     from mrl.phases import ModelName
+    from mrl.store.kept import KeptRollouts
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,7 +38,9 @@ ABANDON_S = 10.0
 class CheckpointSaver:
     """Makes at most one save at a time. Until it is published, the checkpoint before it is the newest one."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, session: Session) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, session: Session, kept: KeptRollouts | None = None) -> None:
+        """`kept` are rollouts of later steps, which are written before a checkpoint is published."""
+        self._kept = kept
         self._is_enabled = config.checkpointing.enabled
         self._is_async = config.policy.megatron_cfg.checkpoint.async_save
         self._deadline_s = checkpoint_deadline(config).seconds
@@ -150,7 +153,11 @@ class CheckpointSaver:
             return
         # A checkpoint whose steps the ledger lacks could not be resumed from.
         self._folder.ledger.flush()
+        if self._kept is not None:
+            self._kept.prepare(pending.step)
         self._folder.checkpoints.commit(pending, files)
+        if self._kept is not None:
+            self._kept.published(pending.step)
         self._saved_step = pending.step
         if self._is_async:
             self._hidden_s = (self._hidden_s or 0.0) + hidden_s
@@ -197,9 +204,9 @@ class CheckpointSaver:
 
 
 @contextmanager
-def open_saver(config: RunConfig, folder: RunFolder, session: Session) -> Iterator[CheckpointSaver]:
+def open_saver(config: RunConfig, folder: RunFolder, session: Session, kept: KeptRollouts | None = None) -> Iterator[CheckpointSaver]:
     """Saves checkpoints inside the `with` block. Its end waits for the save under way, also after a signal."""
-    saver = CheckpointSaver(config, folder, session)
+    saver = CheckpointSaver(config, folder, session, kept)
     try:
         yield saver
     except (KeyboardInterrupt, SystemExit):

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from conversion.schedule import NUM_BUFFERS
+from mrl.config.model import with_value
 from mrl.config.rules.checks import checkpoint_bytes, num_kept_at_most
+from mrl.config.schema.generation import EngineLimits
 from mrl.config.schema.run import RunConfig
 from mrl.phases import PHASES, WORKERS, ModelName, Phase, Role, role_of
 from mrl.plan.activations import BF16, FP32, part_bytes
 from mrl.plan.engine import CacheLayout, cache_layout, forward_bytes, sampler_bytes
-from mrl.plan.facts import IMBALANCE, PlanModel, num_microbatches, row_of, state_rules
+from mrl.plan.facts import IMBALANCE, PlanModel, num_microbatches, read_model, row_of, state_rules
 from mrl.plan.hardware import GIB, Gpu
 from mrl.plan.peaks import Stage, logits_bytes, microbatches_in_flight, persistent_bytes, train_peak
 from mrl.plan.states import States, state_bytes
@@ -24,6 +27,8 @@ POLICY_CONTEXT, ENGINE_CONTEXT = 2.5e9, 0.7e9
 GRAPHS = 1.34 * GIB
 # Reserved but not allocated, as a share of what is allocated: 2 to 8 % on the cards of Megatron-Bridge.
 SLACK = 0.05
+# Steps of fewer tokens read the weights too often while prompts are computed.
+FEWEST_TOKENS = 2048
 _WORKSPACE = 32 * 2**20
 # Bytes of a logit without gradient: docs/measured/performance.md, "Memory of log-probabilities".
 _FORWARD_LOGIT = 5
@@ -44,6 +49,7 @@ class EngineMemory:
     graphs: float
     cache: float
     layout: CacheLayout
+    limits: EngineLimits
 
     def concurrency(self, tokens: int) -> float:
         """Sequences of that many tokens whose cache fits at once."""
@@ -67,7 +73,43 @@ class RankMemory:
 
 
 def engine_memory(config: RunConfig, model: PlanModel, gpu: Gpu) -> EngineMemory:
-    """Returns an engine worker's memory under `gpu_memory_utilization`; the cache is negative if that is too little."""
+    """Returns an engine worker's memory under `gpu_memory_utilization`; the cache is negative if that is too little.
+
+    Limits that the config leaves open leave room for the longest sequence by shorter steps, and let in no more sequences than the cache
+    has first blocks and states for.
+    """
+    vllm, limits = config.policy.generation.vllm_cfg, config.engine_limits
+
+    def limited(num_seqs: int, num_tokens: int) -> EngineMemory:
+        return _limited(config, model, gpu, EngineLimits(num_seqs, num_tokens))
+
+    least, num_tokens = vllm.max_num_seqs or 1, limits.num_tokens
+    while (
+        vllm.max_num_batched_tokens is None
+        and num_tokens > FEWEST_TOKENS
+        and limited(least, num_tokens).concurrency(vllm.max_model_len) < 1
+    ):
+        num_tokens //= 2
+    most = min(limits.num_seqs, max(1, num_tokens // (1 + config.policy.generation.num_proposed_tokens)))
+    counts = range(least, max(least, most) + 1)
+    lacking = bisect_left(counts, True, key=lambda number: limited(number, num_tokens).concurrency(1) < number)
+    return limited(counts[max(0, lacking - 1)], num_tokens)
+
+
+def with_limits(config: RunConfig, gpu: Gpu | None) -> RunConfig:
+    """The config with the limits of its engines filled in; without a GPU those that the rollouts need."""
+    limits = engine_memory(config, read_model(config), gpu).limits if gpu else config.engine_limits
+    config = with_value(config, "policy.generation.vllm_cfg.max_num_seqs", limits.num_seqs)
+    return with_value(config, "policy.generation.vllm_cfg.max_num_batched_tokens", limits.num_tokens)
+
+
+def describe_limits(config: RunConfig, gpu: Gpu | None) -> str:
+    """Limits of an engine, in words."""
+    vllm = with_limits(config, gpu if config.cluster.gpus_per_node else None).policy.generation.vllm_cfg
+    return f"up to {vllm.max_num_seqs:,} rollouts at once in steps of up to {vllm.max_num_batched_tokens:,} tokens"
+
+
+def _limited(config: RunConfig, model: PlanModel, gpu: Gpu, limits: EngineLimits) -> EngineMemory:
     generation, shape = config.policy.generation, model.shape
     vllm, num_proposed = generation.vllm_cfg, generation.num_proposed_tokens
     tp, has_mamba = vllm.tensor_parallel_size, shape.mamba_heads > 0
@@ -85,11 +127,11 @@ def engine_memory(config: RunConfig, model: PlanModel, gpu: Gpu) -> EngineMemory
     )
     weights = model.engine_bytes(generation.parallel, vllm.precision)
     # vLLM always measures with one proposal per sequence (`GPUModelRunner._dummy_sampler_run`).
-    measured, all_rows = (vllm.max_num_seqs * (1 + number) for number in (min(num_proposed, 1), num_proposed))
-    activations = forward_bytes(shape, tp, batched_tokens=vllm.max_num_batched_tokens) + sampler_bytes(shape, measured)
+    measured, all_rows = (limits.num_seqs * (1 + number) for number in (min(num_proposed, 1), num_proposed))
+    activations = forward_bytes(shape, tp, batched_tokens=limits.num_tokens) + sampler_bytes(shape, measured)
     graphs = 0.0 if vllm.enforce_eager else GRAPHS
     cache = vllm.gpu_memory_utilization * gpu.memory - weights - activations - graphs - ENGINE_CONTEXT
-    return EngineMemory(weights, activations, sampler_bytes(shape, all_rows - measured), graphs, cache, layout)
+    return EngineMemory(weights, activations, sampler_bytes(shape, all_rows - measured), graphs, cache, layout, limits)
 
 
 @dataclass(frozen=True)

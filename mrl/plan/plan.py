@@ -22,6 +22,7 @@ from mrl.plan.memory import (
     RankMemory,
     all_ranks,
     cache_bytes,
+    describe_limits,
     disk_bytes,
     engine_memory,
     host_memory,
@@ -123,7 +124,9 @@ def prediction(config: RunConfig, gpu: Gpu | None, node_memory: float | None = N
     if lacking := find_host_misfit(host_memory(config, model, stage_states(config, model, worst.stage)), node_memory):
         raise ValueError(f"cluster.num_nodes={config.cluster.num_nodes}: {lacking}")
     known = f"{gpu.name}: {gpu.memory_gib} GiB" if gpu else "this host has none to compare with; `python -m mrl.plan` takes --gpu"
-    return f"Plan: phase {worst.peak_phase} needs most, about {worst.peak / GIB:.0f} GiB of a GPU ({known})" + (f"; {rows}" if rows else "")
+    engines = [f"engines take {describe_limits(config, asked)}"] if config.has_engines else []
+    needs = f"Plan: phase {worst.peak_phase} needs most, about {worst.peak / GIB:.0f} GiB of a GPU ({known})"
+    return "; ".join([needs, *engines, *filter(None, [rows])])
 
 
 def predicted_bytes(config: RunConfig, gpu: Gpu | None) -> dict[Phase, float]:
@@ -187,7 +190,8 @@ def _engine_lines(plan: Plan, engine: EngineMemory) -> list[str]:
         f"Engine worker, GiB: {vllm.gpu_memory_utilization * plan.gpu.memory_gib:.1f} = weights {engine.weights / GIB:.2f}, activations "
         f"{engine.activations / GIB:.1f}, graphs {engine.graphs / GIB:.1f}, context, cache {engine.cache / GIB:.1f}",
         f"Cache: blocks of {engine.layout.block_tokens} tokens, {engine.layout.block_bytes:,} bytes; {engine.layout.state_blocks} more for "
-        f"a sequence's states; {fits:.1f} sequences of {length:,} tokens fit, max_num_seqs={vllm.max_num_seqs}",
+        f"a sequence's states; {fits:.1f} sequences of {length:,} tokens fit, max_num_seqs={engine.limits.num_seqs}, "
+        f"max_num_batched_tokens={engine.limits.num_tokens}",
     ]
 
 
@@ -198,7 +202,7 @@ def describe_candidates(title: str, candidates: list[Candidate]) -> list[str]:
         sizes = " ".join(f"{name}={value}" for name, value in found.values.items() if value is not None)
         total = found.times.total
         lines.append(
-            f"  {sizes}: {found.worst.peak / GIB:.0f} GiB, {total.low:.0f} to {total.high:.0f} s, exchange up to {found.exchange:.1f} s"
+            f"  {sizes}: {found.worst.peak / GIB:.0f} GiB, {total.low:.1f} to {total.high:.1f} s, exchange up to {found.exchange:.2f} s"
         )
         lines.append(f"    {' '.join(found.overrides) or '(as configured)'}")
     return lines

@@ -34,6 +34,9 @@ KEYS = {
 
 # More chunks keep more activations, and shorten a bubble that is already a quarter.
 MOST_CHUNKS = 4
+# Limits of layouts that somebody would run: published ones have 4 to 16 experts of 128 on a rank, and split rows from 8,192 tokens on; a
+# fuller GPU fails at the first row that differs.
+MOST_EXPERTS, FEWEST_TOKENS, MOST_MEMORY = 32, 4096, 0.92
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Layouts:
     """Result of a search."""
 
     best: list[Candidate]
-    """Fastest first."""
+    """Those that somebody would run, fastest first."""
     num_tried: int
     refused: Counter[str]
 
@@ -62,9 +65,13 @@ def worst_rank(config: RunConfig, model: PlanModel, gpu: Gpu) -> tuple[RankMemor
     """The policy rank with the fullest GPU, and a description of what does not fit; None if all does."""
     ranks, engine = all_ranks(config, model, gpu)
     worst = max(ranks, key=lambda rank: rank.peak)
+    misfits = []
     if engine and engine.concurrency(config.policy.max_total_sequence_length) < 1:
-        return worst, "the engine's share of the GPU leaves no cache for one sequence"
-    return worst, f"phase {worst.peak_phase} does not fit" if worst.peak > gpu.memory else None
+        misfits.append("the engine's share of the GPU leaves no cache for one sequence")
+    too_large = [phase for phase in worst.phases if any(sum(rank.phases[phase].values()) > gpu.memory for rank in ranks)]
+    if too_large:
+        misfits.append(f"phase {too_large[0]} does not fit" if len(too_large) == 1 else f"phases {', '.join(too_large)} do not fit")
+    return worst, "; ".join(misfits) or None
 
 
 def search(config: RunConfig, model: PlanModel, gpu: Gpu, refit: RefitTraffic | None, *, mean_tokens: float) -> Layouts:
@@ -78,14 +85,24 @@ def search(config: RunConfig, model: PlanModel, gpu: Gpu, refit: RefitTraffic | 
     times = [_times(_applied(config, values), model, gpu, refit, mean_tokens).total.high for values in engines]
     engines = [values for _, values in sorted(zip(times, engines, strict=True), key=lambda pair: pair[0])]
     for layout_values in _trainers(config, model.shape, refused):
-        if problem := _illegal(_applied(config, layout_values), model.shape, _MEGATRON):
+        if reason := _unlikely(config, layout_values, model.shape):
+            refused[reason] += 1
+        elif problem := _illegal(_applied(config, layout_values), model.shape, _MEGATRON):
             refused[problem] += 1
         elif isinstance(found := _lightest(config, layout_values, engines, model, gpu, refit, mean_tokens), Candidate):
             best.append(found)
         else:
             refused[found] += 1
+    num_tried = len(best) + refused.total()
+    if roomy := [found for found in best if found.worst.peak <= MOST_MEMORY * gpu.memory]:
+        refused[f"it leaves less than {1 - MOST_MEMORY:.0%} of the GPU"] += len(best) - len(roomy)
+        best = roomy
     ranked = sorted(best, key=lambda found: (found.times.total.high + found.exchange, len(found.overrides)))
-    return Layouts(ranked, len(best) + refused.total(), refused)
+    distinct: dict[tuple[object, ...], Candidate] = {}
+    for found in ranked:
+        # The number of chunks of a stage makes no other layout.
+        distinct.setdefault(tuple(value for name, value in found.values.items() if name != "vpp"), found)
+    return Layouts(list(distinct.values()), num_tried, +refused)
 
 
 def _lightest(
@@ -150,6 +167,19 @@ def _trainers(config: RunConfig, sizes: ModelSizes, refused: Counter[str]) -> It
                 chunks = [size for size in _divisors(len(sizes.layers) // pp) if 1 < size <= MOST_CHUNKS] if has_chunks else []
                 for vpp in (None, *chunks):
                     yield {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "vpp": vpp}
+
+
+def _unlikely(config: RunConfig, values: dict[str, object], sizes: ModelSizes) -> str | None:
+    """Reason for which nobody would run a legal layout of the trainer; none for the one that is configured."""
+    if all(value_at(config, KEYS[name]) == value for name, value in values.items()):
+        return None
+    ep, cp = values["ep"], values["cp"]
+    assert isinstance(ep, int) and isinstance(cp, int)
+    if sizes.experts > MOST_EXPERTS * ep and config.num_policy_ranks % (2 * ep) == 0:
+        return f"more than {MOST_EXPERTS} experts on a rank"
+    if cp > 1 and config.policy.max_total_sequence_length < FEWEST_TOKENS * cp:
+        return f"context-parallel ranks share rows of fewer than {FEWEST_TOKENS:,} tokens each"
+    return None
 
 
 def _divisors(total: int) -> list[int]:

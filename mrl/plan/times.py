@@ -6,6 +6,7 @@ The shares come from published runs (docs/plan.md), not from mrl, which is not m
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from mrl.config.model import ModelSizes
@@ -14,7 +15,7 @@ from mrl.data.planning import SequenceCost
 from mrl.phases import role_of
 from mrl.plan.activations import BF16
 from mrl.plan.engine import token_bytes
-from mrl.plan.facts import PlanModel, num_microbatches
+from mrl.plan.facts import IMBALANCE, PlanModel, num_microbatches
 from mrl.plan.hardware import Gpu
 from mrl.plan.memory import EngineMemory
 from mrl.plan.traffic import RefitTraffic
@@ -34,24 +35,25 @@ class TimeRange:
         return TimeRange(self.low * factor, self.high * factor)
 
 
-# Shares of a GPU's peak (high, low): of products in a train step with natural routing and with dense layers, of memory bandwidth in
-# decoding.
-EXPERT_PRODUCTS, DENSE_PRODUCTS, DECODING = (0.36, 0.19), (0.50, 0.28), (0.60, 0.32)
+# Shares of a GPU's peak (high, low): of products in a train step with experts and with dense layers, of memory bandwidth in decoding.
+EXPERT_PRODUCTS, DENSE_PRODUCTS, DECODING = (0.36, 0.226), (0.48, 0.30), (0.42, 0.27)
 # Of links and memory in a refit, high as measured and low as half of it: 370 of 450 GB/s over NVLink (github.com/NVIDIA/nccl/issues/1374),
 # 48.5 of 50 GB/s over InfiniBand (github.com/NVIDIA/nccl-tests/issues/267). That of memory is assumed.
 NVLINK, NETWORK, MEMORY = (0.82, 0.41), (0.97, 0.48), (0.80, 0.40)
 # Seconds of a layer in a decode step, added to those of its bytes: kernel launches, and two exchanges between workers.
-LAYER_LATENCY = TimeRange(40e-6, 90e-6)
+LAYER_LATENCY = TimeRange(65e-6, 103e-6)
 # Seconds of an exchange over the network, whatever its size: microseconds for each hop of a ring, and NCCL's own. Assumed.
 NETWORK_LATENCY = TimeRange(20e-6, 100e-6)
 # Seconds of a switch between phases, rewards and data together.
-SWITCHES = TimeRange(10.0, 18.0)
+SWITCHES = TimeRange(12.0, 19.0)
 # Seconds of a refit on the host: a kernel's launch from Python, a wait for a stream or for another process, and a call of an actor by the
 # driver (docs/measured/performance.md; the high figure is for a slower host).
 LAUNCH, WAIT, CALL = TimeRange(15e-6, 50e-6), TimeRange(50e-6, 300e-6), TimeRange(0.4e-3, 0.8e-3)
 # Kernels and waits of a round, in a rank's exchange and in a worker's pull and verification; then kernels of a message.
 EXCHANGE_LAUNCHES, EXCHANGE_WAITS, PULL_LAUNCHES, PULL_WAITS = 1, 2, 3, 3
 MESSAGE_LAUNCHES = 2
+TAIL_PARTS = 8
+"""Batches for which the tail of a step's sampling is priced."""
 BACKWARD = 2
 """Operations of a backward pass, in forward passes."""
 
@@ -88,10 +90,24 @@ def forward_operations(cost: SequenceCost, tokens: float, length: float) -> floa
     return tokens * (cost.per_token + cost.per_token_squared * length + cost.scan_per_token)
 
 
-def train_seconds(shape: ModelSizes, cost: SequenceCost, gpu: Gpu, *, tokens: float, length: float, gpus: int, passes: float) -> TimeRange:
-    """Time of so many forward passes' worth of operations on the GPUs of a policy."""
+def train_seconds(
+    shape: ModelSizes,
+    cost: SequenceCost,
+    gpu: Gpu,
+    *,
+    tokens: float,
+    length: float,
+    gpus: int,
+    passes: float,
+    imbalance: float = IMBALANCE,
+) -> TimeRange:
+    """Time of so many forward passes' worth of operations on the GPUs of a policy; all wait for the busiest rank's experts."""
     shares = EXPERT_PRODUCTS if shape.experts else DENSE_PRODUCTS
-    return seconds(passes * forward_operations(cost, tokens, length) / gpus, gpu.peak, shares)
+    of_experts = (
+        2 * shape.topk * "".join(shape.layers).count("E") * (shape.fc1_factor + 1) * (shape.latent or shape.hidden) * shape.expert_ffn
+    )
+    operations = forward_operations(cost, tokens, length) + (imbalance - 1) * tokens * of_experts
+    return seconds(passes * operations / gpus, gpu.peak, shares)
 
 
 def decode_seconds(
@@ -106,33 +122,52 @@ def decode_seconds(
     longest: float,
     num_nodes: int = 1,
 ) -> TimeRange:
-    """Time in which an engine samples its rollouts: full until the last ones start, then the tail of the longest."""
+    """Time in which an engine samples its rollouts: full until the last ones start, then the tail, in which fewer and fewer go on.
+
+    In the tail the batch shrinks exponentially to the longest rollout; all steps together draw the tokens of all rollouts. Each part is
+    priced by its own batch and lengths.
+    """
     letters = "".join(shape.layers)
-    idle = (1 - shape.topk / shape.experts) ** at_once if shape.experts else 0.0
     experts = letters.count("E") * shape.experts * (shape.fc1_factor + 1) * (shape.latent or shape.hidden) * shape.expert_ffn * BF16 / tp
-    per_rollout = letters.count("*") * token_bytes(shape, tp) * mean / 2 + 2 * engine.layout.state_groups * engine.layout.block_bytes
-    num_bytes = engine.weights - idle * experts + at_once * per_rollout
-    step = seconds(num_bytes, gpu.bandwidth, DECODING).plus(LAYER_LATENCY.times(len(shape.layers)))
-    if num_nodes > 1:
-        # Each layer's outputs are summed twice: every GPU sends and receives nearly twice what it has.
-        sums = 2 * len(shape.layers)
-        step = step.plus(seconds(sums * 2 * at_once * shape.hidden * BF16, gpu.network, NETWORK)).plus(NETWORK_LATENCY.times(sums))
-    return step.times(max(1.0, rollouts / at_once) * mean + longest - mean)
+
+    def step(batch: float, length: float) -> TimeRange:
+        idle = (1 - shape.topk / shape.experts) ** batch if shape.experts else 0.0
+        per_rollout = letters.count("*") * token_bytes(shape, tp) * length + 2 * engine.layout.state_groups * engine.layout.block_bytes
+        num_bytes = engine.weights - idle * experts + batch * per_rollout
+        found = seconds(num_bytes, gpu.bandwidth, DECODING).plus(LAYER_LATENCY.times(len(shape.layers)))
+        if num_nodes > 1:
+            # Each layer's outputs are summed twice: every GPU sends and receives nearly twice what it has.
+            sums = 2 * len(shape.layers)
+            found = found.plus(seconds(sums * 2 * batch * shape.hidden * BF16, gpu.network, NETWORK)).plus(NETWORK_LATENCY.times(sums))
+        return found
+
+    falling = (at_once - 1) / math.log(at_once) if at_once > 1 else 1.0
+    tail = min(longest, at_once * (longest - mean) / (at_once - falling)) if at_once > 1 else 0.0
+    full = max(0.0, (rollouts * mean - falling * tail) / at_once)
+    total = step(at_once, mean / 2).times(full)
+    for part in range(TAIL_PARTS):
+        share = (part + 0.5) / TAIL_PARTS
+        total = total.plus(step(at_once ** (1 - share), (mean + share * longest) / 2).times(tail / TAIL_PARTS))
+    return total
 
 
 def exchange_seconds(config: RunConfig, model: PlanModel, gpu: Gpu, *, tokens: float) -> float:
     """Estimates the exchanges of a policy rank in a train step, if nothing hides behind products: it ranks layouts, and is in no range.
 
-    Tensor-parallel ranks exchange each layer's stream four times, experts get and give back their tokens in both passes.
+    Tensor-parallel ranks exchange each layer's stream four times, experts get and give back their tokens in both passes. Context-parallel
+    ranks pass keys and values around a ring, as fast as its slowest link, and Mamba layers exchange tokens for channels and back.
     """
-    megatron, shape = config.policy.megatron_cfg, model.shape
-    tp, experts = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
-    mine = BF16 * shape.hidden * tokens / config.num_policy_ranks
-    streams = 4 * mine * len(shape.layers) * (tp - 1)
-    sent = 4 * mine * shape.topk * "".join(shape.layers).count("E") * (1 - 1 / experts)
-    inside = min(1.0, config.cluster.slots_per_node / experts)
-    keys = 4 * mine / max(1, shape.heads) * shape.kv_heads * "".join(shape.layers).count("*") * (megatron.context_parallel_size - 1)
-    return (streams + keys + sent * inside) / gpu.link + sent * (1 - inside) / gpu.network
+    megatron, shape, letters = config.policy.megatron_cfg, model.shape, "".join(model.shape.layers)
+    tp, cp, slots = megatron.tensor_model_parallel_size, megatron.context_parallel_size, config.cluster.slots_per_node
+    experts = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
+    mine = BF16 * tokens / config.num_policy_ranks
+    streams = 4 * mine * shape.hidden * len(shape.layers) * (tp - 1)
+    routed = 4 * mine * shape.hidden * shape.topk * letters.count("E") * (1 - 1 / experts)
+    keys = (1 + BACKWARD) * mine * 2 * shape.kv_heads * shape.head_dim * letters.count("*") * (cp - 1)
+    channels = 2 * mine * (shape.mamba_projection + shape.mamba_inner) * letters.count("M") * (1 - 1 / cp)
+    near, near_cp = min(1.0, slots / experts), min(1.0, slots / (tp * cp))
+    inside = streams + routed * near + channels * near_cp + (keys if near_cp == 1 else 0)
+    return inside / gpu.link + (routed * (1 - near) + channels * (1 - near_cp) + (0 if near_cp == 1 else keys)) / gpu.network
 
 
 @dataclass(frozen=True)
@@ -213,7 +248,7 @@ def step_times(
     if engine is None:
         return StepTimes(phases, mean_tokens, 0.0)
     vllm, per_engine = config.policy.generation.vllm_cfg, rollouts / config.num_engines
-    at_once = max(1.0, min(per_engine, vllm.max_num_seqs, engine.concurrency(int(mean_tokens))))
+    at_once = max(1.0, min(per_engine, engine.limits.num_seqs, engine.concurrency(int(mean_tokens))))
     longest = max(mean_tokens, vllm.max_model_len)
     tp = vllm.tensor_parallel_size
     sizes = dict(rollouts=per_engine, at_once=at_once, mean=mean_tokens, longest=longest)

@@ -26,6 +26,7 @@ from mrl.data.packing import PackedRow, as_row, by_sequence, regroup
 from mrl.metrics import extreme_of
 from mrl.policy.packed import join, local_positions
 from mrl.policy.versions import packed_arguments
+from mrl.types import NOT_FINITE
 
 
 @dataclass
@@ -149,7 +150,7 @@ def finish_batches(
                 [_valued(row, kl_T) for row, kl_T in zip(step, penalties or [None] * len(step), strict=True)], gae, add_over_ranks
             )
             if any(not returns_T[row.loss_mask_T > 0].isfinite().all() for row, returns_T in zip(step, returns, strict=True)):
-                raise RuntimeError("the critic's values of the step are not all finite, and no returns can be made of them")
+                raise RuntimeError(f"some of the critic's values of the step are {NOT_FINITE}, and no returns can be made of them")
             targets = iter([torch.where(row.loss_mask_T > 0, part, torch.nan) for row, part in zip(step, returns, strict=True)])
             rows, penalties = [[replace(row, returns_T=next(targets)) for row in of_batch] for of_batch in rows], None
         advantages = iter(

@@ -26,7 +26,7 @@ from conversion.files.safetensors import fill_layout
 from conversion.tensors import box_view
 from mrl import spans
 from mrl.config.schema.run import RunConfig
-from mrl.data.packing import PackedRow, pack_row, token_samples
+from mrl.data.packing import PackedRow, pack_row, tensors_by_sequence, token_samples
 from mrl.phases import ModelName, Phase
 from mrl.policy import checkpoint, parallel
 from mrl.policy.batch import RankBatch, answers_for_rows, check_equal_counts, finish_batches, global_batch_size
@@ -325,7 +325,8 @@ class PolicyRank:
         """Takes one optimizer step on a batch of the step; returns metrics `train/*`, the same floats on every rank.
 
         Raises:
-            RuntimeError: loss or gradient is not finite, on all ranks, and no parameter has changed. Or the phase is not `train`.
+            RuntimeError: loss or gradient is not finite, on all ranks, and no parameter has changed, unless `policy.not_finite_steps` says
+                that such a step is skipped. Or the phase is not `train`.
         """
         if self._phase != self._role.trains_in:
             needed = f"enter('{self._role.trains_in}') comes first"
@@ -345,6 +346,7 @@ class PolicyRank:
             objective=self._role.objective(self._config, self.distribution, batch),
             megatron=self._config.policy.megatron_cfg,
             replay=self._replay,
+            skips=self._config.policy.not_finite_steps == "skip",
         )
         if batch is self._batches[-1]:
             # As in NeMo RL, the learning rate follows the steps of the run, or their passes in PPO, not the updates of one.
@@ -361,6 +363,10 @@ class PolicyRank:
     def batch_metrics(self) -> list[dict[str, float]]:
         """Metrics of the advantages of the step's batches, the same floats on every rank. Not collective."""
         return [batch.metrics for batch in self.batches()]
+
+    def sequence_tensors(self) -> list[dict[int, dict[str, np.ndarray]]]:
+        """Logprobs, mask and advantages of the sequences of the step's batches, by index, on the rank that answers. Not collective."""
+        return [tensors_by_sequence(batch.rows) if answers_for_rows() else {} for batch in self._batches]
 
     def token_samples(self, wanted: Collection[int]) -> dict[int, TokenSample]:
         """The sequences of these indices of the step's first batch, from the rank of tp and cp that answers. Not collective.

@@ -31,7 +31,7 @@ from mrl.policy.mtp import mtp_parameters
 from mrl.policy.objectives import Objective
 from mrl.policy.optimizer import clip_apart
 from mrl.policy.output import output_columns, token_rewards, token_scores
-from mrl.types import TeacherTokens
+from mrl.types import NOT_FINITE, TeacherTokens
 
 
 @torch.no_grad()
@@ -91,8 +91,12 @@ def train_step(
     objective: Objective,
     megatron: MegatronConfig,
     replay: RouterReplay | None = None,
+    skips: bool = False,
 ) -> dict[str, float]:
-    """One optimizer step over the global batch; returns its metrics, the same floats on every rank."""
+    """One optimizer step over the global batch; returns its metrics, the same floats on every rank.
+
+    With `skips`, one whose loss or gradient is not finite changes nothing, and `train/num_skipped_updates` is 1.
+    """
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -107,17 +111,21 @@ def train_step(
         norms["mtp_grad_norm"] = clip_apart(mtp_parameters(chunks), optimizer, norms["grad_norm"])
     is_bad = torch.tensor(float(not all(map(math.isfinite, (metrics[LOSS], *norms.values())))))
     dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
-    if is_bad:
-        raise RuntimeError(f"the train step gave loss {metrics[LOSS]} and gradient norms {norms}: not finite; no parameter was changed")
+    if is_bad and not skips:
+        raise RuntimeError(f"the train step gave loss {metrics[LOSS]} and gradient norms {norms}: {NOT_FINITE}; no parameter was changed")
     lr = max(group["lr"] for group in optimizer.param_groups)
-    # Clips the gradients; preparing them again changes nothing.
-    is_updated, _, _ = optimizer.step()
-    assert is_updated
+    if not is_bad:
+        # Clips the gradients; preparing them again changes nothing.
+        is_updated, _, _ = optimizer.step()
+        assert is_updated
     if megatron.empty_unused_memory_level >= 2:
         torch.cuda.empty_cache()
-    update_expert_biases(chunks, routing, rate=megatron.moe_router_bias_update_rate)
+    if not is_bad:
+        update_expert_biases(chunks, routing, rate=megatron.moe_router_bias_update_rate)
     if megatron.track_moe_metrics:
         metrics |= balance_metrics(routing, per_layer=megatron.moe_per_layer_logging)
+    if skips:
+        metrics["num_skipped_updates"] = float(is_bad)
     metrics |= {**norms, "lr": lr, "num_valid_tokens": float(size.num_valid_tokens)}
     return {f"train/{name}": value for name, value in metrics.items()}
 

@@ -15,18 +15,19 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
-from vllm import CompletionOutput, EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from vllm import CompletionOutput, LLMEngine, RequestOutput, SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from conversion.boxes import Slot
 from conversion.families.common import EngineDtypes
 from conversion.families.registry import family
 from mrl import phases
-from mrl.config.passthrough import LAYOUT_ARGUMENTS
 from mrl.config.schema.generation import GenerationConfig
 from mrl.data.turns import appended
 from mrl.phases import Phase
@@ -34,6 +35,7 @@ from mrl.refit import RefitError
 from mrl.refit.inputs import WorkerRefit
 from mrl.refit.pull import VerifyReport
 from mrl.rollout.callers import Callers
+from mrl.rollout.engine_arguments import engine_arguments
 from mrl.rollout.environment import EngineNodes
 from mrl.spans import memory_facts, process_key
 from mrl.types import FinishReason, Proposals, Rollout, RolloutRequest
@@ -97,6 +99,7 @@ class Engine:
         self.callers = Callers(config.vllm_cfg.num_http_slots)
         """Requests of other threads, which steps take in and answer beside the rollouts."""
         self._unfinished: dict[str, _Unfinished] = {}
+        self._finished: list[Rollout] = []
         self._expert_layers: list[int] | None = None
         if keeps_routes:
             hf_config = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
@@ -121,7 +124,8 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._unfinished)
+        """Number of rollouts that later steps return."""
+        return len(self._unfinished) + len(self._finished)
 
     @property
     def can_sample(self) -> bool:
@@ -140,11 +144,22 @@ class Engine:
             self._unfinished[request.request_id] = _Unfinished(request, vllm_id, self.weight_version, self._num_refits)
 
     def step(self) -> list[Rollout]:
-        """Runs one forward pass over the running requests and returns the rollouts that it finished. Callers get their answers."""
+        """Starts a forward pass over the running requests and returns the rollouts that have finished. Callers get their answers.
+
+        On GPUs vLLM prepares a pass while the workers compute the one before, whose result a step then returns.
+        """
         if self.weight_version is None or self._is_refitting:
             state = "is being refitted" if self._is_refitting else "has not been refitted yet"
             raise RuntimeError(f"the engine {state}: it must not sample before set_weight_version")
         self._take_questions(self.weight_version)
+        self._advance(self.weight_version)
+        self.num_steps += 1
+        finished, self._finished = self._finished, []
+        self.num_tokens += sum(len(rollout.token_ids) for rollout in finished)
+        return finished
+
+    def _advance(self, weight_version: int) -> None:
+        """Lets vLLM make a step, and keeps what it finishes for `step`."""
         answers = []
         for answer in self.llm.step():
             assert isinstance(answer, RequestOutput) and answer.finished
@@ -152,22 +167,33 @@ class Engine:
                 answers.append(answer)
         ended = [self._unfinished.pop(answer.request_id) for answer in answers]
         all_routes = self._take_routes([one.vllm_id for one in ended], [answer.outputs[0] for answer in answers])
-        finished = [
+        self._finished += [
             _rollout(
                 one.request,
                 answer,
-                weight_version=self.weight_version if one.weight_version is None else one.weight_version,
+                weight_version=weight_version if one.weight_version is None else one.weight_version,
                 num_weight_versions=self._num_refits - one.num_refits + (one.weight_version is not None),
                 routes=routes,
             )
             for one, answer, routes in zip(ended, answers, all_routes, strict=True)
         ]
-        self.num_steps += 1
-        self.num_tokens += sum(len(rollout.token_ids) for rollout in finished)
-        return finished
+
+    def settle(self) -> None:
+        """Waits for the passes that vLLM has begun, and begins none: weights, caches and requests may change only then."""
+        assert isinstance(self.llm.engine_core, InprocClient)
+        core = self.llm.engine_core.engine_core
+        if not core.batch_queue or self.weight_version is None:
+            return
+        # A paused scheduler has nothing to compute, so that a step takes in a result.
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while core.batch_queue:
+            self._advance(self.weight_version)
+        core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Drops requests and what they have sampled. Ids that have finished meanwhile are ignored."""
+        """Drops requests and what they have sampled. Ids that steps have returned are ignored."""
+        self.settle()
+        self._finished = [rollout for rollout in self._finished if rollout.request.request_id not in request_ids]
         self.llm.abort_request([request_id for request_id in request_ids if self._unfinished.pop(request_id, None)])
 
     def live_digest(self) -> list[dict[Slot, int]]:
@@ -204,6 +230,7 @@ class Engine:
         if not is_reader:
             self._refit_workers("run_refit", attempt, is_reader, timeout_s)
             return []
+        self.settle()
         self._is_refitting, self._is_verified = True, False
         self._refit_workers("wait_for_room", attempt, timeout_s)
         self.enter("refit")
@@ -233,6 +260,7 @@ class Engine:
         if self._is_prepared and not self._is_verified:
             raise RuntimeError(f"weight version {version}: no refit was finished since version {self.weight_version}")
         self._is_verified = False
+        self.settle()
         if not (self._keeps_kv_cache and (self._unfinished or self.callers.num_inside)):
             self.llm.reset_prefix_cache(reset_running_requests=True)
         self._is_refitting = False
@@ -246,6 +274,7 @@ class Engine:
         if current_platform.is_cpu() or not self._is_colocated:
             return
         wanted = {tag for tag, where in (("weights", place.engine_weights), ("kv_cache", place.kv_cache)) if where == "device"}
+        self.settle()
         # Callers get their answers when the cache is back.
         mode = "keep" if self.callers.num_inside else "abort"
         if "weights" in self._awake - wanted:
@@ -282,6 +311,7 @@ class Engine:
     def _take_questions(self, weight_version: int) -> None:
         questions, withdrawn = self.callers.take()
         if withdrawn:
+            self.settle()
             self.llm.abort_request(withdrawn)
         for question in questions:
             prompt = question.prompt
@@ -416,72 +446,3 @@ def _rollout(
 def _accepted(histogram: Sequence[int]) -> int:
     """Tokens that were accepted, from how often each number of them was."""
     return sum(number * count for number, count in enumerate(histogram))
-
-
-def engine_arguments(
-    model_dir: str,
-    config: GenerationConfig,
-    *,
-    seed: int,
-    device_ids: Sequence[int] = (),
-    keeps_routes: bool = False,
-    tokenizer: str | None = None,
-    nodes: EngineNodes | None = None,
-) -> EngineArgs:
-    """vLLM's arguments for an engine; `vllm_kwargs` of the configuration add to them (`mrl.config.passthrough` says what they may).
-
-    Worker `i` runs on the visible GPU `device_ids[i]`; vLLM counts from 0 if there are none.
-    """
-    vllm_cfg, is_cpu = config.vllm_cfg, current_platform.is_cpu()
-    prefix_caching = vllm_cfg.enable_prefix_caching
-    if keeps_routes:
-        # vLLM keeps the routes of cached blocks, and insists on a cache; RouteRecorder knows nothing of tokens that are not computed.
-        needed = not is_cpu
-        if prefix_caching not in (None, needed):
-            logger.warning(
-                "enable_prefix_caching=%s is not followed: policy.router_replay needs %s here, to know all routes", prefix_caching, needed
-            )
-        prefix_caching = needed
-    elif prefix_caching is None and is_cpu:
-        # vLLM's CPU scan keeps final states only: a cached prefix of a Mamba model ends in an IndexError.
-        prefix_caching = False
-    arguments: dict[str, object] = {
-        "model": model_dir,
-        "skip_tokenizer_init": tokenizer is None,
-        "tokenizer": tokenizer,
-        "generation_config": "vllm",
-        "seed": seed,
-        "dtype": vllm_cfg.precision,
-        "load_format": vllm_cfg.load_format,
-        "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
-        "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
-        "pipeline_parallel_size": vllm_cfg.pipeline_parallel_size,
-        "enable_expert_parallel": vllm_cfg.expert_parallel_size > 1,
-        "device_ids": list(device_ids) or None,
-        "distributed_executor_backend": "mp" if vllm_cfg.tensor_parallel_size > 1 else "uni",
-        "worker_extension_cls": "mrl.rollout.worker.RefitWorker",
-        "max_model_len": vllm_cfg.max_model_len,
-        "max_num_seqs": vllm_cfg.max_num_seqs,
-        "max_num_batched_tokens": vllm_cfg.max_num_batched_tokens,
-        "enforce_eager": vllm_cfg.enforce_eager,
-        # Logprobs of the distribution that tokens are drawn from, after temperature.
-        "logprobs_mode": "processed_logprobs",
-        # The result of a step must be there when it returns: refits and aborts come between two steps.
-        "async_scheduling": False,
-        "disable_log_stats": True,
-        "per_request_spec_decode_metrics": "summary" if config.speculative_method else "none",
-        "enable_prefix_caching": prefix_caching,
-        "enable_return_routed_experts": keeps_routes and not is_cpu,
-    }
-    if is_cpu:
-        arguments["kv_cache_memory_bytes"] = vllm_cfg.kv_cache_memory_mib << 20
-    else:
-        arguments |= {"gpu_memory_utilization": vllm_cfg.gpu_memory_utilization, "enable_sleep_mode": config.colocated.enabled}
-    if nodes is not None:
-        arguments |= {"nnodes": nodes.count, "node_rank": nodes.rank, "master_addr": nodes.address, "master_port": nodes.port}
-    # The user's repetitions of LAYOUT_ARGUMENTS are for GPUs.
-    arguments |= {**config.vllm_kwargs, **LAYOUT_ARGUMENTS}
-    if is_cpu:
-        # The experts of CPU hosts are those of mrl.rollout.cpu, which keep the checkpoint's order.
-        arguments["moe_backend"] = "auto"
-    return EngineArgs(**arguments)  # type: ignore[arg-type]  # vLLM checks

@@ -33,6 +33,9 @@ def engine_environment(*, has_gpu: bool, num_threads: int = 1) -> dict[str, str]
         # The engine core lives in the actor, so that refits and aborts happen between two of its steps.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        # A grammar for `strict` tools, as NeMo Gym's rows have them, or for `parallel_tool_calls: false`, would choose among tokens,
+        # and what was forced cannot be trained on. NeMo RL's vLLM has none for `tool_choice: auto`, either.
+        "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0",
         # Models are local folders; without this a missing optional file is asked for over the network.
         "HF_HUB_OFFLINE": "1",
     }

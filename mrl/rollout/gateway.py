@@ -210,6 +210,8 @@ class Gateway:
             if reply is None:
                 return Response(status_code=499)
             status, response = reply
+            if status >= 400:  # of which NeMo Gym's servers make an error 500 without a reason
+                logger.warning("Refused to NeMo Gym's servers: %s", response.get("error"))
             return _streamed(response, body) if body.get("stream") and status == 200 else _response(status, response)
 
         return answer

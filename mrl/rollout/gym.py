@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,10 @@ import yaml
 
 from mrl.rollout.agent_session import AgentSession
 from mrl.rollout.receipts import Receipts
-from mrl.rollout.remote import AgentLost, Json, RemoteAgent
+from mrl.rollout.remote import AgentLost, AgentUnreached, Json, RemoteAgent
 from mrl.types import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 REQUEST = "responses_create_params"
 NO_RECEIPT = "untrained_tokens_no_receipt"
@@ -31,6 +34,7 @@ ANYWHERE = ("0.0.0.0", "127.0.0.1", "::", "localhost")
 """Hosts that mean the machine of the head server itself."""
 HEAD_S = 30.0
 RETRY_S = 2.0
+WARN_S = 60.0
 
 
 @dataclass
@@ -46,30 +50,45 @@ class GymServers:
     _may_have_moved: bool = False
 
     async def run(self, name: str, row: Json, *, deadline_s: float) -> Json:
-        """The answer of an agent to a row. AgentLost, TimeoutError: as `RemoteAgent.ask`; RuntimeError: there is no such agent."""
-        await asyncio.wait([self.up], timeout=deadline_s)
-        if not self.up.done():
-            raise TimeoutError
+        """The answer of an agent to a row, which waits while nobody listens. Errors as `RemoteAgent.ask`; RuntimeError: no such agent."""
+        now = time.monotonic()
+        end, warn_at = now + deadline_s, now + WARN_S
+        while (left := end - time.monotonic()) > 0:
+            await asyncio.wait([self.up], timeout=left)
+            if not self.up.done():
+                break
+            try:
+                return await (await self._find(name)).post(row, deadline_s=left)
+            except AgentUnreached as lost:
+                self._may_have_moved = True
+                if time.monotonic() > warn_at:
+                    warn_at = time.monotonic() + WARN_S
+                    logger.warning("Rows of %s wait for NeMo Gym's servers: %s", name, lost)
+                await asyncio.sleep(RETRY_S)
+            except AgentLost:
+                self._may_have_moved = True
+                raise
+        raise TimeoutError
+
+    async def _find(self, name: str) -> RemoteAgent:
+        """The agent of that name, where it is now."""
         agent = self._agents.get(name)
-        if agent is None or self._may_have_moved:
-            addresses = await self.addresses("responses_api_agents")
-            if name not in addresses:
-                known = ", ".join(sorted(addresses)) or "none"
-                raise RuntimeError(
-                    f"NeMo Gym's servers have no agent {name}, which rows name in agent_ref; theirs are {known}. Name its config file in "
-                    "env.nemo_gym.config_paths"
-                )
-            url, self._may_have_moved = f"{addresses[name]}/run", False
-            if agent is None or agent.url != url:
-                agent = self._agents[name] = RemoteAgent(url)
-        try:
-            return await agent.post(row, deadline_s=deadline_s)
-        except AgentLost:
-            self._may_have_moved = True
-            raise
+        if agent is not None and not self._may_have_moved:
+            return agent
+        addresses = await self.addresses("responses_api_agents")
+        if name not in addresses:
+            known = ", ".join(sorted(addresses)) or "none"
+            raise RuntimeError(
+                f"NeMo Gym's servers have no agent {name}, which rows name in agent_ref; theirs are {known}. Name its config file in "
+                "env.nemo_gym.config_paths"
+            )
+        url, self._may_have_moved = f"{addresses[name]}/run", False
+        if agent is None or agent.url != url:
+            agent = self._agents[name] = RemoteAgent(url)
+        return agent
 
     async def addresses(self, kind: str = "") -> dict[str, str]:
-        """URL of every server of a kind, by name; "" = all. AgentLost: the head server does not answer."""
+        """URL of every server of a kind, by name; "" = all. AgentUnreached: the head server does not answer."""
         timeout = aiohttp.ClientTimeout(total=HEAD_S)
         try:
             async with (
@@ -79,7 +98,7 @@ class GymServers:
                 # YAML as a text in JSON.
                 config = yaml.safe_load(json.loads(await response.text()))
         except (aiohttp.ClientError, TimeoutError, ValueError, yaml.YAMLError) as error:
-            raise AgentLost(f"{self.head_url}, NeMo Gym's head server: {error or type(error).__name__}") from error
+            raise AgentUnreached(f"{self.head_url}, NeMo Gym's head server: {error or type(error).__name__}") from error
         head = urlsplit(self.head_url).hostname
         found = dict[str, str]()
         for name, instance in config.items() if isinstance(config, dict) else ():
@@ -105,7 +124,7 @@ class GymServers:
         addresses, end = dict[str, str](), time.monotonic() + limit_s
         while time.monotonic() < end:
             await asyncio.sleep(RETRY_S)
-            with suppress(AgentLost):  # the head server comes first
+            with suppress(AgentUnreached):  # the head server comes first
                 addresses = await self.addresses()
             if addresses and all([await _accepts(address) for address in addresses.values()]):
                 return self.set_up()

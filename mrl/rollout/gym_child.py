@@ -23,14 +23,15 @@ PR_SET_CHILD_SUBREAPER = 36
 START_S = 120
 RAY = {
     "RAY_gcs_server_port_wait_time_s": f"{START_S}",
-    "RAY_raylet_start_wait_time_s": f"{START_S}",
     "RAY_worker_register_timeout_seconds": f"{START_S}",
     "RAY_agent_register_timeout_ms": f"{START_S * 1000}",
+    "RAY_prestart_worker_first_driver": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""Gives their Ray more time than its own 15 to 60 s, which are too few on a busy host where a run starts beside it."""
+"""Gives their Ray more time than its own 15 to 60 s, which are too few on a busy host where a run starts beside it, and less to do."""
 GRACE_MS = 15_000
 """For the servers to end by themselves."""
+MAX_SESSION_FOLDER_BYTES = 107 - 68 - len("/g12345678")
 # A process that the kernel cannot end is left.
 KILL_S, LOOK_S = 60.0, 0.05
 
@@ -45,7 +46,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    ray_folder = tempfile.mkdtemp(prefix="mrl-gym-")  # short, as sockets of their Ray lie in it
+    ray_folder = make_ray_folder(os.environ.get("MRL_RUN_FOLDER", ""))
     # Standard output stays with this process alone: it is closed when everything has ended.
     program = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, stdout=sys.stderr, env=os.environ | RAY | {"RAY_TMPDIR": ray_folder})
     descriptor, poll = os.pidfd_open(program.pid), select.poll()
@@ -64,6 +65,15 @@ def main() -> None:
             os.waitpid(-1, os.WNOHANG)
         time.sleep(LOOK_S)
     shutil.rmtree(ray_folder, ignore_errors=True)
+
+
+def make_ray_folder(session_folder: str) -> str:
+    """A folder for their Ray: in that of the run (`mrl.signals.MARK`), which goes when the run's reaper has killed this process, too.
+
+    A run's folder with a long path is not taken, as the paths of sockets have 107 bytes, of which Ray's names take 68.
+    """
+    is_fit = os.path.isdir(session_folder) and len(os.fsencode(session_folder)) <= MAX_SESSION_FOLDER_BYTES
+    return tempfile.mkdtemp(prefix="g", dir=session_folder) if is_fit else tempfile.mkdtemp(prefix="mrl-gym-")
 
 
 def descendants(ancestor: int) -> list[int]:

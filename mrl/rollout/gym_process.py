@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
 """Servers that end so often in a row before they are up do not start."""
+RAY_GAVE_UP = b"timed out during startup"
+"""Part of what Ray says where it is not up within 30 s, which nothing sets (ray/_private/node.py). On a busy host it is, the next time."""
 NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Environment variables that are about our Python. Those of our Ray are not theirs, either."""
 # As NeMo RL gives them (nemo_rl/environments/nemo_gym.py): Gym's own defaults let few rollouts run at once.
@@ -88,16 +90,25 @@ class GymProcess:
     async def _keep_alive(self) -> None:
         num_failed = 0
         while num_failed < MAX_FAILED_STARTS:
-            num_failed += 1
+            num_failed, log_start = num_failed + 1, self._log_size()
             process = self._process = self._begin()
             looking = asyncio.ensure_future(self.servers.look_for_life(self.section.start_s))
             await _closed(process)
             looking.cancel()
-            num_failed = 0 if self.servers.up.done() else num_failed
+            is_excused = self.servers.up.done() or self._has_logged(RAY_GAVE_UP, log_start)
+            num_failed = 0 if is_excused else num_failed
             self.servers.set_down()
             logger.warning("NeMo Gym's servers have ended, and are started again; see %s", self.log_file)
         what = f"has ended {num_failed} times in a row before NeMo Gym's servers were up"
         raise RuntimeError(f"env.nemo_gym.command={self.section.command} {what}; see {self.log_file}")
+
+    def _log_size(self) -> int:
+        return self.log_file.stat().st_size if self.log_file.exists() else 0
+
+    def _has_logged(self, text: bytes, start: int) -> bool:
+        with self.log_file.open("rb") as log:
+            log.seek(start)
+            return text in log.read()
 
     def _begin(self) -> subprocess.Popen[bytes]:
         program, *arguments = shlex.split(self.section.command or "")

@@ -21,6 +21,10 @@ class AgentLost(Exception):
     """The agent's process or server has gone."""
 
 
+class AgentUnreached(AgentLost):
+    """Nobody listens at the agent's address: it has got no task."""
+
+
 class RemoteAgent:
     """An agent at a URL of the user's."""
 
@@ -44,6 +48,8 @@ class RemoteAgent:
                 self._client.post(self.url, json=body, headers=self._headers) as response,
             ):
                 content = await response.read()
+        except aiohttp.ClientConnectorError as error:
+            raise AgentUnreached(f"{self.url}: {error}") from error
         except aiohttp.ClientError as error:
             raise AgentLost(f"{self.url}: {error or type(error).__name__}") from error
         text = content.decode("utf-8", errors="replace")

@@ -146,6 +146,10 @@ class RunFolder:
         spans.stop()
         self.give_back()
 
+    def check_owner(self) -> None:
+        """Raises FolderLost if another process owns the folder by now."""
+        self._ownership.check()
+
     def give_back(self) -> None:
         """Ends the hold on the folder. For a process that ends at once, too."""
         self._ownership.give_back()

@@ -7,7 +7,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -19,7 +19,7 @@ from mrl.config.schema.algo import GrpoConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.planning import sequence_cost
 from mrl.store.evaluations import mean_pass_at_k
-from mrl.types import Batch, Proposals, RolloutGroup
+from mrl.types import Batch, PromptKey, Proposals, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,18 @@ class Clock:
         return exposed | hidden | {"time/total": time.monotonic() - self._start}
 
 
-def rollout_metrics(groups: Sequence[RolloutGroup], grpo: GrpoConfig, *, seconds: float, num_engine_restarts: int) -> dict[str, float]:
-    """Rewards (scaled and shaped, of rollouts that have one), lengths and rates of a step whose generation took `seconds`."""
+def rollout_metrics(
+    groups: Sequence[RolloutGroup],
+    grpo: GrpoConfig,
+    *,
+    seconds: float,
+    num_engine_restarts: int,
+    kept: Collection[PromptKey] = (),
+) -> dict[str, float]:
+    """Rewards (scaled and shaped, of rollouts that have one), lengths and rates of a step whose generation took `seconds`.
+
+    Rollouts of `kept` prompts were sampled by an earlier attempt, and in other seconds.
+    """
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = np.array(shaped_rewards_of(groups, grpo) or [0.0])
@@ -83,7 +93,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], grpo: GrpoConfig, *, seconds
         "rollout/failed": float(sum(not verdict.is_valid for verdict in verdicts)),
         "rollout/groups_without_signal": float(sum(len(set(group.rewards)) == 1 for group in groups)),
         "rollout/engine_restarts": float(num_engine_restarts),
-        "rollout/tokens_per_s": float(lengths.sum() / seconds),
+        "rollout/tokens_per_s": float(lengths[[rollout.key not in kept for rollout in rollouts]].sum() / seconds),
+        **({"rollout/kept_groups": float(len(kept))} if kept else {}),
         **_speculation_metrics([rollout.proposals for rollout in rollouts]),
         **environment_metrics(groups, stage="rollout"),
     }

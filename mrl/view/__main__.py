@@ -128,15 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         logger.error("--port %d: %s; choose another, or 0", options.port, error)
         return 2
-    logger.info(
-        "http://%s:%d/%s/  (Ctrl-C ends; from another host: ssh -L %d:%s:%d HOST)",
-        HOST,
-        server.server_port,
-        token,
-        server.server_port,
-        HOST,
-        server.server_port,
-    )
+    here = f"{HOST}:{server.server_port}"
+    logger.info("http://%s/%s/  (Ctrl-C ends; from another host: ssh -L %d:%s HOST)", here, token, server.server_port, here)
     try:
         server.serve_forever()
     except KeyboardInterrupt:

@@ -77,11 +77,11 @@ def _mean(name: str, *, steps: int = 1) -> Measure:
     return measure
 
 
-def _share(name: str, whole: str, *, steps: int) -> Measure:
-    """Sum of one metric over that of another in the last steps; a step without the first counts 0 of it."""
+def _share_of_time(name: str, *, steps: int) -> Measure:
+    """Share of the last steps' time that a part of them takes; a step without it counts 0."""
 
     def measure(rows: Sequence[Row], _: Facts) -> float | None:
-        wholes = _values(rows, whole, steps)
+        wholes = _values(rows, "time/total", steps)
         return sum(_values(rows, name, steps)) / sum(wholes) if len(wholes) == steps and sum(wholes) else None
 
     return measure
@@ -99,23 +99,14 @@ def _not_finite(rows: Sequence[Row], _: Facts) -> float | None:
     return float(sum(rows[-1].get(name, 0.0) is None for name in ("train/loss", "train/grad_norm", "train/reward"))) if rows else None
 
 
-def _growth(name: str, *, steps: int) -> Measure:
-
-    def measure(rows: Sequence[Row], _: Facts) -> float | None:
-        values = _values(rows, name, 2 * steps)
-        if len(values) < 2 * steps or not sum(values[:steps]):
-            return None
-        return sum(values[steps:]) / sum(values[:steps])
-
-    return measure
+def _growth_of_generation(rows: Sequence[Row], _: Facts) -> float | None:
+    values = _values(rows, "time/generation", 20)
+    return sum(values[10:]) / sum(values[:10]) if len(values) == 20 and sum(values[:10]) else None
 
 
-def _increase(name: str, *, steps: int) -> Measure:
-    def measure(rows: Sequence[Row], _: Facts) -> float | None:
-        values = _values(rows, name, steps)
-        return values[-1] - values[0] if len(values) > 1 else None
-
-    return measure
+def _restarts(rows: Sequence[Row], _: Facts) -> float | None:
+    values = _values(rows, "rollout/engine_restarts", 10)
+    return values[-1] - values[0] if len(values) > 1 else None
 
 
 def _reward_change(rows: Sequence[Row], _: Facts) -> float | None:
@@ -138,7 +129,7 @@ def _worst_masked(rows: Sequence[Row], _: Facts) -> float | None:
 RULES = (
     Advice("not_finite", "stop", "numbers of this step that are not finite", _not_finite, 0.0,
          "the loss diverged", "policy.megatron_cfg.optimizer.lr down; policy.max_grad_norm down"),
-    Advice("engines_die", "stop", "engine restarts in 10 steps", _increase("rollout/engine_restarts", steps=10), 2.0,
+    Advice("engines_die", "stop", "engine restarts in 10 steps", _restarts, 2.0,
          "an engine runs out of memory or crashes", "logs/exp_NNN/actors/engine-*.log; vllm_cfg.gpu_memory_utilization down"),
     Advice("no_signal", "stop", "groups with equal rewards, share of all, for 3 steps",
          _over("rollout/groups_without_signal", "num_prompts", steps=3), 0.99,
@@ -152,8 +143,8 @@ RULES = (
     Advice("reward_flat", "look", f"reward over {NUM_STEPS_FLAT} steps moved, in standard errors,", _reward_change, 0.5,
          "the task is too hard or too easy, or the learning rate too low", "the Rollouts tab; data; policy.megatron_cfg.optimizer.lr",
          is_below=True),
-    Advice("generation_rises", "look", "generation seconds of 10 steps over those of the 10 before", _growth("time/generation", steps=10),
-         1.3, "answers grow longer, or other work slows the engines",
+    Advice("generation_rises", "look", "generation seconds of 10 steps over those of the 10 before", _growth_of_generation, 1.3,
+         "answers grow longer, or other work slows the engines",
          "policy.generation.max_new_tokens; grpo.reward_shaping.enabled; rollout/mean_length"),
     Advice("dlogp", "look", "mean |dlogp| of engine and trainer, 3 steps,", _mean("train/mean_abs_dlogp", steps=3), 0.05,
          "engine and trainer compute different logprobs", "python -m mrl.doctor CONFIG --refit; precision; policy.router_replay.enabled"),
@@ -167,12 +158,12 @@ RULES = (
          "a few long rollouts hold all engines up, or rewards are slow", "grpo.async_grpo.enabled; fewer engines; time/reward"),
     Advice("lag", "look", "lag over its bound, 5 steps,", _over("train/max_trajectory_age", "max_lag", steps=5), 0.99,
          "engines are slower than the trainer", "more engines; grpo.async_grpo.max_trajectory_age_steps up"),
-    Advice("refit_share", "look", "refit share of a step, 5 steps,", _share("time/refit", "time/total", steps=5), 0.2,
+    Advice("refit_share", "look", "refit share of a step, 5 steps,", _share_of_time("time/refit", steps=5), 0.2,
          "the link between trainer and engines is slow", "the Weights tab; policy.refit_buffer_size_gb up; python -m mrl.doctor"),
     Advice("packing", "look", "packing efficiency, 5 steps,", _mean("train/packing_efficiency", steps=5), 0.5,
          "rows are far longer than sequences", "policy.sequence_packing.enabled; policy.sequence_packing.train_mb_tokens", is_below=True),
     Advice("checkpoint_waits", "look", f"share of {WINDOW // 2} steps spent waiting for checkpoints",
-         _share("time/checkpoint", "time/total", steps=WINDOW // 2), 0.1,
+         _share_of_time("time/checkpoint", steps=WINDOW // 2), 0.1,
          "the disk is slow or saves are frequent", "checkpointing.save_period up; policy.megatron_cfg.checkpoint.async_save=true"),
 )  # fmt: skip
 """Liveness first, then hints; the page shows them in this order."""

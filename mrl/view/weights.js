@@ -14,7 +14,7 @@ function bytes(count) {
 
 function counted(count, name) { return `${count} ${name}${count === 1 ? "" : "s"}`; }
 
-const LINKS = { gpu: "a worker's own GPU", node: "other GPUs of its node", network: "other nodes" };
+const LINKS = { gpu: "a worker's own device", node: "other devices of its node", network: "other nodes" };
 
 // Who sends how much to whom: ranks x engine workers, darker cells carry more.
 function matrix({ matrix: rows, neighbours, num_ranks: ranks, num_workers: workers }) {
@@ -58,7 +58,7 @@ function weights() {
     share(i), bytes(of("refit/verified_bytes", i)), bytes(of("refit/padding_bytes", i))]);
   const verified = places.reduce((sum, i) => sum + (of("refit/verified_bytes", i) || 0), 0);
   return h("div", {},
-    h("p", {}, `${places.length} refits of this page's steps compared ${bytes(verified)} of live engines with the trainer's weights. `
+    h("p", {}, `${counted(places.length, "refit")} of this page's steps compared ${bytes(verified)} of live engines with the trainer's weights. `
       + "A refit with one wrong byte ends the run: every version below is proven."),
     schedule(run()),
     drawn(REFIT_CHARTS),

@@ -346,7 +346,7 @@ def test_the_schedule_of_a_refit_is_a_matrix(tab: Tab, tmp_path: Path):
     assert len(set(tones)) == 3 and tones[1] == "rgba(37, 99, 235, 0)"
     text = str(tab.evaluate("document.querySelector('main').textContent"))
     assert (
-        "3 kB from a worker's own GPU, 1 kB from other GPUs of its node, 0 B from other nodes" in text
+        "3 kB from a worker's own device, 1 kB from other devices of its node, 0 B from other nodes" in text
         and "4 kB stayed as they were" in text
     )
 

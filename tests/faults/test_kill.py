@@ -74,6 +74,7 @@ def rows(run_folder: Path) -> list[dict]:
         "refit/weight_version",
         "rollout/engine_restarts",
         "rollout/reward_",
+        "rollout/kept_groups",
     )
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.sources import ROOT
+from tests.sources import ROOT, search_path
 from tests.waiting import HANG_S
 
 PREPARE_TIMEOUT_S = HANG_S
@@ -101,7 +101,7 @@ def sampling_noise(accuracies: Sequence[float], num_samples: int) -> float:
 
 def call(folder: Path, *arguments: str, timeout_s: float) -> str:
     """Standard output and error of `python ARGUMENTS` in `folder`, without times and levels; fails the test unless it exits with 0."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,

@@ -7,6 +7,7 @@ import gzip
 import json
 import re
 import shutil
+from importlib.metadata import version
 
 import pytest
 
@@ -60,6 +61,7 @@ def test_the_console_shows_what_the_tutorials_show(quickstart: Quickstart):
 def test_the_run_folder_holds_what_was_promised(quickstart: Quickstart):
     folder = quickstart.run_folder
     assert (folder / "config.yaml").stat().st_size
+    assert json.loads((folder / "about.json").read_text())["megatron-core"] == version("megatron-core")
     report = (folder / "report.html").read_text()
     (run,) = read_page(report)["runs"]
     assert run["series"]["val/accuracy"] and run["rollouts"] and "connect-src 'none'" in report

@@ -20,59 +20,88 @@ Row = dict[str, str | int | float | None]
 """Column -> value; None where there is nothing to measure."""
 
 
+_UPDATE = ("mrl/policy/batch.py", "mrl/policy/step.py", "mrl/policy/objectives.py", "mrl/policy/optimizer.py", "mrl/policy/packed.py")
+_LEARNS = ("mrl/algo", *_UPDATE, "mrl/policy/output.py", "mrl/train.py", "mrl/loop/rollouts.py")
+_TINY = ("configs/grpo_tiny.yaml", "mrl/recipes/tiny.py")
+_ROLLOUTS = ("mrl/loop/rollouts.py", "mrl/cluster/rollouts.py", "mrl/cluster/engines.py", "mrl/rollout/engine.py")
+_COPIES = ("conversion/schedule.py", "conversion/reshard.py", "conversion/rounds.py")
+_FILES = ("conversion/convert.py", "conversion/cache.py", "conversion/files", "conversion/tensors.py")
+_PEAKS = ("mrl/plan/activations.py", "mrl/plan/peaks.py", "mrl/plan/states.py", "scripts/bench/plan_points.py")
+_MODEL = (*_UPDATE, "mrl/policy/model.py", "mrl/policy/specs.py", "mrl/policy/parallel.py", "mrl/algo/losses.py")
+_SAVES = ("mrl/loop/saving.py", *(f"mrl/store/{name}.py" for name in ("checkpoints", "ledger", "resuming", "ownership")))
+_CONFINED = ("mrl/envs/confine.py", "mrl/envs/sandbox.py", "mrl/envs/child.py", "mrl/rollout/http_gate.py")
+_GRADERS = tuple(f"mrl/envs/{name}.py" for name in ("code", "instruction_following", "mcqa", "structured_outputs", "workplace_assistant"))
+_MATH = tuple(f"mrl/envs/math_{name}.py" for name in ("value", "answer", "form", "same", "sums", "tokens"))
+
 PATHS: dict[str, tuple[str, ...]] = {
-    "algorithms": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/grpo_tiny.yaml", "mrl/recipes/tiny.py"),
-    "async": ("mrl/train.py", "mrl/loop", "mrl/cluster", "mrl/rollout"),
-    "cluster": ("scripts/ray.sub", "mrl/cluster", "mrl/store", "mrl/train.py"),
+    "algorithms": (*_LEARNS, *_TINY),
+    "async": ("mrl/train.py", *_ROLLOUTS),
+    "cluster": ("scripts/ray.sub", *(f"mrl/cluster/{name}.py" for name in ("runtime", "nodes", "members", "refit", "engine_parts"))),
     "config": ("mrl/config",),
-    "conversion": ("conversion",),
-    "convert": ("conversion",),
-    "engine": ("mrl/rollout",),
-    "driver": ("mrl/train.py", "mrl/loop", "mrl/cluster", "mrl/store"),
-    "driver_memory": ("mrl/train.py", "mrl/loop", "mrl/cluster", "mrl/store"),
-    "distillation": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/distillation_tiny.yaml", "configs/sft_tiny.yaml"),
+    "conversion": _FILES,
+    "convert": _FILES,
+    "engine": ("mrl/rollout/engine.py", "mrl/rollout/worker.py", "mrl/rollout/cpu.py"),
+    "driver": ("mrl/train.py", *_ROLLOUTS, "mrl/cluster/rewards.py", "mrl/cluster/event_loop.py", "mrl/cluster/calls.py"),
+    "driver_memory": ("mrl/train.py", *_ROLLOUTS, "mrl/cluster/rewards.py", "mrl/store/samples.py"),
+    "distillation": (*_LEARNS, "mrl/policy/distillation.py", "configs/distillation_tiny.yaml", "configs/sft_tiny.yaml"),
     "environments": ("mrl/envs", "mrl/cluster/rewards.py"),
-    "faults": ("mrl/store", "mrl/loop", "mrl/cluster", "mrl/startup.py"),
-    "gym_rewards": ("mrl/envs",),
-    "hangs": ("mrl/spans.py", "mrl/cluster", "mrl/loop"),
-    "hostile": ("mrl/envs", "mrl/rollout", "mrl/store", "mrl/config", "mrl/cluster", "conversion"),
-    "learning": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/grpo_tiny.yaml", "mrl/recipes/tiny.py"),
-    "logprobs": ("mrl/policy/logprobs.py", "mrl/policy/output.py"),
-    "math_verdicts": (
-        "mrl/envs/math_value.py",
-        "mrl/envs/math_answer.py",
-        "mrl/envs/math_form.py",
-        "mrl/envs/math_same.py",
-        "mrl/envs/math_sums.py",
-        "mrl/envs/math_tokens.py",
+    "faults": (
+        "mrl/train.py",
+        *(f"mrl/store/{name}.py" for name in ("checkpoints", "ledger", "resuming", "ownership")),
+        "mrl/loop/saving.py",
     ),
-    "model_folders": ("conversion", "mrl/train.py", "mrl/config", "mrl/policy", "mrl/refit", "mrl/rollout"),
-    "mopd": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/mopd_tiny.yaml", "configs/sft_tiny.yaml"),
-    "nemo_parity": ("mrl/algo", "mrl/policy/batch.py"),
+    "gym_rewards": (*_GRADERS, *_MATH),
+    "hangs": ("mrl/spans.py", "mrl/cluster/hangs.py", "mrl/cluster/watchdog.py", "mrl/cluster/calls.py"),
+    "hostile": (
+        "mrl/envs/confine.py",
+        "mrl/envs/sandbox.py",
+        "mrl/envs/child.py",
+        *_GRADERS,
+        *_MATH,
+        "mrl/rollout/http_gate.py",
+        "conversion/files",
+    ),
+    "learning": (*_LEARNS, *_TINY),
+    "logprobs": ("mrl/policy/logprobs.py", "mrl/policy/output.py"),
+    "math_verdicts": _MATH,
+    "model_folders": ("conversion", "mrl/policy/model.py", "mrl/policy/specs.py", "mrl/refit/pull.py"),
+    "mopd": (*_LEARNS, "mrl/policy/distillation.py", "configs/mopd_tiny.yaml", "configs/sft_tiny.yaml"),
     "nemo_recipes": ("mrl/config", "mrl/check.py"),
     "nemo_reasons": ("mrl/config", "mrl/check.py"),
     "nodes": ("scripts/ray_node.sh", "mrl/cluster/runtime.py", "mrl/cluster/nodes.py"),
     "packing": ("mrl/data/packing.py", "mrl/data/planning.py"),
-    "parity": ("mrl/policy", "mrl/algo", "conversion/families"),
-    "parity_steps": ("mrl/policy", "mrl/algo", "conversion/families"),
-    "plan_later": ("mrl/plan/activations.py", "mrl/plan/peaks.py", "mrl/plan/states.py", "scripts/bench/plan_points.py"),
-    "plan_points": ("mrl/plan/activations.py", "mrl/plan/peaks.py", "mrl/plan/states.py", "scripts/bench/plan_points.py"),
-    "ppo": ("mrl/algo", "mrl/policy", "mrl/train.py", "mrl/loop", "configs/ppo_tiny.yaml", "mrl/recipes/tiny.py"),
-    "recompute": ("mrl/policy",),
-    "refit": ("mrl/refit", "mrl/cluster/refit.py", "conversion/schedule.py", "conversion/reshard.py", "conversion/rounds.py"),
-    "refit_model": ("mrl/plan/times.py", "mrl/plan/traffic.py", "conversion/schedule.py", "conversion/reshard.py", "conversion/rounds.py"),
+    "parity": (
+        *_UPDATE,
+        "mrl/policy/model.py",
+        "mrl/policy/specs.py",
+        "mrl/policy/parallel.py",
+        "mrl/algo/losses.py",
+        "conversion/families",
+    ),
+    "parity_steps": _MODEL,
+    "plan_later": _PEAKS,
+    "plan_points": _PEAKS,
+    "ppo": (*_LEARNS, "mrl/loop/critic.py", "configs/ppo_tiny.yaml", "mrl/recipes/tiny.py"),
+    "recompute": ("mrl/policy/model.py", "mrl/policy/step.py", "mrl/policy/mamba_torch.py"),
+    "refit": ("mrl/refit", "mrl/cluster/refit.py", *_COPIES),
+    "refit_model": ("mrl/plan/times.py", "mrl/plan/traffic.py", *_COPIES),
     "router_replay": ("mrl/policy/moe.py", "mrl/rollout/worker.py"),
-    "schedule": ("conversion/schedule.py", "conversion/reshard.py", "conversion/rounds.py", "conversion/families"),
-    "signals": ("mrl/signals.py", "mrl/train.py", "mrl/loop", "mrl/cluster"),
-    "spans": ("mrl/spans.py", "mrl/view", "mrl/store/samples.py", "mrl/store/run_folder.py"),
-    "speculation": ("mrl/policy", "mrl/rollout", "mrl/refit", "configs/grpo_tiny.yaml", "mrl/recipes/tiny.py"),
-    "startup": ("mrl/cluster", "mrl/loop", "mrl/policy", "mrl/rollout", "mrl/train.py", "configs/grpo_tiny.yaml"),
-    "supervised": ("mrl/loop", "mrl/algo", "mrl/policy", "configs/sft_tiny.yaml", "configs/dpo_tiny.yaml", "configs/rm_tiny.yaml"),
-    "trainer": ("mrl/policy", "mrl/algo"),
-    "vs_trl": ("mrl/train.py", "mrl/loop", "mrl/cluster", "mrl/rollout", "mrl/policy", "mrl/algo", "configs/grpo_tiny.yaml"),
-    "witness": ("conversion/families", "mrl/refit", "mrl/rollout"),
+    "schedule": (*_COPIES, "conversion/families"),
+    "signals": ("mrl/signals.py", "mrl/loop/signal_watch.py", "mrl/loop/main.py", "mrl/loop/run.py"),
+    "spans": ("mrl/spans.py", "mrl/view", "mrl/store/samples.py"),
+    "speculation": ("mrl/policy/mtp.py", "mrl/rollout/cpu_speculation.py", "mrl/rollout/engine.py", *_TINY),
+    "startup": ("mrl/loop/main.py", *(f"mrl/cluster/{name}.py" for name in ("session", "runtime", "environment")), *_TINY),
+    "supervised": (
+        *_UPDATE,
+        "mrl/algo/supervised.py",
+        "mrl/loop/examples.py",
+        *(f"configs/{name}_tiny.yaml" for name in ("sft", "dpo", "rm")),
+    ),
+    "trainer": (*_UPDATE, "mrl/policy/model.py", "mrl/policy/logprobs.py"),
+    "vs_trl": ("mrl/train.py", *_ROLLOUTS, *_UPDATE, *_TINY),
+    "witness": ("conversion/families", "mrl/refit/pull.py", "mrl/refit/checksum.py", "mrl/rollout/worker.py"),
 }
-"""Measured parts: the product files and folders whose changes make its table old."""
+"""Measured parts: the product files and folders whose behaviour they measure; a change of their code makes the table old."""
 
 OUTCOMES = ("async", "config", "environments", "faults", "hangs", "hostile", "model_folders", "nodes", "signals")
 """Parts that measure nothing but whether their tests pass; `tests/conftest.py` records that."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.long.stale`: lists measured tables whose product files have changed since. Never fails."""
+"""`python -m tests.long.stale`: lists measured tables whose product code has changed since. Never fails."""
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -12,24 +13,44 @@ from tests.long.record import DATA_FOLDER, PATHS
 from tests.sources import ROOT
 
 
-def stale_tables(folder: Path = DATA_FOLDER, root: Path = ROOT, paths: Mapping[str, Sequence[str]] = PATHS) -> list[str]:
-    """One warning for each `PART.json` in `folder` whose paths differ from the commit that it names, in part order."""
-    warnings = []
+def stale_tables(folder: Path = DATA_FOLDER, root: Path = ROOT, paths: Mapping[str, Sequence[str]] = PATHS) -> dict[str, str]:
+    """Part -> why its `PART.json` in `folder` is old: the code of its paths differs from the commit that it names, words aside."""
+    reasons = {}
     for path in sorted(folder.glob("*.json")):
         part, measured = path.stem, json.loads(path.read_text(encoding="utf-8"))["commit"]
         if part.startswith("gpu_"):
             continue  # docs/gpu_status.md gives the commit of each
-        command = ["git", "diff", "--name-only", measured.removesuffix("-dirty"), "--", *paths[part]]
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
-        changed = done.stdout.splitlines()
+        done = _git(root, "diff", "--name-only", "--no-renames", measured.removesuffix("-dirty"), "--", *paths[part])
+        changed = [name for name in done.stdout.splitlines() if _code_differs(root, measured.removesuffix("-dirty"), name)]
         if done.returncode:
-            warnings.append(f"docs/data/{path.name} was measured at {measured}, which this checkout does not have")
+            reasons[part] = f"was measured at {measured}, which this checkout does not have"
         elif changed or measured.endswith("-dirty"):
             what = f"{len(changed)} files that it depends on have changed since ({', '.join(changed[:3])}{' ...' if changed[3:] else ''})"
-            warnings.append(f"docs/data/{path.name} was measured at {measured}; {what}")
-    return warnings
+            reasons[part] = f"was measured at {measured}; {what}"
+    return reasons
+
+
+def _code_differs(root: Path, commit: str, name: str) -> bool:
+    """Tells whether more than comments, docstrings and layout of a file differ from a commit."""
+    before, now = _git(root, "show", f"{commit}:{name}"), root / name
+    if before.returncode or not now.exists():
+        return True
+    return not name.endswith(".py") or _code(before.stdout) != _code(now.read_text(encoding="utf-8"))
+
+
+def _code(source: str) -> str:
+    """The syntax tree of a source as text, without the strings that stand alone."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            body[:] = [each for each in body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
+    return ast.dump(tree)
+
+
+def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=60)
 
 
 if __name__ == "__main__":
-    for warning in stale_tables():
-        print(f"Warning: {warning}")
+    for part, reason in stale_tables().items():
+        print(f"docs/data/{part}.json {reason}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real servers of NeMo Gym, started by the run, in real steps: ids trained are ids sampled, and rewards are those of our graders.
+"""Real servers of NeMo Gym, started by the run, in real steps: ids trained are ids sampled, rewards those of our graders and of the judge.
 
 `NEMO_GYM_RUN` names the `ng_run` of an environment with nemo-gym and what its servers need (as scripts/bench/gym_rewards.py makes one).
 """
@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import signal
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import ClassVar
 
 import pytest
 
-from mrl.cluster.payload import pull
 from mrl.envs import mcqa
 from mrl.envs.task import Task
-from mrl.loop.run import Step
-from mrl.train import train_step
-from mrl.types import RolloutGroup, RunState
-from tests.stack.loop.conftest import LiveRun, live_run
-from tests.stack.loop.test_agents import rounded, take_drawn, turns, watch
-from tests.waiting import HANG_S
+from tests.faults.attempts import is_taken
+from tests.faults.test_kill_points import assert_goes_on, attempt
+from tests.long.calling_model import CALLS, CHAT, Steps, save_calling_model
+from tests.stack.loop.conftest import LiveRun, live_run, write_inputs
+from tests.stack.loop.test_agents import watch
 
 NG_RUN = os.environ.get("NEMO_GYM_RUN", "")
 pytestmark = [
@@ -30,90 +35,193 @@ pytestmark = [
     pytest.mark.skipif(not NG_RUN, reason="NEMO_GYM_RUN names no ng_run"),
 ]
 
-SERVERS = ("mcqa", "example_session_state_mgmt", "example_single_tool_call")
+JUDGED = "equivalence_llm_judge"
+SERVERS = ("mcqa", "example_session_state_mgmt", "example_single_tool_call", JUDGED)
 AGENTS = tuple(f"{server}_simple_agent" for server in SERVERS)
 PATHS = [
     "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml",
     *(f"resources_servers/{name}/configs/{name}.yaml" for name in SERVERS),
 ]
-STATE_TOOL = {"type": "function", "name": "get_counter_value", "parameters": {"type": "object", "properties": {}}, "strict": True}
+# As in Gym's example rows: vLLM would force the arguments of strict tools.
+TOOLS = [{"type": "function", "name": name, "parameters": {"type": "object", "properties": {}}, "strict": True} for name, _ in CALLS]
+
+
+class Judge(BaseHTTPRequestHandler):
+    """A model that judges by rule, for `equivalence_llm_judge`."""
+
+    verdicts: ClassVar[list[bool]] = []
+    on_request: ClassVar[list[Callable[[], object]]] = []
+    """Calls that the next request makes, in the middle of a step."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        while self.on_request:
+            self.on_request.pop()()
+        is_right = zlib.crc32(asked["messages"][-1]["content"].encode()) % 2 == 0
+        self.verdicts.append(is_right)
+        message = {"role": "assistant", "content": "[[A=B]]" if is_right else "[[A!=B]]"}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        head = {"id": "1", "object": "chat.completion", "created": 1, "model": "judge"}
+        reply = json.dumps({**head, "choices": [choice]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing."""
 
 
 def rows_of(number: int) -> Iterator[dict]:
     """A row for each agent, in the form of Gym's example rows, as short as a tiny model's context is."""
 
-    def row(server: str, question: str, tools: list[dict], **fields: object) -> dict:
-        request = {"input": [{"role": "user", "content": question}], "tools": tools}
+    def row(server: str, said: str, tools: list[dict], **fields: object) -> dict:
+        request = {"input": [{"role": "user", "content": said}], "tools": tools, "parallel_tool_calls": number % 2 == 0}
         return {"responses_create_params": request, "agent_ref": {"name": f"{server}_simple_agent"}, **fields}
 
     yield row("mcqa", f"{number}? A or B, in a box.", [], options=[{"A": "one"}, {"B": "two"}], expected_answer="B")
-    yield row("example_session_state_mgmt", f"count to {number}", [STATE_TOOL], expected_count=number, initial_count=3)
-    yield row("example_single_tool_call", f"weather in {number}", [{**STATE_TOOL, "name": "get_weather"}])
+    yield row("example_session_state_mgmt", f"count to {number}", TOOLS, expected_count=7, initial_count=3)
+    yield row("example_single_tool_call", f"weather in {number}", TOOLS)
+    yield row(JUDGED, f"capital of {number}?", [], question=f"capital of {number}?", expected_answer="Rome")
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
-    folder = tmp_path_factory.mktemp("gym")
-    environment = Path(NG_RUN).parents[1]
-    # All servers in the one environment of ng_run.
+def overrides(folder: Path, judge_url: str) -> list[str]:
+    """Settings of a run on Gym's servers, all of them in the one environment of ng_run."""
     for place in (
         *(f"resources_servers/{name}" for name in SERVERS),
         "responses_api_agents/simple_agent",
         "responses_api_models/vllm_model",
     ):
         (folder / "venvs" / place).mkdir(parents=True)
-        (folder / "venvs" / place / ".venv").symlink_to(environment)
+        (folder / "venvs" / place / ".venv").symlink_to(Path(NG_RUN).parents[1])
     rows = folder / "gym.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for number in range(10, 20) for row in rows_of(number)))
-    with pytest.MonkeyPatch.context() as patch:
+    steps = "{responses_api_agents: {simple_agent: {max_steps: 3}}}"
+    address = f"entrypoint: app.py, base_url: {judge_url}/v1, api_key: none, model: judge"
+    model = f"{{{address}, return_token_id_information: false, uses_reasoning_parser: false}}"
+    return [
+        f"policy.model_name={save_calling_model(folder / 'caller')}",
+        *CHAT,
+        f"data.train.data_path={rows}",
+        f"data.validation.data_path={rows}",
+        "data.shuffle=false",
+        "data.default.processor=nemo_gym_data_processor",
+        "data.default.env_name=nemo_gym",
+        "env.should_use_nemo_gym=true",
+        "env.nemo_gym.embedded=false",
+        f"env.nemo_gym.command={NG_RUN}",
+        f"env.nemo_gym.config_paths=[{','.join(PATHS)}]",
+        "env.nemo_gym.skip_venv_if_present=true",
+        f"env.nemo_gym.uv_venv_dir={folder / 'venvs'}",
+        f"env.nemo_gym.judge_model={{responses_api_models: {{vllm_model: {model}}}}}",
+        f"env.nemo_gym.{JUDGED}={{resources_servers: {{{JUDGED}: {{judge_model_server: {{name: judge_model}}}}}}}}",
+        *(f"env.nemo_gym.{server}_simple_agent={steps}" for server in SERVERS[1:3]),
+        f"grpo.num_prompts_per_step={len(AGENTS)}",
+        f"policy.train_global_batch_size={len(AGENTS) * 4}",
+        "cluster.cpu_units_per_node=2",
+        "policy.megatron_cfg.expert_model_parallel_size=1",
+    ]
+
+
+@contextmanager
+def judge() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
+    folder = tmp_path_factory.mktemp("gym")
+    with pytest.MonkeyPatch.context() as patch, judge() as judge_url:
         patch.setenv("MRL_CACHE", str(folder / "cache"))
-        yield from live_run(
-            folder,
-            "policy.generation.vllm_cfg.expose_http_server=true",
-            "policy.generation.vllm_cfg.http_server_share=1.0",
-            f"data.train.data_path={rows}",
-            f"data.validation.data_path={rows}",
-            "data.shuffle=false",
-            "data.default.processor=nemo_gym_data_processor",
-            "data.default.env_name=nemo_gym",
-            "env.should_use_nemo_gym=true",
-            "env.nemo_gym.embedded=false",
-            f"env.nemo_gym.command={NG_RUN}",
-            f"env.nemo_gym.config_paths=[{','.join(PATHS)}]",
-            "env.nemo_gym.skip_venv_if_present=true",
-            f"env.nemo_gym.uv_venv_dir={folder / 'venvs'}",
-            f"grpo.num_prompts_per_step={len(AGENTS)}",
-            f"policy.train_global_batch_size={len(AGENTS) * 4}",
-            "cluster.cpu_units_per_node=2",
-            "policy.megatron_cfg.expert_model_parallel_size=1",
-        )
+        patch.setenv("MRL_TEST_GYM", str(os.getpid()))
+        for running in live_run(folder, *overrides(folder, judge_url)):
+            running.on_engines(watch)
+            yield running
 
 
-def test_three_steps_train_what_was_sampled(live: LiveRun, monkeypatch: pytest.MonkeyPatch):
-    live.on_engines(watch)
-    supplier, steps = live.run.supplier, list[list[RolloutGroup]]()
-    sample = supplier.sample
+@pytest.fixture
+def steps(live: LiveRun, monkeypatch: pytest.MonkeyPatch) -> Steps:
+    return Steps(live, monkeypatch)
 
-    def noted(state: RunState, step: Step) -> list[RolloutGroup]:
-        steps.append(sample(state, step))
-        return steps[-1]
 
-    monkeypatch.setattr(supplier, "sample", noted)
-    judge = mcqa.make()
+def test_three_steps_train_what_was_sampled(live: LiveRun, steps: Steps):
     for _ in range(3):
-        train_step(live.run, live.state)
-        groups, metrics = steps[-1], live.state.metrics
-        assert {group.prompt.env_name for group in groups} == set(AGENTS)
-        infos = [info for group in groups for rollout in group.rollouts for info in rollout.sequences]
-        trained = rounded(turns(pull(infos, timeout_s=HANG_S)))
+        Judge.verdicts.clear()
+        metrics = steps.step(AGENTS)
         # Every answer that an engine gave came back by Gym's servers, and is trained once.
-        assert trained == rounded([one for engine in live.on_engines(take_drawn) for one in engine]) and trained.total() >= 12
-        assert metrics["train/token_mult_prob_error"] <= 1.001
+        trained = steps.trained()
+        assert trained == steps.drawn() and trained.total() > 4 * len(AGENTS)
         for name in AGENTS:
             assert metrics[f"rollout/{name}/num_rollouts"] == 4, name
             assert not any(key.startswith(f"rollout/{name}/untrained") for key in metrics), name
-        for group in groups:
-            assert all(verdict.is_valid for verdict in group.verdicts), [verdict.reason for verdict in group.verdicts]
-            for verdict in group.verdicts if group.prompt.env_name == AGENTS[0] else ():
-                assert verdict.reward == judge(Task((verdict.text,), "B", group.prompt.text, group.prompt.row)).reward
+        rewards = {group.prompt.env_name: [verdict.reward for verdict in group.verdicts] for group in steps.groups}
+        (asked,) = [group for group in steps.groups if group.prompt.env_name == AGENTS[0]]
+        grade = mcqa.make()
+        assert rewards[AGENTS[0]] == [grade(Task((one.text,), "B", asked.prompt.text, asked.prompt.row)).reward for one in asked.verdicts]
+        assert sorted(rewards[AGENTS[3]]) == sorted(map(float, Judge.verdicts)) and len(Judge.verdicts) == 4
+        # Turns behind a call of a tool are trained in one sequence with it.
+        assert max(info.num_turns for group in steps.groups[1:3] for rollout in group.rollouts for info in rollout.sequences) > 1
+        for group in steps.groups[1:2]:
+            called = [verdict.text.count(CALLS[0][0]) for verdict in group.verdicts]
+            assert rewards[AGENTS[1]] == [float(count == 1) for count in called]
     assert live.state.weight_version > 1
+
+
+@dataclass(frozen=True)
+class GymProcess:
+    pid: int
+    command: str
+    ray_folder: Path
+
+
+def gym_processes() -> list[GymProcess]:
+    """Processes of NeMo Gym in the runs of this test."""
+    found = list[GymProcess]()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # one that has ended meanwhile
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+            folders = [variable.partition("=")[2] for variable in variables if variable.startswith("RAY_TMPDIR=")]
+            if f"MRL_TEST_GYM={os.getpid()}" in variables and folders:
+                found.append(GymProcess(int(entry.name), command, Path(folders[0])))
+    return found
+
+
+def end_head() -> None:
+    (head,) = [process.pid for process in gym_processes() if f"{NG_RUN} +config_paths" in process.command]
+    os.kill(head, signal.SIGKILL)
+
+
+def test_an_engine_and_gyms_head_may_die_under_way(live: LiveRun, steps: Steps):
+    engine = live.on_engines(lambda engine: os.getpid())[0]
+    for victim in (lambda: os.kill(engine, signal.SIGKILL), end_head):
+        Judge.on_request.append(victim)
+        for _ in range(2):
+            metrics = steps.step(AGENTS)
+            assert not Judge.on_request and all(metrics[f"rollout/{name}/num_rollouts"] == 4 for name in AGENTS)
+            assert steps.trained().total() > 4 * len(AGENTS)
+
+
+def test_a_killed_driver_leaves_nothing_of_gym(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MRL_TEST_GYM", str(os.getpid()))
+    folders = set[Path]()
+    with judge() as judge_url:
+        inputs, run_folder = [*write_inputs(tmp_path), *overrides(tmp_path, judge_url)], tmp_path / "run"
+
+        def look() -> None:
+            folders.update(process.ray_folder for process in gym_processes())
+
+        with attempt(run_folder, inputs, "killed") as current:
+            current.wait_until(lambda: is_taken(run_folder, 2), "generation of step 2")
+            look()
+            Judge.on_request.append(current.process.kill)
+            assert current.finish() == -signal.SIGKILL
+            current.assert_nothing_survives()
+        Judge.on_request.append(look)
+        # One attempt that SIGTERM ends, and one to the last step.
+        assert_goes_on(run_folder, inputs)
+    assert len(folders) == 2 and not any(folder.exists() for folder in folders)

@@ -107,7 +107,7 @@ def worker_models(folder: Path, parallel: VllmParallel, workers: Sequence[int]) 
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from mrl.rollout.engine import engine_arguments
+    from mrl.rollout.engine_arguments import engine_arguments
 
     # Colocated engines sleep, by an allocator that CPU hosts lack.
     generation = GenerationConfig(max_new_tokens=16, vllm_cfg=vllm_config(parallel), colocated=ColocatedConfig(enabled=False))

@@ -19,6 +19,7 @@ import torch
 
 from mrl.phases import PHASES, Phase
 from tests.rollouts import StartEngine, differences, random_requests, run
+from tests.stack.rollout.ahead import schedule_ahead
 from tests.stack.rollout.trainer import TIMEOUT_S, Trainer
 
 if TYPE_CHECKING:
@@ -80,8 +81,10 @@ def fail(message: str, *arguments: object) -> None:
 
 
 @pytest.fixture
-def device(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Device]]:
-    """An engine that takes its host for a GPU once it is up, and the memory beneath it."""
+def device(request: pytest.FixtureRequest, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Device]]:
+    """An engine that takes its host for a GPU once it is up, and the memory beneath it; with True as parameter it schedules ahead."""
+    if getattr(request, "param", False):
+        schedule_ahead(monkeypatch)
     engine = start_engine()
     from vllm import device_allocator
     from vllm.device_allocator import AllocationData, cumem
@@ -146,6 +149,7 @@ def refit(engine: Engine, device: Device, weights: list[torch.Tensor], version: 
     engine.set_weight_version(version)
 
 
+@pytest.mark.parametrize("device", [False, True], ids=["plain", "ahead"], indirect=True)
 def test_weights_stay_where_they_are_while_only_the_kv_cache_leaves(device: tuple[Engine, Device]):
     engine, memory = device
     requests = random_requests(3, max_new_tokens=6)
@@ -183,6 +187,7 @@ def test_a_step_finds_all_that_it_needs_after_every_sleep(device: tuple[Engine, 
             assert {"weights", "kv_cache"}.isdisjoint(enter(engine, memory, phase))
 
 
+@pytest.mark.parametrize("device", [False, True], ids=["plain", "ahead"], indirect=True)
 def test_requests_under_way_are_dropped_with_the_cache_and_nothing_else(device: tuple[Engine, Device]):
     engine, memory = device
     for phase in ("load", "refit"):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import ROOT
+from tests.sources import ROOT, tree_of
 
 NOT_READ = ("tests/long/", "tests/gpu/", "tests/runner/", "tests/waiting.py", "tests/unit/test_clocks.py")
 AHEAD, RANKS = "tests/stack/ahead/test_ahead.py", "tests/stack/refit/test_refit_processes.py"
@@ -43,7 +43,7 @@ SHORTEST_S, SHORTEST_MARK_S = 300, 1200
 def faults(source: str) -> dict[str, list[str]]:
     """Function -> lines that compare with a clock, bound a duration from above, or limit a wait to less than a hang."""
     found: dict[str, list[str]] = {}
-    for name, nodes in _functions(ast.parse(source)):
+    for name, nodes in _functions(tree_of(source)):
         clocked = _names_of_times(nodes)
         for node in nodes:
             if (isinstance(node, ast.Compare) and _is_hasty(node, clocked)) or _is_short_limit(node):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import ROOT
+from tests.sources import ROOT, tree_of
 
 LOADERS = {
     *("pickle.load", "pickle.loads", "pickle.Unpickler", "pickle._Unpickler", "marshal.loads", "shelve.open"),
@@ -58,7 +58,7 @@ REASONS = {
 
 def uses(source: str) -> set[str]:
     """Loaders that a file calls, hands on or imports by name. Builtins count where they are called: keys may have their names."""
-    tree = list(ast.walk(ast.parse(source)))
+    tree = list(ast.walk(tree_of(source)))
     called = {ast.unparse(node.func) for node in tree if isinstance(node, ast.Call)}
     named = {ast.unparse(node) for node in tree if isinstance(node, ast.Attribute)}
     imported = {f"{node.module}.{alias.name}" for node in tree if isinstance(node, ast.ImportFrom) for alias in node.names}
@@ -76,7 +76,7 @@ def test_every_use_is_listed_with_its_reason():
 
 @pytest.mark.parametrize("path", ["conversion/files/torch_dist.py", "mrl/policy/checkpoint.py"])
 def test_torch_reads_weights_only(path: str):
-    calls = [node for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(tree_of((ROOT / path).read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
     loads = [
         {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords} for call in calls if ast.unparse(call.func) == "torch.load"
     ]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.sources import PRODUCT_FOLDERS, ROOT, module_name, python_files
+from tests.sources import PRODUCT_FOLDERS, ROOT, module_name, python_files, tree_of
 from tests.waiting import HANG_S
 
 LAYERS = {
@@ -61,7 +61,7 @@ def imported_names(source: str, module: str, *, at_module_level: bool = False) -
 
     `at_module_level` leaves out functions, strings and TYPE_CHECKING blocks.
     """
-    for node in _nodes(ast.parse(source), skip_functions=at_module_level):
+    for node in _nodes(tree_of(source), skip_functions=at_module_level):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

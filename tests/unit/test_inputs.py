@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +116,23 @@ MISTAKES = {
         "Refused",
         f"data.train.data_path={TRAIN} has 64 bad rows; correct or remove them, or set data.on_bad_row=skip:\n  {TRAIN}:1: no agent_ref",
         lambda: write_rows(TRAIN, {"responses_create_params": {"input": "1+1="}, "expected_answer": "2"}),
+    ),
+    "tools for agents without a parser": Mistake(
+        [
+            "data.default.env_name=nemo_gym",
+            "env.should_use_nemo_gym=true",
+            f"env.nemo_gym.command={sys.executable}",
+            "policy.generation.vllm_cfg.expose_http_server=true",
+        ],
+        "Refused",
+        f"data.train.data_path={TRAIN}: rows of weather_simple_agent have tools, and engines refuse requests with tools; set policy.",
+        lambda: write_rows(
+            TRAIN,
+            {
+                "responses_create_params": {"input": "hi", "tools": [{"type": "function", "name": "look", "parameters": {}}]},
+                "agent_ref": {"name": "weather_simple_agent"},
+            },
+        ),
     ),
     "answers that no reply can match": Mistake(
         [],

@@ -16,7 +16,7 @@ import pytest
 
 import mrl
 from mrl.doctor.software import applies
-from tests.sources import ROOT, python_files
+from tests.sources import ROOT, python_files, tree_of
 from tests.unit.test_imports import imported_names
 from tests.waiting import HANG_S
 
@@ -68,7 +68,7 @@ def test_every_import_is_declared():
     declared = names(PROJECT["dependencies"]) | names(PROJECT["optional-dependencies"]["loggers"]) | {"vllm"}
     missing = {}
     for path in python_files(("mrl", "conversion")):
-        for statement in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)):
+        for statement in (node for node in ast.walk(tree_of(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)):
             for name in imported_names(ast.unparse(statement), "mrl"):
                 root = name.split(".")[0]
                 if root in sys.stdlib_module_names or root in OPTIONAL or root in ("mrl", "conversion"):

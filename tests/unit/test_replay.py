@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from mrl.data.recorded import read_record, write_record
+from mrl.loop.recording import RecordedStep
 from mrl.replay import config_of, differences, lay_out, main
 from tests.sources import ROOT
+from tests.stack.ahead.conftest import AHEAD
 
 ROLLOUT = {
     "prompt_id": "train:3",
@@ -63,7 +66,7 @@ def test_what_cannot_be_made_again(tmp_path: Path, capsys: pytest.CaptureFixture
     run = record(tmp_path / "a")
     (run / "config.yaml").write_text(config)
     with pytest.raises(SystemExit) as caught:
-        main([str(run), "--step", str(step)])
+        main([str(run), "--step", str(step), "cluster.cpu_units_per_node=2"])
     assert caught.value.code == 2 and reason in capsys.readouterr().err
 
 
@@ -77,6 +80,39 @@ def test_nothing_is_removed_but_what_a_replay_made(tmp_path: Path, capsys: pytes
     for _ in range(2):
         lay_out(run / "replay", run, None)
     assert [path.name for path in (run / "replay").iterdir()] == ["made_by_replay"]
+
+
+@pytest.mark.long("replay")
+def test_the_training_of_recorded_steps_is_made_again_with_lag_and_at_another_layout(tmp_path: Path):
+    run, settings = tmp_path / "run", [*AHEAD, "grpo.max_num_steps=5", "checkpointing.save_period=2", "checkpointing.metric_name=null"]
+    settings = [word for word in settings if word != "checkpointing.enabled=false"]
+
+    def command(*words: str) -> tuple[int, str]:
+        done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = command("mrl.train", "grpo_tiny.yaml", *settings, "logger.record_steps=3", f"checkpointing.checkpoint_dir={run}")
+    assert code == 0, said[-4000:]
+    assert sorted(path.name for path in (run / "recorded").iterdir()) == ["step_3.mrl", "step_4.mrl", "step_5.mrl"]
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    code, said = command("mrl.replay", str(run), "--step", "4")
+    assert code == 0 and "Equal: the training of steps 3 to 4" in said and "bit for bit" in said, said[-4000:]
+    code, said = command("mrl.replay", str(run), "--step", "4", "cluster.cpu_units_per_node=2")
+    assert code == 0 and "within 0.0001, as the layout is another" in said, said[-4000:]
+    assert {path: path.read_bytes() for path in before} == before
+    code, said = command("mrl.replay", str(run), "--step", "2")
+    assert code == 2 and "logger.record_steps records, for which step_1.mrl is missing" in said, said[-4000:]
+    record = read_record(run / "recorded/step_4.mrl", RecordedStep)
+    changed = record.batches[0][3]
+    changed.rollout.token_ids[1] ^= 1
+    write_record(run / "recorded/step_4.mrl", record)
+    code, said = command("mrl.replay", str(run), "--step", "4")
+    at = len(changed.rollout.request.token_ids)
+    assert code == 1 and f"step 4, update 0, rank 0, rollout {changed.info.request_id}: old_logprobs[{at}] was" in said, said[-4000:]
+    content = (run / "recorded/step_4.mrl").read_bytes()
+    (run / "recorded/step_4.mrl").write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    code, said = command("mrl.replay", str(run), "--step", "4")
+    assert code == 2 and "step_4.mrl is damaged: its bytes differ from its checksum" in said, said[-4000:]
 
 
 @pytest.mark.long("replay")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 
-from tests.sources import ROOT, python_files
+from tests.sources import ROOT, python_files, tree_of
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
@@ -14,7 +14,7 @@ MAX_TYPE_IGNORES = 20
 
 def long_functions(source: str) -> list[tuple[str, int]]:
     """Name and length of every function longer than `MAX_FUNCTION_LINES`, docstring included, decorators not."""
-    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [node for node in ast.walk(tree_of(source)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     lengths = [(node.name, (node.end_lineno or node.lineno) - node.lineno + 1) for node in functions]
     return [(name, length) for name, length in lengths if length > MAX_FUNCTION_LINES]
 

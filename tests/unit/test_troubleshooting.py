@@ -19,7 +19,7 @@ from mrl.config.schema.run import KEYS
 from mrl.doctor import __main__ as doctor
 from mrl.doctor import probe
 from mrl.launch import wait_for_nodes
-from tests.sources import ROOT, python_files
+from tests.sources import ROOT, python_files, tree_of
 from tests.waiting import HANG_S
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -43,7 +43,7 @@ def templates() -> str:
     """Every text of the product's source with gaps where values go, one a line."""
     texts = []
     for path in python_files(("mrl", "conversion")):
-        nodes = ast.walk(ast.parse(path.read_text()))
+        nodes = ast.walk(tree_of(path.read_text()))
         texts += [_template(node) for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant)]
     for name in ("ray.sub", "ray_node.sh", "launch_nanov3.sh", "pull_container.sh", "prepare_data.sh"):
         script = (ROOT / "scripts" / name).read_text()

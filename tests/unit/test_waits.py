@@ -10,7 +10,7 @@ import ast
 
 import pytest
 
-from tests.sources import PRODUCT_FOLDERS, ROOT, python_files
+from tests.sources import PRODUCT_FOLDERS, ROOT, python_files, tree_of
 
 # Calls that wait for ever unless `timeout` is given, by the end of their dotted name.
 NEED_TIMEOUT = {
@@ -107,7 +107,7 @@ FORBIDDEN_BUILTINS = {"eval", "exec"}
 
 def unbounded_waits(source: str) -> list[str]:
     """Line and text of every call in `source` that can wait for ever, and of every polling loop that reads no clock."""
-    tree = ast.parse(source)
+    tree = tree_of(source)
     found = [_text(call) for call in _calls(tree) if _waits_for_ever(call)]
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
         calls = _calls(function)
@@ -121,7 +121,7 @@ def unbounded_waits(source: str) -> list[str]:
 
 def without_limit(source: str, *, in_driver: bool) -> list[str]:
     """Text of every call in `source` that knows no timeout and is not made by `within`, nor by a function that only `within` calls."""
-    tree = ast.parse(source)
+    tree = tree_of(source)
     calls = _calls(tree)
     made = {id(call) for part in _made_within(tree, calls) for call in _calls(part)}
     unlimited = NEED_WITHIN | (READS | WRITES if in_driver else set())
@@ -139,7 +139,7 @@ def _made_within(tree: ast.Module, calls: list[ast.Call]) -> list[ast.AST]:
 
 def forbidden(source: str) -> list[str]:
     """Line and text of every unsafe load, shell, eval, and handler that hides an error."""
-    tree = ast.parse(source)
+    tree = tree_of(source)
     found = []
     for call in _calls(tree):
         name = ast.unparse(call.func)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.sources import ROOT
+from tests.sources import ROOT, tree_of
 
 # These begin a question, a clause or half a sentence, whose rest is in the name above or in the body below.
 UNCLEAR = """And As At Because Beside But By How If Like Nor Of On Or So Than That Then Those Till Until What Whatever When Where Wherever
@@ -19,7 +19,7 @@ HELD = ("conversion", "mrl", "scripts", "tests")
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Line and text of each docstring of a file; a string below an attribute is one."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path.read_text())):
         statements = getattr(node, "body", None)
         for statement in statements if isinstance(statements, list) else []:
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str):
@@ -46,7 +46,7 @@ def test_the_lint_sees_docstrings_of_modules_attributes_and_methods(tmp_path: Pa
 
 def test_no_class_has_the_name_of_another_and_no_name_of_a_file_stands_three_times():
     files = [path for folder in ("conversion", "mrl") for path in sorted((ROOT / folder).rglob("*.py"))]
-    classes = Counter(node.name for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+    classes = Counter(node.name for path in files for node in ast.walk(tree_of(path.read_text())) if isinstance(node, ast.ClassDef))
     names = Counter(path.name for path in files)
     assert [name for name, count in classes.items() if count > 1] == []
     assert [name for name, count in names.items() if count > 2 and not name.startswith("__")] == []

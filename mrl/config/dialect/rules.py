@@ -7,14 +7,14 @@ One backend is active, as in NeMo RL, and keys of the other have no effect.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from mrl.config.dialect.gym_keys import JUDGES, SERVERS, is_gyms
 from mrl.config.dialect.tables import SAME_VALUE
 from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe, split_key
 from mrl.config.passthrough import KEYS_OF_ENGINE_ARGUMENTS
 from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.data import GYM_PROCESSOR
+from mrl.config.schema.env import NemoGymConfig
 
 MEGATRON, DTENSOR = "policy.megatron_cfg", "policy.dtensor_cfg"
 LORA = f"{DTENSOR}.lora_cfg"
@@ -74,6 +74,28 @@ REWRITTEN = frozenset(
 """Keys, besides those of the DTensor backend, that the rules here replace."""
 TRANSLATED_SECTIONS = (SCHEDULER, f"{DTENSOR}.env_vars", *TEMPLATE_VARIABLES)
 """Sections of which the rules here replace every key."""
+
+GYM: Key = ("env", "nemo_gym")
+SERVERS: Key = (*GYM, "servers")
+"""Keys of NeMo Gym's own config below `env.nemo_gym`, which the run that starts its servers hands on."""
+JUDGES = "should_use_judge"
+"""Name of the option that sends rows of a server to that server."""
+
+GYM_GLOBAL = frozenset(
+    "default_host disallowed_ports global_aiohttp_client_request_debug global_aiohttp_connector_limit "
+    "global_aiohttp_connector_limit_per_host head_server_deps hf_token model_call_capture_dir model_endpoint_readiness_timeout_seconds "
+    "nemo_gym_log_dir observability_enabled pip_install_verbose policy_max_input_tokens port_range_high port_range_low profiling_enabled "
+    "profiling_results_dirpath python_version ray_head_node_address skip_venv_if_present use_absolute_ip uv_cache_dir uv_pip_set_python "
+    "uv_venv_dir uvicorn_logging_show_200_ok verbose".split()
+)
+"""Keys of NeMo Gym (nemo_gym/global_config.py, server_utils.py) that are no servers."""
+ENDPOINT = ("_base_url", "_api_key", "_model_name")
+"""Endings of names by which NeMo Gym's config files ask for the address of a judge."""
+KINDS = ("resources_servers", "responses_api_agents", "responses_api_models")
+COPIES = ("_copy", "_delete_key", "_inherit_from")
+"""Keys with which a server takes over another one's options."""
+
+_OWN_OF_GYM = {field.name for field in fields(NemoGymConfig)}
 
 
 @dataclass
@@ -147,6 +169,16 @@ def _hand_on(found: Translation) -> None:
             found.without_effect.append((key, setting, "an option of NeMo Gym's servers, which env.nemo_gym.command would start"))
     if num_handed:
         found.lines.append(f"env.nemo_gym: {num_handed} keys go to NeMo Gym's servers")
+
+
+def is_gyms(key: Key, value: object) -> bool:
+    """Tells whether NeMo Gym's servers take this key: one of their global names, or of a server's section."""
+    if key[:2] != GYM or len(key) == 2 or key[2] in _OWN_OF_GYM:
+        return False
+    name, *rest = key[2:]
+    if name in GYM_GLOBAL or value in (None, {}):
+        return True
+    return rest[0] in (*KINDS, *COPIES) if rest else name.endswith(ENDPOINT)
 
 
 def is_template_variable(key: Key) -> bool:

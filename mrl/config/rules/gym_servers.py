@@ -82,8 +82,10 @@ def describe_routes(config: RunConfig) -> str:
         return ""
     here = [server for server in (section.gym_servers or SERVERS) if section.embeds(server)]
     elsewhere = served(section)
-    lines = [f"graded here: rows of {', '.join(here) or 'no server'}"]
-    if elsewhere or section.has_gym_servers:
+    lines = [f"graded here: rows of {', '.join(here)}"] if here else []
+    if not elsewhere and not section.has_gym_servers:
+        lines[0] += "; there is nothing else to start"
+    else:
         lines.append(f"on NeMo Gym's servers: rows of {', '.join(elsewhere) or 'all other agents'}; {_to_start(section)}")
     if section.agents:
         lines.append(f"by your agents: rows of {', '.join(section.agents)}")
@@ -96,5 +98,6 @@ def _to_start(section: EnvConfig) -> str:
         return f"the run starts them by {gym.command}"
     if gym.head_server.host:
         where = f"{gym.head_server.host}:{gym.head_server.port}"
-        return f"you start them with policy_base_url={gym.policy_base_url}; their head server is at {where}"
+        asked = gym.policy_base_url or f"http://HOST:PORT{GYM_PATH}, which {PREFIX}.policy_base_url is to say"
+        return f"you start them, with their head server at {where} and policy_base_url={asked}"
     return f"nothing starts them: set {PREFIX}.command or {PREFIX}.head_server.host"

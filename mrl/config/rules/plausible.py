@@ -18,7 +18,6 @@ from mrl.config.texts import counted
 COMMON_GPU_BYTES = 80e9
 MAX_GPUS_PER_NODE = 16
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
-_RESOURCES = "policy.generation.colocated.resources"
 
 OF_BIASES = ("moe_router_enable_expert_bias", "moe_router_bias_update_rate")
 OF_EXPERTS = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate", "moe_token_dispatcher_type")
@@ -29,83 +28,66 @@ def _is_idle(config: RunConfig, name: str) -> bool:
     return config.has_engines and colocated.enabled and getattr(colocated.resources, name) is not None
 
 
-Doubt = tuple[str, Callable[[RunConfig], bool], str, str]
-
-DOUBTS: tuple[Doubt, ...] = (
-    (
-        f"{_OPTIMIZER}.lr",
+DOUBTS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
+    f"{_OPTIMIZER}.lr": (
         lambda config: config.policy.megatron_cfg.optimizer.lr > 0.01,
-        "a step moves every parameter by about as much, which destroys a trained model",
+        "a step moves every parameter by about as much, which destroys a trained model; "
         "policies learn with 1e-7 to 1e-5, tiny models with 1e-3",
     ),
-    (
-        f"{_OPTIMIZER}.weight_decay",
+    f"{_OPTIMIZER}.weight_decay": (
         lambda config: config.policy.megatron_cfg.optimizer.weight_decay > 1,
-        "it pulls the weights to 0 faster than they learn",
-        "0 to 0.1 is usual",
+        "it pulls the weights to 0 faster than they learn; 0 to 0.1 is usual",
     ),
-    (
-        "loss_fn.reference_policy_kl_penalty",
+    "loss_fn.reference_policy_kl_penalty": (
         lambda config: config.has_engines and config.loss_fn.reference_policy_kl_penalty > 1,
-        "the penalty outweighs rewards of 0 to 1, and the policy stays where it is",
-        "0 to 0.1 is usual",
+        "the penalty outweighs rewards of 0 to 1, and the policy stays where it is; 0 to 0.1 is usual",
     ),
-    (
-        "policy.generation.temperature",
+    "policy.generation.temperature": (
         lambda config: config.has_engines and not 0.1 <= config.policy.generation.temperature <= 2,
-        "near 0 the rollouts of a group are alike and teach nothing, far above 1 they are noise",
+        "near 0 the rollouts of a group are alike and teach nothing, far above 1 they are noise; "
         "0.6 to 1.2 is usual; validation has policy.generation.val_temperature",
     ),
-    (
-        "policy.generation.top_k",
+    "policy.generation.top_k": (
         lambda config: config.has_engines and config.policy.generation.top_k == 1,
-        "the rollouts of a group are alike, and teach nothing",
-        "leave it out; validation has policy.generation.val_top_k",
+        "the rollouts of a group are alike, and teach nothing; leave it out; validation has policy.generation.val_top_k",
     ),
-    (
-        "policy.generation.max_new_tokens",
+    "policy.generation.max_new_tokens": (
         lambda config: config.has_engines and config.policy.generation.max_new_tokens < 4,
-        "few answers are so short",
-        "raise it",
+        "few answers are so short; raise it",
     ),
-    (
-        "ppo.policy_training_start_step",
+    "ppo.policy_training_start_step": (
         lambda config: config.has_critic and config.ppo.policy_training_start_step >= config.grpo.max_num_steps,
-        "the run ends before the policy is trained: only the critic learns",
+        "the run ends before the policy is trained: only the critic learns; "
         "it is below ppo.max_num_steps, except where a critic is made for a later run",
     ),
-    (
-        "distillation.topk_logits_k",
+    "distillation.topk_logits_k": (
         lambda config: config.num_taught_logits == 1 and not config.loss_fn.zero_outside_topk,
-        "of one token both distributions are 1, so that the loss is 0 and nothing is learned",
+        "of one token both distributions are 1, so that the loss is 0 and nothing is learned; "
         "raise it, 64 is usual, or set loss_fn.zero_outside_topk=true",
     ),
-    (
-        "cluster.gpus_per_node",
+    "cluster.gpus_per_node": (
         lambda config: config.cluster.gpus_per_node > MAX_GPUS_PER_NODE,
-        f"hosts have at most {MAX_GPUS_PER_NODE} GPUs",
-        "give the GPUs of one host, and cluster.num_nodes",
+        f"hosts have at most {MAX_GPUS_PER_NODE} GPUs; give the GPUs of one host, and cluster.num_nodes",
     ),
-    *(
-        (
-            f"{_RESOURCES}.{name}",
+    **{
+        f"policy.generation.colocated.resources.{name}": (
             lambda config, name=name: _is_idle(config, name),
-            "it has no effect: engines share the policy's GPUs (policy.generation.colocated.enabled=true)",
+            "it has no effect: engines share the policy's GPUs (policy.generation.colocated.enabled=true); "
             "leave it out, or set that to false",
         )
         for name in ("gpus_per_node", "num_nodes")
-    ),
-)
-"""Key, whether its value is doubtful, why, and what is usual."""
+    },
+}
+"""Key -> whether its value is doubtful; why, and what is usual."""
 
 
 def find_doubts(config: RunConfig) -> list[str]:
     """A warning for every value that is probably a slip. Those that are not known are passed over."""
     problems = Problems(config, config.facts.origins)
-    for key, is_doubtful, reason, way_out in DOUBTS:
+    for key, (is_doubtful, text) in DOUBTS.items():
         with suppress(NotKnown):
             if is_doubtful(config):
-                problems.add(key, reason, way_out)
+                problems.add(key, *text.split("; ", 1))
     with suppress(NotKnown):
         doubt_rows(config, problems)
         for model in config.models_beside:

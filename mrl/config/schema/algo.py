@@ -16,8 +16,8 @@ Truncation = Literal["tis", "icepop", "seq-mask-tis"]
 class AsyncGrpoConfig:
     """Rollouts for later steps are generated while a step is trained. `enabled` needs dedicated engines and importance sampling correction.
 
-    Prompts are asked for up to `max_trajectory_age_steps` steps ahead, and a step waits only for its own. A checkpoint holds no rollouts:
-    what was generated and not trained is generated again after a resume. Without `in_flight_weight_updates` and
+    Prompts are asked for up to `max_trajectory_age_steps` steps ahead, and a step waits only for its own. What was generated and not
+    trained is kept for a resumed run (`checkpointing.keep_rollouts_gb`), or generated again. Without `in_flight_weight_updates` and
     `sample_freshest_first`, a run is a function of config, seed and the steps at which it was resumed, where the engines' arithmetic is
     batch-invariant (hosts without GPUs); with either, it depends on how fast the machines are.
     """

@@ -70,10 +70,11 @@ class VllmConfig:
     """KV cache of an engine on a host without GPUs, in MiB."""
     max_model_len: AtLeastTwo = follows("policy.max_total_sequence_length")
     """Longest prompt plus rollout, in tokens."""
-    max_num_seqs: Positive = 128
-    """Rollouts that an engine samples at the same time."""
-    max_num_batched_tokens: Positive = 4096
-    """Tokens of one engine step."""
+    max_num_seqs: Positive | None = None
+    """Rollouts that an engine samples at the same time; null = its part of a step or of a validation, up to 1,024 and to what fits into
+    its cache. `python -m mrl.plan` shows the number."""
+    max_num_batched_tokens: Positive | None = None
+    """Tokens of one engine step; null = 16,384 (4,096 without GPUs), or fewer if its rollouts have no more or the cache needs the room."""
     enable_prefix_caching: bool | None = None
     """Prompts share the cache of a common beginning until the next refit. null = as vLLM does; policy.router_replay decides itself."""
     enforce_eager: bool = False
@@ -93,7 +94,15 @@ class VllmConfig:
     @property
     def num_http_slots(self) -> int:
         """Answers to requests over HTTP that an engine samples at the same time."""
-        return max(1, int(self.http_server_share * self.max_num_seqs))
+        return max(1, int(self.http_server_share * (self.max_num_seqs or 0)))
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Rollouts that an engine samples at once, and tokens of one of its steps."""
+
+    num_seqs: int
+    num_tokens: int
 
 
 @dataclass

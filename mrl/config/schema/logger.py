@@ -79,6 +79,8 @@ class LoggerConfig:
     """Rollouts of a step that are written as text into `exp_NNN`: all, those of its first four prompts, or none."""
     rollouts_keep_steps: Positive | None = None
     """Keep the texts of this many steps, and remove older ones; null = of all steps."""
+    record_steps: Count = 0
+    """Record the rollouts of the last this many steps with their logprobs and advantages, for `mrl replay`; 0 = of none."""
     num_val_samples_to_print: Count = 0
     """Validation rollouts that each validation prints, and gives to the loggers as text: best and worst in equal parts."""
     wandb_enabled: bool = False

@@ -91,6 +91,8 @@ class PolicyConfig:
     """Type of weights and activations."""
     max_grad_norm: NotNegative = 1.0
     """Global gradient norm above which gradients are scaled down; 0 = never."""
+    not_finite_steps: Literal["stop", "skip"] = "stop"
+    """An update whose loss or gradient is NaN or Inf changes nothing, and its batch is recorded. The run stops, or skips the update."""
     offload_optimizer_for_logprob: bool = False
     """Keep gradients and optimizer off the GPUs outside of train steps, also where engines have their own GPUs."""
     refit_buffer_size_gb: AboveZero = 0.25

@@ -10,11 +10,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
-from mrl.config.fields import AboveZero, Count, Port, PortEnd, Positive
+from mrl.config.fields import AboveZero, Count, NotNegative, Port, PortEnd, Positive
 from mrl.config.schema.algo import (
     DistillationConfig,
     DpoConfig,
@@ -28,6 +29,7 @@ from mrl.config.schema.algo import (
 )
 from mrl.config.schema.data import DataConfig
 from mrl.config.schema.env import GYM_TURNS, EnvConfig
+from mrl.config.schema.generation import EngineLimits
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.policy import PolicyConfig, RouterReplayConfig
 from mrl.config.schema.ppo import PpoConfig, ValueConfig, ValueLossConfig
@@ -35,6 +37,10 @@ from mrl.phases import ModelName, role_of
 
 LIKE_POLICY = ("value",)
 """Sections of other models, with keys of `policy`: here a shared class takes defaults from the section instead of `policy`."""
+# Rollouts of an engine where nobody knows how many a validation has.
+SOME_SEQS = 128
+# vLLM's own limits on GPUs of 70 GB and more. Longer steps bring a CPU nothing, and take its memory.
+MOST_SEQS, MOST_TOKENS, MOST_CPU_TOKENS = 1024, 16384, 4096
 
 
 @dataclass
@@ -57,6 +63,8 @@ class CheckpointingConfig:
     """Keep this many of the newest checkpoints, whatever their metric; null = one."""
     save_optimizer: bool = True
     """Save optimizer state; without it a run cannot resume exactly."""
+    keep_rollouts_gb: NotNegative = 16.0
+    """Rollouts that a resumed run would else sample again are kept, in a folder of at most so many GB; 0 = none are."""
     allow_changes: list[Literal["model", "tokenizer", "data", "teacher", "critic"]] = field(default_factory=list)
     """Changes with which a run may resume. Data: also their order, which files, split, seed and shuffle decide."""
     checkpoint_must_save_by: str | None = None
@@ -360,6 +368,24 @@ class RunConfig:
         if self.cluster.gpus_per_node == 0:
             return self.policy.generation.num_cpu_engines
         return (self.num_dedicated_slots or self.num_policy_ranks) // self.policy.generation.vllm_cfg.tensor_parallel_size
+
+    @property
+    def engine_limits(self) -> EngineLimits:
+        """Limits of an engine as given, else those that its rollouts need; `mrl.plan.memory` lowers the latter to what the cache holds."""
+        vllm, grpo, num_rows = self.policy.generation.vllm_cfg, self.rollouts, 1 + self.policy.generation.num_proposed_tokens
+        trained = grpo.num_prompts_per_batch * grpo.num_generations_per_prompt * (1 + grpo.async_grpo.max_lag_steps)
+        validated = (grpo.max_val_samples or 0) * grpo.val_num_generations_per_prompt
+        needed = -(-max(trained, validated) // max(1, self.num_engines))
+        if vllm.expose_http_server:
+            # All may come as requests of agents, which have a share of the engine.
+            needed = math.ceil(needed / vllm.http_server_share)
+        if grpo.max_val_samples is None:
+            needed = max(needed, SOME_SEQS)
+        fitting = MOST_SEQS if vllm.max_num_batched_tokens is None else max(1, vllm.max_num_batched_tokens // num_rows)
+        num_seqs = vllm.max_num_seqs or min(needed, MOST_SEQS, fitting)
+        most_tokens = MOST_TOKENS if self.cluster.gpus_per_node else MOST_CPU_TOKENS
+        num_tokens = vllm.max_num_batched_tokens or max(num_seqs * num_rows, min(num_seqs * vllm.max_model_len, most_tokens))
+        return EngineLimits(num_seqs, num_tokens)
 
     @property
     def nodes_of_engine(self) -> int:

@@ -56,7 +56,8 @@ def test_two_engines_at_another_tp_than_the_policy_are_well_with_router_replay_t
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     for line in (
-        r"start +ok +2 policy ranks, 2 colocated engines; products of float32: torch float32",
+        r"start +ok +2 policy ranks, 2 colocated engines, up to \d+ rollouts at once in steps of up to [\d,]+ tokens"
+        r"; products of float32: torch float32",
         r"refit zero +ok +[\d,]{7,} bytes verified, [\d,]+ bytes of padding, [\d.]+ s with verification, [\d.]+ GB/s",
         r"refit +ok +[\d,]{7,} bytes verified, .*",
         r"new weights +ok +\d{3} tensors, all changed",

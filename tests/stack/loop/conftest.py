@@ -120,6 +120,7 @@ def live_run(folder: Path, *further: str) -> Iterator[LiveRun]:
         "policy.generation.stop_strings=[never said]",  # engines look for stop strings; requests of tests bring theirs
         "loss_fn.reference_policy_kl_penalty=0.01",
         "policy.refit_buffer_size_gb=0.0002",  # several rounds
+        "policy.not_finite_steps=skip",
         *PASSED_ON,
         *further,
     ]

@@ -17,7 +17,7 @@ import pytest
 from mrl.recipes.tiny import prepare_tiny
 from mrl.store.checkpoints import find_damage
 from tests.learn.quickstart import PREFIX
-from tests.sources import ROOT
+from tests.sources import ROOT, search_path
 from tests.stack.loop.conftest import SMALL
 from tests.waiting import HANG_S
 
@@ -60,7 +60,7 @@ def train(folder: Path, *overrides: str, config: str = "grpo_tiny.yaml", program
         f"checkpointing.checkpoint_dir={folder}",
     ]
     command = [sys.executable, *program, config, *inputs, *SMALL, *overrides]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     return re.sub(PREFIX, "", ended.stdout, flags=re.MULTILINE)

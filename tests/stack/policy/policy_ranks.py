@@ -245,25 +245,6 @@ def routing_of_step(rank: Rank, config: RunConfig) -> tuple[dict[str, float], di
         return metrics, moved, {name for name, _, _ in main_shards(policy)}
 
 
-def step_with_advantage(rank: Rank, config: RunConfig, advantage: float) -> tuple[str, bool, list[dict[str, float]]]:
-    """A step in which the last rank's advantages are `advantage`: its message, whether no byte of weights and optimizer changed.
-
-    Last comes the metrics of a clean step after it.
-    """
-    with open_policy(rank, config) as policy:
-        train(policy, 1)
-        policy.settle()
-        before = raw_checksums(policy), optimizer_checksum(policy)
-        set_batch(policy)
-        policy.compute_old_logprobs()
-        if policy.dp_rank == 1:
-            for row in policy._batches[0].rows:
-                row.advantages_T = torch.full_like(row.advantages_T, advantage)
-        message = message_of(policy.train_step)
-        policy.settle()
-        return message, before == (raw_checksums(policy), optimizer_checksum(policy)), train(policy, 1)
-
-
 def optimizers(policy: PolicyRank) -> list[DistributedOptimizer]:
     """The optimizers of dense layers and of experts."""
     from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,11 @@ from tests import models
 from tests.stack.policy import layout_ranks, policy_ranks
 from tests.stack.ranks import RankPool
 
-MEGATRON_CLASSES = {
+OF_0_16 = {"MambaModel": "megatron.core.models.mamba", "MambaStack": "megatron.core.ssm"}
+LATER = dict.fromkeys(("HybridModel", "HybridStack"), "megatron.core.models.hybrid")
+HYBRID_CLASSES = OF_0_16 if version("megatron-core").startswith("0.16.") else LATER
+MEGATRON_CLASSES = HYBRID_CLASSES | {
     "DistributedDataParallel": "megatron.core.distributed",
-    "MambaModel": "megatron.core.models.mamba",
-    "MambaStack": "megatron.core.ssm",
     "MambaLayer": "megatron.core.ssm",
     "MambaMixer": "megatron.core.ssm",
     "SelfAttention": "megatron.core.transformer",
@@ -33,7 +35,7 @@ TRANSFORMER_CLASSES = {
     "RotaryEmbedding": "megatron.core.models.common",
     "TransformerBlock": "megatron.core.transformer",
     "TransformerLayer": "megatron.core.transformer",
-} | {name: package for name, package in MEGATRON_CLASSES.items() if not name.startswith("Mamba")}
+} | {name: package for name, package in MEGATRON_CLASSES.items() if not name.startswith(("Mamba", "Hybrid"))}
 SCHEDULES = {"dp2": "forward_backward_no_pipelining", "pp2 dp2 ep2": "forward_backward_pipelining_without_interleaving"}
 # Layers that Megatron takes through its specs, of which the router is a subclass of Megatron's, the norm whose base class it lacks without
 # mamba_ssm, and the kernel for Apex's FusedAdam.

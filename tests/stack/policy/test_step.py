@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from mrl.data.planning import PACKERS
 from mrl.types import Rollout
 from tests import models
-from tests.stack.policy import policy_ranks
+from tests.stack.policy import finite_ranks, policy_ranks
 from tests.stack.ranks import RankPool
 
 KL_PENALTY = 0.05
@@ -170,9 +170,27 @@ def test_any_packing_gives_the_same_step(ranks: RankPool, folder: Path):
 @pytest.mark.parametrize("advantage", [float("nan"), 1e38])
 def test_a_step_that_is_not_finite_stops_all_ranks_and_changes_nothing(ranks: RankPool, folder: Path, advantage: float):
     config = policy_ranks.run_config(folder, "dp2", "policy.megatron_cfg.moe_router_bias_update_rate=0.01")
-    results = ranks.run(policy_ranks.step_with_advantage, config, advantage, world_size=2)
+    results = ranks.run(finite_ranks.step_with_advantage, config, advantage, world_size=2)
     for message, is_unchanged, clean_step in results:
         assert "not finite" in message
         assert is_unchanged
         assert np.isfinite(clean_step[0]["train/loss"])
     assert results[0][0] == results[1][0]
+
+
+def test_a_step_that_is_not_finite_may_be_skipped_and_its_tensors_are_there(ranks: RankPool, folder: Path):
+    config = policy_ranks.run_config(folder, "dp2", "policy.megatron_cfg.moe_router_bias_update_rate=0.01", "policy.not_finite_steps=skip")
+    results = ranks.run(finite_ranks.skipped_step, config, world_size=2)
+    for metrics, is_unchanged, _, clean_step in results:
+        assert metrics["train/num_skipped_updates"] == 1 and not np.isfinite(metrics["train/loss"]) and is_unchanged
+        assert clean_step[0]["train/num_skipped_updates"] == 0 and np.isfinite(clean_step[0]["train/loss"])
+        assert metrics.keys() == clean_step[0].keys()
+    # Each rank answers for its own sequences, without padding, in the step's order of tokens.
+    found = {index: tensors for _, _, (batch,), _ in results for index, tensors in batch.items()}
+    assert sorted(found) == [index for index, *_ in policy_ranks.rollouts()]
+    assert any(np.isnan(tensors["advantages"]).any() for tensors in found.values())
+    for index, rollout, _, is_valid in policy_ranks.rollouts():
+        tensors, prompt, length = found[index], len(rollout.request.token_ids), len(rollout.token_ids)
+        assert {len(values) for values in tensors.values()} == {prompt + length}
+        assert tensors["loss_mask"].tolist() == [0.0] * (prompt - 1) + [float(is_valid)] * length + [0.0]
+        assert (tensors["old_logprobs"][prompt - 1 : prompt + length - 1] < 0).all()

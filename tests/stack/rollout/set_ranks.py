@@ -56,7 +56,7 @@ def load(folder: Path, parallel: VllmParallel, worker: int, *, precision: Precis
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from mrl.rollout.engine import engine_arguments
+    from mrl.rollout.engine_arguments import engine_arguments
     from mrl.rollout.worker import engine_tensors
 
     vllm_cfg = VllmConfig(

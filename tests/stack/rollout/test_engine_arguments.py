@@ -23,7 +23,7 @@ def config(**vllm_kwargs: object) -> GenerationConfig:
 def test_the_arguments_reach_vllms_configuration(checkpoint: Callable[[int], Path]) -> None:
     from vllm import EngineArgs
 
-    from mrl.rollout.engine import engine_arguments
+    from mrl.rollout.engine_arguments import engine_arguments
 
     assert LAYOUT_ARGUMENTS.keys() <= {field.name for field in dataclasses.fields(EngineArgs)}
     arguments = engine_arguments(str(checkpoint(0)), config(), seed=0, device_ids=(2, 3))
@@ -52,13 +52,13 @@ def test_triton_experts_keep_the_order_and_others_do_not() -> None:
 
 def test_a_config_may_repeat_the_layout_of_gpus(checkpoint: Callable[[int], Path]) -> None:
     """Our own experts stay where there are no GPUs."""
-    from mrl.rollout.engine import engine_arguments
+    from mrl.rollout.engine_arguments import engine_arguments
 
     assert engine_arguments(str(checkpoint(0)), config(**LAYOUT_ARGUMENTS), seed=0).moe_backend == "auto"
 
 
 def test_the_prefix_cache_is_as_configured(checkpoint: Callable[[int], Path], caplog: pytest.LogCaptureFixture) -> None:
-    from mrl.rollout.engine import engine_arguments
+    from mrl.rollout.engine_arguments import engine_arguments
 
     def cached(wanted: bool | None, **kept: bool) -> bool | None:
         asked = config()
@@ -72,7 +72,7 @@ def test_the_prefix_cache_is_as_configured(checkpoint: Callable[[int], Path], ca
 
 
 def test_further_arguments_reach_vllms_configuration(checkpoint: Callable[[int], Path]) -> None:
-    from mrl.rollout.engine import engine_arguments
+    from mrl.rollout.engine_arguments import engine_arguments
 
     wanted = {"mamba_ssm_cache_dtype": "float32", "compilation_config": {"backend": "eager"}, "scheduling_policy": "priority"}
     made = engine_arguments(str(checkpoint(0)), config(**wanted), seed=0).create_engine_config()
@@ -83,7 +83,7 @@ def test_further_arguments_reach_vllms_configuration(checkpoint: Callable[[int],
 
 
 def test_the_type_of_the_cache_reaches_vllm() -> None:
-    from mrl.rollout.engine import engine_arguments
+    from mrl.rollout.engine_arguments import engine_arguments
 
     wanted = dataclasses.replace(config(), vllm_cfg=VllmConfig(precision="float32", kv_cache_dtype="bfloat16", max_model_len=256))
     assert engine_arguments("model", wanted, seed=0).kv_cache_dtype == "bfloat16"

@@ -130,6 +130,14 @@ def test_a_call_of_a_tool_is_parsed(engine: Engine, client: openai.OpenAI):
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2, "b": "3"})
 
 
+def test_strict_tools_force_no_token(engine: Engine, client: openai.OpenAI):
+    """All rows of NeMo Gym have strict tools: what a grammar forced could not be trained on."""
+    strict = {"type": "function", "function": TOOL["function"] | {"strict": True}}
+    body = {"tools": [strict], "parallel_tool_calls": False, "max_completion_tokens": 4, "extra_body": {"record": True}}
+    (answer,) = served(engine, lambda: chat(client, [{"role": "user", "content": "2+3"}], **body))
+    assert answer.model_extra["record"]["is_forced"] is False
+
+
 def test_conversations_may_have_a_template_of_their_own(engine: Engine, folder: Path):
     from mrl.rollout.http_server import start_server
 

@@ -6,7 +6,7 @@ import torch
 
 from mrl.algo.ratios import kl_divergence
 from mrl.config.schema.algo import LossConfig
-from tests.unit.algo.slow_loss import Batch, fast_loss
+from tests.unit.algo.loss_batches import Batch, fast_loss
 
 KINDS = ("k1", "k2", "k3")
 

@@ -21,6 +21,7 @@ from conversion.files import reading
 from conversion.files.manifest import file_faults
 from conversion.files.owners import owned, owned_name, removal_name
 from tests.unit.conversion.cached_models import fill_until, light_processes, save_model
+from tests.unit.store.conftest import Synced
 from tests.waiting import HANG_S, Clock
 
 
@@ -258,6 +259,20 @@ def test_only_the_entry_that_was_seen_is_discarded(hf: Path, root: Path):
     cached_mcore(hf, root)
     discard(folder, damaged)
     check_entry(folder)
+
+
+def test_an_entry_is_on_disk_before_it_gets_its_name(hf: Path, root: Path, monkeypatch: pytest.MonkeyPatch):
+    built, synced, sync = cached_mcore(hf, root.with_name("elsewhere")), Synced(), os.fsync
+
+    def build(out: Path) -> None:
+        shutil.copytree(built, out)
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.note(descriptor), sync(descriptor)))
+    folder = cached_mcore(hf, root, build=build)
+    before = dict((path, size) for path, size in synced.calls if path.is_relative_to(root / "building"))
+    (aside,) = {root / "building" / path.relative_to(root / "building").parts[0] for path in before}
+    inside = [path.relative_to(folder.parent) for path in folder.rglob("*")]
+    assert {path: before.get(aside / path) for path in inside} == {path: (folder.parent / path).stat().st_size for path in inside}
 
 
 def test_a_builder_at_work_is_waited_for(hf: Path, root: Path, monkeypatch: pytest.MonkeyPatch):

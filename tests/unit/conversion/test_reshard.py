@@ -99,6 +99,9 @@ def test_rounds_and_boxes_stay_within_the_buffer():
         boxes += [copy.box for copy in delivery.message.copies]
     assert sum(map(volume, boxes)) == 32
     assert schedule.body_bytes[0] <= NUM_BUFFERS * 128
+    # One arrives while the other is read.
+    (first,), (second,) = schedule.received_on(0)
+    assert first.offset + first.message.num_bytes <= second.offset
 
 
 def test_workers_take_turns_where_one_rank_serves_many():

@@ -274,6 +274,27 @@ def test_a_resumed_run_asks_for_the_prompts_that_its_ledger_has_not_consumed(tmp
     assert steps("damaged", 3, copy=tmp_path / "copy") == whole[1:]
 
 
+def test_a_group_that_is_revived_is_not_asked_for_and_regenerated_when_it_is_too_old(ledger: Ledger):
+    source, numbers = Groups(), plan(1)
+
+    def revive(epoch: int, prompt: Prompt) -> AskedGroup | None:
+        if prompt.prompt_id not in ("p0", "p3"):
+            return None
+        group = AskedGroup(epoch, prompt, NUM_GENERATIONS, 0 if prompt.prompt_id != "p3" else -1)
+        finish(group, (0.0, 1.0))
+        source.under_way[group.key] = (group, 0)  # so that it can be judged
+        return group
+
+    queue = queue_of(numbers, source, ledger, prompts(8), SAMPLING, last_step=4, revive=revive)
+    taken = run(queue, ledger, steps=4)
+    assert sorted(itertools.chain(*names(taken))) == [f"p{index}" for index in range(8)]
+    # p0 is a step older than the weights, as it may be; p3 is too old for its step, and asked for once.
+    assert ages(taken)[0] == [1, 0] and max(itertools.chain(*ages(taken))) == 1
+    assert sorted(key[1] for key, _ in source.asked) == [f"p{index}" for index in range(1, 8)]
+    assert [sorted(key[1] for key in one.kept) for one in taken] == [["p0"], [], [], []]
+    assert sum(one.metrics["rollout/regenerated_groups"] for one in taken) == 1
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     lag=st.integers(0, 3),
@@ -284,6 +305,7 @@ def test_a_resumed_run_asks_for_the_prompts_that_its_ledger_has_not_consumed(tmp
     same=st.sets(st.integers(0, 29)),
     killed_at=st.integers(0, 8),
     saved_at=st.integers(0, 8),
+    kept=st.dictionaries(st.integers(0, 29), st.integers(0, 3)),
 )
 def test_nothing_is_lost_or_trained_twice_over_a_kill(
     tmp_path_factory: pytest.TempPathFactory,
@@ -295,15 +317,27 @@ def test_nothing_is_lost_or_trained_twice_over_a_kill(
     same: set[int],
     killed_at: int,
     saved_at: int,
+    kept: dict[int, int],
 ):
+    """The second attempt finds rollouts of some prompts kept, so many steps old."""
     ledger = Ledger(tmp_path_factory.mktemp("queue") / "ledger.jsonl")
     every = prompts(30)
 
     def queue() -> RolloutQueue:
         source = Groups({f"p{i}": count for i, count in enumerate(ticks)}, {f"p{i}": (1.0, 1.0) for i in same})
+
+        def revive(epoch: int, prompt: Prompt) -> AskedGroup | None:
+            age = kept.get(int(prompt.prompt_id[1:]), 9)
+            if age > lag or not ledger.path.exists():
+                return None
+            group = AskedGroup(epoch, prompt, NUM_GENERATIONS, 1 - age)
+            finish(group, source.rewards.get(prompt.prompt_id, (0.0, 1.0)))
+            source.under_way[group.key] = (group, 0)
+            return group
+
         numbers = plan(lag, batch=batch, max_batches=30, freshest_first=freshest and lag > 0, waits_for_refit=waits and lag > 0)
         left = [pair for pair in every if (pair[0], pair[1].prompt_id) not in ledger.state.consumed]
-        return queue_of(numbers, source, ledger, left, SAMPLING, last_step=99, has_signal=differs)
+        return queue_of(numbers, source, ledger, left, SAMPLING, last_step=99, has_signal=differs, revive=revive)
 
     run(queue(), ledger, steps=killed_at)
     to_step = min(saved_at, len(ledger.state.trained))

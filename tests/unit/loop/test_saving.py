@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import threading
 import time
@@ -152,6 +153,19 @@ def test_a_save_is_published_while_the_loop_goes_on(attempt: Callable[[], Attemp
     assert ranks.finished_by == ["saves"] * NUM_RANKS
     now.saver.finish()
     assert now.saver.take_metrics().keys() == {"time/checkpoint_hidden"}
+
+
+def test_a_checkpoint_waits_for_its_steps_in_the_ledger(attempt: Callable[[], Attempt], monkeypatch: pytest.MonkeyPatch):
+    now, write = attempt(), os.write
+    with monkeypatch.context() as patch:
+        # The kernel writes what there is room for, and says how much that was.
+        patch.setattr(os, "write", lambda descriptor, content: write(descriptor, content[:7]))
+        state = now.train(3)
+        now.saver.begin(state)
+        now.saver.finish()
+    assert not (now.folder.path / "step_3").exists() and (now.folder.path / "step_2").exists()
+    now.saver.save(state)
+    assert (now.folder.path / "step_3" / "COMPLETE").exists() and list(replay(now.folder.ledger.path).trained) == [1, 2, 3]
 
 
 def test_whoever_waits_for_a_save_does_not_wait_for_the_next_look(attempt: Callable[[], Attempt], monkeypatch: pytest.MonkeyPatch):

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from mrl.config.load import load_config
+from mrl.config.schema.generation import EngineLimits
 from mrl.plan.engine import CacheLayout
 from mrl.plan.facts import PlanModel, read_model
 from mrl.plan.hardware import GPUS
-from mrl.plan.memory import EngineMemory, engine_memory, rank_memory
+from mrl.plan.memory import EngineMemory, describe_limits, engine_memory, rank_memory, with_limits
 from mrl.plan.times import decode_seconds
 from tests.sources import ROOT
 
@@ -42,6 +43,51 @@ def test_proposed_tokens_have_logits(tmp_path: Path):
     assert plain.cache - speculating.cache == pytest.approx(rows)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "words", "limits"),
+    [
+        # 64 engines share 2,048 rollouts, and all rows of a validation whose number the config does not say.
+        ("h100-80g", [], (128, 16384)),
+        ("h100-80g", ["grpo.num_prompts_per_step=512", "policy.generation.vllm_cfg.expose_http_server=true"], (512, 16384)),
+        ("h100-80g", ["grpo.num_prompts_per_step=4096"], (536, 16384)),
+        ("h100-80g", ["policy.generation.vllm_cfg.max_num_seqs=700"], (700, 16384)),
+        ("h100-80g", ["policy.generation.vllm_cfg.max_num_batched_tokens=100"], (100, 100)),
+        ("h100-80g", ["grpo.max_val_samples=64"], (32, 16384)),
+        ("a100-40g", [], (49, 16384)),
+        ("a100-40g", ["policy.generation.vllm_cfg.gpu_memory_utilization=0.44"], (9, 4096)),
+    ],
+)
+def test_limits_are_what_rollouts_need_and_the_cache_holds(tmp_path: Path, gpu: str, words: list[str], limits: tuple[int, int]):
+    (tmp_path / "config.json").write_text(json.dumps(NANO))
+    config = load_config("grpo_nanov3.yaml", [f"policy.model_name={tmp_path}", *words])
+    engine = engine_memory(config, read_model(config), GPUS[gpu])
+    assert (engine.limits.num_seqs, engine.limits.num_tokens) == limits
+    vllm = with_limits(config, GPUS[gpu]).policy.generation.vllm_cfg
+    assert (vllm.max_num_seqs, vllm.max_num_batched_tokens) == limits
+    if limits[0] < config.engine_limits.num_seqs:
+        # A sequence more would find no block for its first tokens.
+        assert engine.concurrency(1) >= limits[0] > engine.concurrency(1) - 1
+    assert describe_limits(config, GPUS[gpu]) == f"up to {limits[0]} rollouts at once in steps of up to {limits[1]:,} tokens"
+
+
+@pytest.mark.parametrize(
+    ("words", "limits"),
+    [
+        ([], (512, 4096)),
+        (["policy.generation.num_cpu_engines=2"], (256, 4096)),
+        (["grpo.num_prompts_per_step=1", "grpo.max_val_samples=1"], (16, 4096)),
+        (["grpo.num_prompts_per_step=1", "grpo.max_val_samples=null"], (128, 4096)),
+        (["grpo.val_num_generations_per_prompt=8"], (1024, 4096)),
+        (["grpo.num_prompts_per_step=1", "grpo.num_generations_per_prompt=2", "grpo.max_val_samples=1"], (2, 2560)),
+        (["grpo.async_grpo.enabled=true"], (1024, 4096)),
+    ],
+)
+def test_hosts_without_gpus_take_what_their_rollouts_need(words: list[str], limits: tuple[int, int]):
+    given = [] if "grpo.async_grpo.enabled=true" not in words else ["policy.generation.colocated.enabled=false"]
+    vllm = with_limits(load_config("grpo_tiny.yaml", [*words, *given]), None).policy.generation.vllm_cfg
+    assert (vllm.max_num_seqs, vllm.max_num_batched_tokens) == limits
+
+
 def test_states_have_the_type_of_the_model_where_the_run_names_none(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(NANO | {"mamba_ssm_cache_dtype": "bfloat16"}))
     words = [f"policy.model_name={tmp_path}", "~policy.generation.vllm_kwargs.mamba_ssm_cache_dtype"]
@@ -53,13 +99,28 @@ def test_states_have_the_type_of_the_model_where_the_run_names_none(tmp_path: Pa
 
 def decode(states: int = 1, num_nodes: int = 1) -> float:
     """Seconds of 1,000 steps of 64 rollouts on an engine of 4 workers."""
-    engine = EngineMemory(1e9, 0.0, 0.0, 0.0, 1e10, CacheLayout(1056, 3_244_032, 1, 4, states))
+    engine = EngineMemory(1e9, 0.0, 0.0, 0.0, 1e10, CacheLayout(1056, 3_244_032, 1, 4, states), EngineLimits(128, 4096))
     sizes = dict(rollouts=64, at_once=64, mean=1000, longest=1000, num_nodes=num_nodes)
     return decode_seconds(PlanModel(NANO).shape, H100, engine, tp=4, **sizes).low
 
 
 def test_a_decode_step_reads_and_writes_one_state_whatever_is_kept():
     assert decode(1) == decode(9)
+
+
+def test_the_tail_is_priced_by_its_own_batch(tmp_path: Path):
+    engine = EngineMemory(15e9, 0.0, 0.0, 0.0, 1e10, CacheLayout(1056, 3_244_032, 1, 4, 1), EngineLimits(128, 4096))
+    shape = PlanModel(NANO).shape
+
+    def decoded(rollouts: int, at_once: int, mean: float, longest: float) -> float:
+        return decode_seconds(shape, H100, engine, tp=4, rollouts=rollouts, at_once=at_once, mean=mean, longest=longest).low
+
+    # One after another there is no tail; rollouts of one length end together.
+    assert decoded(10, 1, 100, 1000) == pytest.approx(10 * decoded(1, 1, 100, 100))
+    assert decoded(64, 64, 1000, 1000) == pytest.approx(2 * decoded(64, 64, 500, 500), rel=0.1)
+    # A rollout of 8,000 tokens among others of 1,000: more than those, and less than 8,000 steps of the full batch.
+    assert decoded(64, 64, 1000, 1000) < decoded(64, 64, 1000, 8000) < 0.8 * decoded(64, 64, 8000, 8000)
+    assert decoded(64, 64, 1000, 8000) > decoded(1, 1, 8000, 8000)
 
 
 def test_an_engine_over_nodes_sums_over_the_network():

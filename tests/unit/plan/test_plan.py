@@ -25,9 +25,9 @@ from mrl.plan.deadlines import checkpoint_deadline
 from mrl.plan.facts import PlanModel, read_model
 from mrl.plan.hardware import GIB, GPUS
 from mrl.plan.memory import cache_bytes, disk_bytes, engine_memory, host_memory, rank_memory, saved_bytes, stage_states, work_of
-from mrl.plan.plan import as_data, make_plan, prediction
+from mrl.plan.plan import as_data, make_plan, prediction, search_layouts
 from mrl.plan.search import worst_rank
-from mrl.plan.times import EXPERT_PRODUCTS, forward_operations, train_seconds
+from mrl.plan.times import EXPERT_PRODUCTS, exchange_seconds, forward_operations, train_seconds
 from mrl.store.run_folder import RunFolder
 from mrl.view.page import read_page
 from mrl.view.run_data import run_data
@@ -114,7 +114,7 @@ def test_the_packaged_runs_fit(folders: dict[str, str]):
         plan = make_plan(load_config(config, [folders[name]]), H100)
         assert plan.misfit is None and plan.config.num_slots == gpus
         assert plan.worst.peak_phase == "generate" and plan.worst.peak < 0.95 * H100.memory
-        assert plan.times.total.high <= 2 * plan.times.total.low
+        assert plan.times.total.high <= 1.6 * plan.times.total.low
         json.dumps(as_data(plan))
 
 
@@ -148,8 +148,43 @@ def test_a_search_ranks_layouts_and_says_why_others_are_none(folders: dict[str, 
     data = json.loads(capsys.readouterr().out)
     totals = [found["seconds"]["high"] for found in data["layouts"]]
     assert len(totals) > 20 and totals[0] <= 1.05 * min(totals)
-    assert all(found["memory"] < H100.memory for found in data["layouts"])
-    assert "phase train does not fit" in data["refused"]
+    # None that nobody would run, and no two that only cut stages into other chunks.
+    assert all(found["memory"] < 0.92 * H100.memory for found in data["layouts"])
+    assert all(found["values"]["ep"] >= 4 and found["values"]["cp"] == 1 for found in data["layouts"])
+    shown = [[found["values"][name] for name in ("tp", "pp", "cp", "ep", "etp")] for found in data["layouts"][:10]]
+    assert all(shown.count(sizes) == 1 for sizes in shown)
+    assert {"more than 32 experts on a rank", "context-parallel ranks share rows of fewer than 4,096 tokens each"} <= data["refused"].keys()
+
+
+def test_a_search_keeps_the_configured_layout_whatever_others_run(folders: dict[str, str]):
+    sizes = ["tensor_model_parallel_size=4", "pipeline_model_parallel_size=1", "context_parallel_size=2", "expert_model_parallel_size=2"]
+    config = load_config(
+        "grpo_qwen3_30ba3b.yaml", [folders["qwen"], "cluster.num_nodes=1", *(f"policy.megatron_cfg.{size}" for size in sizes)]
+    )
+    found = search_layouts(config, GPUS["b200-192g"], None)
+    assert [one.values["ep"] for one in found.best if one.values["ep"] == 2 and one.values["cp"] == 2] == [2]
+
+
+def test_every_phase_that_does_not_fit_is_named(folders: dict[str, str]):
+    config = load_config("grpo_nanov3.yaml", [folders["nano"], *ONE_NODE, "policy.generation.vllm_cfg.gpu_memory_utilization=0.95"])
+    assert misfit(config) == "phases train, generate do not fit"
+    config = load_config("grpo_nanov3.yaml", [folders["nano"], *ONE_NODE, "policy.generation.vllm_cfg.gpu_memory_utilization=0.1"])
+    assert misfit(config) == "the engine's share of the GPU leaves no cache for one sequence; phase train does not fit"
+
+
+def test_context_parallel_ranks_of_several_nodes_exchange_over_the_network(folders: dict[str, str]):
+    def exchange(name: str, cp: int, slots: int = 8) -> float:
+        words = ["grpo_nanov3.yaml", folders[name], f"policy.megatron_cfg.context_parallel_size={cp}", *ONE_TP]
+        config = load_config(words[0], [*words[1:], f"cluster.gpus_per_node={slots}", f"cluster.num_nodes={64 // slots}"])
+        return exchange_seconds(config, read_model(config), H100, tokens=1e6)
+
+    ONE_TP = [*ONE_NODE[1:4], "policy.megatron_cfg.expert_model_parallel_size=1"]
+    mine = 2 * 1e6 / 64
+    keys, mamba = mine * 3 * 2 * 2 * 128 * 6, 2 * mine * (10304 + 4096) * 23
+    assert exchange("nano", 1) == 0
+    assert exchange("nano", 4) == pytest.approx((keys * 3 + mamba * 3 / 4) / H100.link)
+    # Of the other half of a group of 16, tokens come over the network; a ring is as slow as its slowest link.
+    assert exchange("nano", 16) == pytest.approx(mamba * 15 / 16 / 2 / H100.link + (keys * 15 + mamba * 15 / 16 / 2) / H100.network)
 
 
 def test_a_start_is_refused_by_a_clear_margin_only(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch):
@@ -162,7 +197,7 @@ def test_a_start_is_refused_by_a_clear_margin_only(folders: dict[str, str], monk
     monkeypatch.setattr("mrl.loop.preflight.find_problems", lambda config: [])
     monkeypatch.setattr("mrl.loop.preflight.with_local_folders", lambda config: config)
     monkeypatch.setattr("mrl.loop.preflight.local_gpu", lambda: H100)
-    with pytest.raises(ValueError, match="it fits with: policy.megatron_cfg.context_parallel_size=8; or "):
+    with pytest.raises(ValueError, match="it fits with: policy.megatron_cfg.optimizer.optimizer_offload_fraction=1.0 "):
         check_start(over)
 
 
@@ -249,21 +284,29 @@ def test_bad_words_end_with_two(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "cluster.gpus_per_node=0" in capsys.readouterr().out
 
 
-# Published train steps with the share of the peak that they state (docs/plan.md).
-@pytest.mark.parametrize(("name", "tokens_per_s"), [("qwen", 8_655), ("qwen", 13_011), ("nano", 8192 / 0.657), ("nano", 16_789)])
-def test_published_train_steps_lie_inside_the_range(name: str, tokens_per_s: float):
+# Published train steps (docs/plan.md): on real data, and with an even load of all experts.
+@pytest.mark.parametrize(
+    ("name", "tokens_per_s", "imbalance"), [("qwen", 8_655, 1.3), ("qwen", 13_011, 1.0), ("nano", 8192 / 0.657, 1.0), ("nano", 16_789, 1.0)]
+)
+def test_published_train_steps_lie_inside_the_range(name: str, tokens_per_s: float, imbalance: float):
     model = PlanModel(hf_config(name))
     length = 8192 if tokens_per_s == 8192 / 0.657 else 4096
-    found = train_seconds(model.shape, model.cost(), H100, tokens=tokens_per_s, length=length, gpus=1, passes=3)
-    assert found.low <= 1.0 <= found.high <= 2 * found.low
-    assert found.high == pytest.approx(3 * forward_operations(model.cost(), tokens_per_s, length) / H100.peak / EXPERT_PRODUCTS[1])
+    sizes = dict(tokens=tokens_per_s, length=length, gpus=1, passes=3)
+    found = train_seconds(model.shape, model.cost(), H100, **sizes, imbalance=imbalance)
+    assert found.low <= 1.0 <= found.high <= 1.6 * found.low
+    even = train_seconds(model.shape, model.cost(), H100, **sizes, imbalance=1.0)
+    assert even.high == pytest.approx(3 * forward_operations(model.cost(), tokens_per_s, length) / H100.peak / EXPERT_PRODUCTS[1])
 
 
-def test_the_published_step_of_nemo_rl_lies_inside_the_range(folders: dict[str, str]):
-    # NeMo RL v0.7: GRPO of Qwen3-30B-A3B on 32 H100, 2,048 rollouts of 3,200 tokens on average, 171 s a step.
-    words = [folders["qwen"], "cluster.num_nodes=4", "policy.generation.vllm_cfg.max_num_seqs=256"]
-    total = make_plan(load_config("grpo_qwen3_30ba3b.yaml", words), H100, mean_tokens=3200).times.total
-    assert total.low <= 171 <= total.high <= 2 * total.low
+ONE_OFF = ["grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.num_nodes=2"]
+
+
+# NeMo RL v0.7: GRPO of Qwen3-30B-A3B on 32 H100, 2,048 rollouts of 3,292 tokens on average; beside dedicated engines, a step behind.
+@pytest.mark.parametrize(("words", "step_s"), [([], 171), (ONE_OFF, 141)], ids=["on-policy", "one-off"])
+def test_the_published_steps_of_nemo_rl_lie_inside_the_range(folders: dict[str, str], words: list[str], step_s: float):
+    config = load_config("grpo_qwen3_30ba3b.yaml", [folders["qwen"], "cluster.num_nodes=4", *words])
+    total = make_plan(config, H100, mean_tokens=3292).times.total
+    assert total.low <= step_s <= total.high <= 1.6 * total.low
 
 
 def test_the_host_memory_of_a_node_is_compared(llama_8b: Path, capsys: pytest.CaptureFixture[str]):
@@ -343,7 +386,8 @@ def test_a_critic_does_not_train_the_output_layer_that_it_does_not_use(folders: 
 
 
 def test_a_teacher_is_counted_where_it_is(folders: dict[str, str]):
-    alone = load_config("grpo_nanov3.yaml", [folders["nano"]])
+    # Without a number it follows from the rollouts, which differ.
+    alone = load_config("grpo_nanov3.yaml", [folders["nano"], "policy.generation.vllm_cfg.max_num_seqs=128"])
     teacher = load_config("grpo_nanov3.yaml", [folders["qwen"], "policy.megatron_cfg.pipeline_model_parallel_size=4"]).policy
     config = with_value(with_value(alone, "teacher", teacher), "algorithm", "distillation")
     model, plain = read_model(config), read_model(alone)

@@ -18,6 +18,7 @@ from mrl.policy.weights import Arena
 from mrl.refit import RefitError
 from mrl.refit.checksum import check_unchanged, digest
 from mrl.refit.exchange import Exchange
+from mrl.refit.pace import Pace
 from mrl.refit.pull import Puller
 from tests.schedules import drop_copies
 from tests.waiting import HANG_S
@@ -196,6 +197,21 @@ def test_a_round_that_was_not_verified_is_no_refit(gpu):
     puller.pull(0)
     with pytest.raises(RefitError, match="0 of 1 rounds"):
         puller.finish()
+
+
+def test_a_round_waits_until_its_buffer_was_read(gpu):
+    schedule = replace(gpu.schedule, num_rounds=NUM_BUFFERS + 3)
+    exchange = Exchange(schedule, 0, gpu.weights, gpu.arena.handle(), group=None)
+    reader = Pace(exchange.pace.memory, 0)
+    reader.begin(1)
+    reader.read(0, 1)
+    with pytest.raises(RefitError, match="has not verified round 1 on GPU 0"):
+        exchange.run(1, [0], timeout_s=0.0)
+    # Of what was filled in the place of round 0 nothing was read yet.
+    reader.check_filled(1)
+    reader.check_filled(NUM_BUFFERS)
+    with pytest.raises(RefitError, match=f"it has exchanged {NUM_BUFFERS + 1} rounds"):
+        reader.check_filled(0)
 
 
 def test_an_old_handle_is_refused(gpu):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -13,14 +14,16 @@ import numpy as np
 import pytest
 
 from mrl.rollout import agents as agents_module
+from mrl.rollout import gym as gym_module
 from mrl.rollout.agent_session import AgentSession
 from mrl.rollout.agents import AgentRunner, AgentTask, Ran
 from mrl.rollout.gym import GymServers, gym_row, reply_of
 from mrl.rollout.receipts import Receipts
+from mrl.rollout.remote import AgentUnreached
 from mrl.types import Prompt, SamplingParams
 from tests.unit.rollout.gateways import CONTEXT, ENGINE_KEY, RUN_KEY, SAMPLING, FakeEngine, Running
 from tests.unit.rollout.gym_server import GymForm
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, SOON_S
 
 GYM_KEY = "the-key-of-gym"
 ROW = {"responses_create_params": {"input": [{"role": "user", "content": "12+1?"}], "max_output_tokens": 10**6}, "expected": 13}
@@ -166,6 +169,35 @@ def test_an_agent_that_fails_is_asked_again(running: Running, runner: AgentRunne
     monkeypatch.setattr(agents_module, "RETRY_S", 0.01)
     (ran,) = run(running, runner, task("fail"))
     assert ran.verdict.status == "crash" and "lost 4 times" in ran.verdict.reason and "boom" in ran.verdict.reason
+
+
+def test_rows_wait_while_nobody_listens(running: Running, runner: AgentRunner, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch):
+    """More often than the attempts at a rollout: the head server, and then the agent's, which the head server still names."""
+    monkeypatch.setattr(gym_module, "RETRY_S", 0.0)
+    assert runner.gym is not None
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
+    refused, addresses = list[str](), runner.gym.addresses
+
+    async def moving(kind: str = "") -> dict[str, str]:
+        if len(refused) < 8:
+            refused.append("head")
+            raise AgentUnreached("head")
+        found = await addresses(kind)
+        refused.append("agent")
+        return dict.fromkeys(found, nobody) if len(refused) < 16 else found
+
+    monkeypatch.setattr(runner.gym, "addresses", moving)
+    monkeypatch.setattr(runner.gym, "_may_have_moved", True)
+    (ran,) = run(running, runner, task("answer", 7))
+    assert ran.verdict.is_valid and ran.verdict.metrics["lost_attempts"] == 0 and len(refused) >= 16
+    # Nobody ever comes.
+    monkeypatch.setattr(runner, "_timeout_s", SOON_S)
+    monkeypatch.setattr(runner.gym, "head_url", nobody)
+    monkeypatch.setattr(runner.gym, "addresses", addresses)
+    monkeypatch.setattr(runner.gym, "_may_have_moved", True)
+    (ran,) = run(running, runner, task("answer", 8))
+    assert ran.verdict.status == "timeout"
 
 
 def test_an_agent_that_gym_does_not_have_ends_the_run(running: Running, runner: AgentRunner):

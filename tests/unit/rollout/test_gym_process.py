@@ -10,12 +10,14 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from mrl.config.schema.env import NemoGymConfig
 from mrl.rollout import gym as gym_module
 from mrl.rollout.gym import GymServers
+from mrl.rollout.gym_child import make_ray_folder
 from mrl.rollout.gym_process import GymProcess, gym_config
 from tests.waiting import HANG_S
 
@@ -99,8 +101,23 @@ def test_servers_start_come_back_and_leave_nothing(tmp_path: Path, program: str)
     assert "on standard output" in folder.with_suffix(".log").read_text()
 
 
-def test_a_program_that_does_not_start_is_told_with_its_log(tmp_path: Path):
-    section = NemoGymConfig(command=f"{sys.executable} -c raise(SystemExit(3))", start_s=HANG_S)
+def test_the_folder_of_gym_s_ray_goes_with_the_run_whose_reaper_kills_its_keeper(tmp_path: Path):
+    with TemporaryDirectory(prefix="mrl-ray-") as session_folder:
+        assert Path(make_ray_folder(session_folder)).parent == Path(session_folder)
+    # Sockets have paths of 107 bytes, and without a run's folder there is none.
+    (long := tmp_path / ("long" * 10)).mkdir()
+    for folder in (str(long), str(tmp_path / "absent"), ""):
+        made = Path(make_ray_folder(folder))
+        assert made.parent not in (long, tmp_path)
+        made.rmdir()
+
+
+@pytest.mark.parametrize(("said", "num_starts"), [("no such server", 3), ("The current node timed out during startup.", 7)])
+def test_a_program_that_does_not_start_is_told_with_its_log(tmp_path: Path, said: str, num_starts: int):
+    """A Ray that gives up on a busy host is started as often as it takes; here it then fails in another way."""
+    program = tmp_path / "ng_run.py"
+    program.write_text(f"import sys\nopen('starts', 'a').write('x')\nsys.exit('{said}' if len(open('starts').read()) < 5 else 'broken')")
+    section = NemoGymConfig(command=f"{sys.executable} {program}", start_s=HANG_S)
 
     async def live() -> None:
         servers = GymServers(f"http://127.0.0.1:{free_port()}")
@@ -109,3 +126,4 @@ def test_a_program_that_does_not_start_is_told_with_its_log(tmp_path: Path):
 
     with pytest.raises(RuntimeError, match=r"has ended 3 times in a row before NeMo Gym's servers were up; see .*nemo_gym.log"):
         asyncio.run(live())
+    assert len((tmp_path / "nemo_gym/starts").read_text()) == num_starts

@@ -142,7 +142,7 @@ BAD = [
     (["policy.max_total_sequence_length=4097", "policy.sequence_packing={train_mb_tokens: 5000, logprob_mb_tokens: 5000}"],
      f"{ENGINE}.max_model_len=4097", "lower policy.max_total_sequence_length"),
     ([f"{ENGINE}.enforce_eager=false"], f"{ENGINE}.enforce_eager=false", "set it to true"),
-    ([f"{ENGINE}.max_num_batched_tokens=64"], f"{ENGINE}.max_num_batched_tokens=64", "at least 128"),
+    ([f"{ENGINE}.max_num_batched_tokens=64", f"{ENGINE}.max_num_seqs=128"], f"{ENGINE}.max_num_batched_tokens=64", "at least 128"),
     ([f"{ENGINE}.load_format=dummy"], f"{ENGINE}.load_format=dummy", "leave it out"),
     (["policy.generation.stop_token_ids=[1,-2]"], "policy.generation.stop_token_ids=[1, -2]", "at least 0"),
     (["policy.precision=bfloat16", f"{MEGATRON}.optimizer.bf16=false"], f"{MEGATRON}.optimizer.bf16=false", "set it to true"),

@@ -66,7 +66,10 @@ def test_the_check_says_which_servers_somebody_starts():
     assert "rows of genrm_compare, swe_agents; the run starts them by ng_run" in routes(gym(command="ng_run"))
     head = gym(head_server=GymHeadConfig("h", 11000), policy_base_url="http://me:7000/gym/v1", servers=JUDGE)
     assert "graded here: rows of mcqa\n" in routes(head)
-    assert "you start them with policy_base_url=http://me:7000/gym/v1; their head server is at h:11000" in routes(head)
+    assert "you start them, with their head server at h:11000 and policy_base_url=http://me:7000/gym/v1" in routes(head)
+    assert routes(gym(command="ng_run", embedded=False)).startswith("on NeMo Gym's servers: rows of mcqa, math_with_judge, genrm_compare")
+    embedded = EnvConfig(should_use_nemo_gym=True, nemo_gym=NemoGymConfig(PATHS[:2]))
+    assert routes(embedded) == "graded here: rows of mcqa; there is nothing else to start"
     assert routes(EnvConfig()) == ""
 
 

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training of recorded steps once more, from the checkpoint before them: no engine, no sampling, whatever the layout of the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mrl.cluster.verbs import PolicyVerbs
+from mrl.config.schema.run import RunConfig
+from mrl.data.batch import make_batches
+from mrl.data.recorded import read_record
+from mrl.loop.recording import FOLDER, RecordedStep, layout_of, tensors_of
+from mrl.metrics import repeats
+from mrl.store.checkpoints import Checkpoint, find_damage
+from mrl.train import learn
+from mrl.types import TrainSequence
+
+if TYPE_CHECKING:
+    from mrl.types import Batch
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
+"""Allowed difference of a logprob or advantage at another layout, by `policy.precision`; of loss and gradient norm as a share, ten times
+that. At the layout of the record every byte has to be equal."""
+COMPARED = ("train/loss", "train/grad_norm")
+"""Metrics that another layout does not change beyond the tolerance."""
+
+
+def records_of(run: Path, steps: range) -> list[Path]:
+    """The records of these steps; those that are missing too."""
+    return [run / FOLDER / f"step_{step}.mrl" for step in steps]
+
+
+def check_replayed(config: RunConfig, base: Checkpoint | None, paths: Sequence[Path]) -> list[RecordedStep]:
+    """The records of steps, once all is there that their training needs; ValueError: something is not."""
+    if config.has_critic:
+        raise ValueError("algorithm=ppo: a record holds nothing of the critic; `--sample` makes the steps again with their rollouts")
+    if base is not None and (damage := find_damage(base.folder)):
+        raise ValueError(f"{base.folder}: {damage}")
+    return [read_record(path, RecordedStep) for path in paths]
+
+
+def retrained(config: RunConfig, base: Checkpoint | None, records: Sequence[RecordedStep], log_folder: Path) -> Iterator[str]:
+    """The differences between recorded steps and the same steps trained again from a checkpoint; None: from the starting weights."""
+    from mrl.cluster.session import start_policies
+
+    with start_policies(config, pad_token_id=records[0].pad_token_id, log_folder=log_folder) as session:
+        policies = session.policies
+        if base is not None:
+            policies.call(PolicyVerbs.load_checkpoint, base.weights, deadline_s=policies.start_s)
+        for record in records:
+            batches = restored_batches(record, config)
+            metrics = learn(session, config, batches, record.step)
+            is_same = record.layout == layout_of(config)
+            yield from step_differences(
+                record, batches, tensors_of(session), metrics, None if is_same else TOLERANCE[config.policy.precision]
+            )
+
+
+def restored_batches(record: RecordedStep, config: RunConfig) -> list[Batch]:
+    """The batches of a recorded step, in rows for the ranks of this config."""
+    from mrl.cluster.payload import put_items
+
+    recorded = [sequence for batch in record.batches for sequence in batch]
+    rollouts = put_items([sequence.rollout for sequence in recorded])
+    taught = iter(put_items([sequence.teacher for sequence in recorded if sequence.teacher is not None]))
+    sequences = [
+        TrainSequence(
+            rollout=replace(sequence.info, payload=payload),
+            advantage=sequence.advantage,
+            is_valid=sequence.is_valid,
+            reward=sequence.reward,
+            fixed_advantages=sequence.fixed_advantages,
+            teacher=None if sequence.teacher is None else next(taught),
+        )
+        for sequence, payload in zip(recorded, rollouts, strict=True)
+    ]
+    return make_batches(sequences, config)
+
+
+def step_differences(
+    record: RecordedStep,
+    batches: Sequence[Batch],
+    made: Sequence[Mapping[int, tuple[int, Mapping[str, np.ndarray]]]],
+    metrics: Mapping[str, float],
+    tolerance: float | None,
+) -> Iterator[str]:
+    """The first difference of each sequence by rank, tensor and token, then those of the metrics. `tolerance` None: every byte counts."""
+    start = 0
+    recorded = [sequence for batch in record.batches for sequence in batch]
+    for update, (batch, of_batch) in enumerate(zip(batches, made, strict=True)):
+        for index in range(len(batch.sequences)):
+            sequence, (rank, tensors) = recorded[start + index], of_batch.get(index, (-1, {}))
+            place = f"step {record.step}, update {update}, rank {rank}, rollout {sequence.info.request_id}"
+            yield from _sequence_difference(place, sequence.tensors, tensors, tolerance)
+        start += len(batch.sequences)
+    for name in sorted(record.metrics.keys() | metrics.keys()):
+        one, other = record.metrics.get(name, math.nan), metrics.get(name, math.nan)
+        is_equal = one == other or (math.isnan(one) and math.isnan(other))
+        if tolerance is not None:
+            is_equal = is_equal or name not in COMPARED or math.isclose(one, other, rel_tol=10 * tolerance, abs_tol=10 * tolerance)
+        if not is_equal and repeats(name):
+            yield f"step {record.step}: {name} was {one} and is {other}"
+
+
+def _sequence_difference(
+    place: str, recorded: Mapping[str, np.ndarray], made: Mapping[str, np.ndarray], tolerance: float | None
+) -> Iterator[str]:
+    for name in {**recorded, **made}:
+        one, other = recorded.get(name), made.get(name)
+        if one is None or other is None or one.shape != other.shape:
+            shapes = [None if found is None else found.shape for found in (one, other)]
+            yield f"{place}: {name} had shape {shapes[0]} and has {shapes[1]}"
+            return
+        equal = (one == other) | (np.isnan(one) & np.isnan(other))
+        if tolerance is not None:
+            equal |= np.abs(one - other) <= tolerance
+        if not equal.all():
+            at = int(np.flatnonzero(~equal)[0])
+            yield f"{place}: {name}[{at}] was {one[at]} and is {other[at]}"
+            return

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's arguments for an engine, from the configuration and what mrl decides itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from vllm import EngineArgs
+from vllm.platforms import current_platform
+
+from mrl.config.passthrough import LAYOUT_ARGUMENTS
+from mrl.config.schema.generation import GenerationConfig
+from mrl.rollout.environment import EngineNodes
+
+logger = logging.getLogger(__name__)
+
+
+def engine_arguments(
+    model_dir: str,
+    config: GenerationConfig,
+    *,
+    seed: int,
+    device_ids: Sequence[int] = (),
+    keeps_routes: bool = False,
+    tokenizer: str | None = None,
+    nodes: EngineNodes | None = None,
+) -> EngineArgs:
+    """vLLM's arguments for an engine; `vllm_kwargs` of the configuration add to them (`mrl.config.passthrough` says what they may).
+
+    Worker `i` runs on the visible GPU `device_ids[i]`; vLLM counts from 0 if there are none.
+    """
+    vllm_cfg, is_cpu = config.vllm_cfg, current_platform.is_cpu()
+    prefix_caching = vllm_cfg.enable_prefix_caching
+    if keeps_routes:
+        # vLLM keeps the routes of cached blocks, and insists on a cache; RouteRecorder knows nothing of tokens that are not computed.
+        needed = not is_cpu
+        if prefix_caching not in (None, needed):
+            logger.warning(
+                "enable_prefix_caching=%s is not followed: policy.router_replay needs %s here, to know all routes", prefix_caching, needed
+            )
+        prefix_caching = needed
+    elif prefix_caching is None and is_cpu:
+        # vLLM's CPU scan keeps final states only: a cached prefix of a Mamba model ends in an IndexError.
+        prefix_caching = False
+    arguments: dict[str, object] = {
+        "model": model_dir,
+        "skip_tokenizer_init": tokenizer is None,
+        "tokenizer": tokenizer,
+        "generation_config": "vllm",
+        "seed": seed,
+        "dtype": vllm_cfg.precision,
+        "load_format": vllm_cfg.load_format,
+        "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
+        "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
+        "pipeline_parallel_size": vllm_cfg.pipeline_parallel_size,
+        "enable_expert_parallel": vllm_cfg.expert_parallel_size > 1,
+        "device_ids": list(device_ids) or None,
+        "distributed_executor_backend": "mp" if vllm_cfg.tensor_parallel_size > 1 else "uni",
+        "worker_extension_cls": "mrl.rollout.worker.RefitWorker",
+        "max_model_len": vllm_cfg.max_model_len,
+        "max_num_seqs": vllm_cfg.max_num_seqs,
+        "max_num_batched_tokens": vllm_cfg.max_num_batched_tokens,
+        "enforce_eager": vllm_cfg.enforce_eager,
+        # Logprobs of the distribution that tokens are drawn from, after temperature.
+        "logprobs_mode": "processed_logprobs",
+        # As vLLM decides: on GPUs it schedules a step during the one before (see `settle`), unless a drafter forbids that.
+        "async_scheduling": None,
+        "disable_log_stats": True,
+        "per_request_spec_decode_metrics": "summary" if config.speculative_method else "none",
+        "enable_prefix_caching": prefix_caching,
+        "enable_return_routed_experts": keeps_routes and not is_cpu,
+    }
+    if is_cpu:
+        arguments["kv_cache_memory_bytes"] = vllm_cfg.kv_cache_memory_mib << 20
+    else:
+        arguments |= {"gpu_memory_utilization": vllm_cfg.gpu_memory_utilization, "enable_sleep_mode": config.colocated.enabled}
+    if nodes is not None:
+        arguments |= {"nnodes": nodes.count, "node_rank": nodes.rank, "master_addr": nodes.address, "master_port": nodes.port}
+    # The user's repetitions of LAYOUT_ARGUMENTS are for GPUs.
+    arguments |= {**config.vllm_kwargs, **LAYOUT_ARGUMENTS}
+    if is_cpu:
+        # The experts of CPU hosts are those of mrl.rollout.cpu, which keep the checkpoint's order.
+        arguments["moe_backend"] = "auto"
+    return EngineArgs(**arguments)  # type: ignore[arg-type]  # vLLM checks

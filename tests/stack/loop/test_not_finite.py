@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step with a NaN in a run that skips such updates: its batch is on the disk, the weights are as before, and the run goes on."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from mrl.cluster.verbs import PolicyVerbs
+from mrl.data.recorded import read_record
+from mrl.loop.recording import RecordedStep
+from mrl.train import train_step
+from tests.stack.loop.conftest import LiveRun
+
+
+def poison(policy) -> None:
+    if policy.dp_rank == 1:
+        policy._batches[0].rows[0].advantages_T[:] = math.nan
+
+
+def test_a_step_with_a_nan_is_recorded_and_skipped(live: LiveRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    run, state = live.run, live.state
+    call = run.session.policies.call
+
+    def poisoned(verb, *arguments, **options):
+        if verb is PolicyVerbs.train_step:
+            live.on_ranks(poison)
+        return call(verb, *arguments, **options)
+
+    before = live.on_engines(lambda engine: engine.live_digest())
+    with monkeypatch.context() as patch:
+        patch.setattr(run.session.policies, "call", poisoned)
+        train_step(run, state)
+    assert state.metrics["train/num_skipped_updates"] == 1 and math.isnan(state.metrics["train/loss"])
+    assert live.on_engines(lambda engine: engine.live_digest()) == before
+    path = run.folder.path / "recorded" / f"not_finite_step_{state.step}.mrl"
+    assert str(path) in caplog.text
+    record = read_record(path, RecordedStep)
+    sequences = [sequence for batch in record.batches for sequence in batch]
+    trained = run.folder.ledger.state.trained[state.step]
+    assert sorted({(one.info.epoch, one.info.prompt_id) for one in sequences}) == sorted(trained) and "skipped" in record.problem
+    assert all(len(one.tensors["old_logprobs"]) == one.info.num_tokens for one in sequences)
+    is_poisoned = [bool(np.isnan(one.tensors["advantages"]).any()) for one in sequences]
+    # By name of the rank: one that answers for the second data-parallel rank.
+    assert any(is_poisoned) and not all(is_poisoned) and {one.rank for one, bad in zip(sequences, is_poisoned, strict=True) if bad} == {2}
+    train_step(run, state)
+    assert state.metrics["train/num_skipped_updates"] == 0 and math.isfinite(state.metrics["train/loss"])

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts that outlive an attempt: what the next one gets of them, what it must not use, and what stays on the disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mrl import env
+from mrl.data.recorded import read_record, write_record
+from mrl.store import kept
+from mrl.store.kept import KeptFile, KeptGroup, KeptRollouts, WholeGroup, conditions_of
+from mrl.types import Flaw, Prompt, Proposals, Rollout, RolloutInfo, RolloutRequest, SamplingParams, Turn, Verdict
+from tests.unit.store.test_run_folder import config
+from tests.waiting import HANG_S, wait_until
+
+SAMPLING = SamplingParams(0.7, 0.9, None, 8, (258,), ("stop",))
+CONDITIONS = {"policy.generation.temperature": "a", "model": "b"}
+
+
+def prompt(name: str) -> Prompt:
+    return Prompt(name, (1, 2), "1+1=", "2", "math", '{"x": 1}')
+
+
+def rollout(name: str, index: int, version: int) -> Rollout:
+    request = RolloutRequest(name, index, 0, 2**62 + index, (1, 2), SAMPLING, earlier="a reference")
+    values = np.random.default_rng(index).random(5).astype(np.float32)
+    routes = np.arange(24, dtype=np.uint8).reshape(6, 2, 2)
+    tokens = np.arange(5, dtype=np.int32)
+    return Rollout(request, version, tokens, -values, "stop", routes, (Turn(0, 2, version),), 3, 1, Proposals(1, 2, 3))
+
+
+def whole(name: str, version: int) -> WholeGroup:
+    """A group of two rollouts, the second of two sequences."""
+    sampled = [rollout(name, index, version) for index in range(3)]
+    infos = [RolloutInfo.of(one, one) for one in sampled]
+    verdict = Verdict(1.0, True, "ok", "2", "é", {"form": 0.5}, ("flag",), (Flaw("malformed_thinking", 1, 2),), ({"role": "user"},))
+    second = dataclasses.replace(infos[1], further=(dataclasses.replace(infos[2], is_further=True),))
+    return WholeGroup((0, name), prompt(name), version, [infos[0], second], [verdict, dataclasses.replace(verdict, reward=0.0)])
+
+
+def payloads(infos: Sequence[RolloutInfo]) -> list[Rollout]:
+    return [info.pulled for info in infos]
+
+
+def attempt(
+    folder: Path,
+    *,
+    step: int = 0,
+    lag: int = 1,
+    consumed: Sequence[str] = (),
+    conditions: dict[str, str] = CONDITIONS,
+    limit_bytes: float = 1e9,
+    period: int = 3,
+) -> KeptRollouts:
+    """An attempt that begins at a step, with weights of version 5, and saves every `period` steps."""
+    saves, keys = (lambda at: at > 0 and at % period == 0), [(0, name) for name in consumed]
+    found = KeptRollouts(folder, conditions, lag=lag, limit_bytes=limit_bytes, saves=saves, pull=payloads, check_owner=lambda: None)
+    found.start(step, 5, keys)
+    return found
+
+
+def written(folder: Path) -> list[str]:
+    return sorted(key[1] for path in folder.glob("kept_*") for key in (group.key for group in read_record(path, KeptFile).groups))
+
+
+def write(found: KeptRollouts, folder: Path, names: Sequence[str], version: int = 5) -> None:
+    before = written(folder)
+    for name in names:
+        found.note(whole(name, version))
+    wait_until(lambda: written(folder) == sorted([*before, *names]), "a write")
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "INTERVAL_S", 0.0)
+
+
+def test_the_next_attempt_gets_every_byte_of_a_group(tmp_path: Path):
+    first = attempt(tmp_path)
+    write(first, tmp_path, ["a"])
+    first.close()
+    second = attempt(tmp_path)
+    group, expected = second.take(0, prompt("a")), whole("a", 5)
+    assert isinstance(group, KeptGroup) and second.version_of(group) == 5 and second.take(0, prompt("a")) is None
+    assert group.verdicts == tuple(expected.verdicts) and group.prompt == expected.prompt
+    bare = [dataclasses.replace(info, payload=None, further=()) for info in expected.infos]
+    assert [dataclasses.replace(info, further=()) for info in group.infos] == bare
+    assert [len(info.sequences) for info in group.infos] == [1, 2] and group.infos[1].further[0].is_further
+    for index, found in enumerate(group.rollouts):
+        original = rollout("a", index, 5)
+        assert found.request == dataclasses.replace(original.request, earlier=None) and found.turns == original.turns
+        for name in ("token_ids", "generator_logprobs", "routes"):
+            array, other = getattr(found, name), getattr(original, name)
+            assert array.dtype == other.dtype and array.tobytes() == other.tobytes() and array.shape == other.shape
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"step": 2}, "1 not: older than grpo.async_grpo.max_trajectory_age_steps allows at step 2"),
+        ({"step": 1}, ""),
+        ({"step": 0, "lag": 0}, ""),
+        ({"conditions": CONDITIONS | {"model": "c"}}, "1 not: sampled or judged with other model"),
+        ({"conditions": {"model": "b"}}, "1 not: sampled or judged with other policy.generation.temperature"),
+        ({"consumed": ["a"]}, "-"),
+    ],
+)
+def test_what_is_too_old_or_of_other_settings_is_not_used_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict, said: str
+):
+    first = attempt(tmp_path, lag=changes.get("lag", 1))
+    write(first, tmp_path, ["a"])
+    first.close()
+    caplog.set_level("INFO")
+    second = attempt(tmp_path, **changes)
+    group = second.take(0, prompt("a"))
+    assert (group is not None) == (said == "") and said.strip("-") in caplog.text
+    if group is not None:
+        assert second.version_of(group) == 5 - changes["step"]
+    else:
+        assert written(tmp_path) == []
+    second.close()
+
+
+def test_rollouts_of_weights_that_are_rolled_back_are_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    first = attempt(tmp_path, step=6)
+    write(first, tmp_path, ["a"])
+    first.close()
+    caplog.set_level("INFO")
+    second = attempt(tmp_path, step=3)
+    assert second.take(0, prompt("a")) is None and "from weights after step 3, which are rolled back" in caplog.text
+    second.close()
+    assert written(tmp_path) == []
+
+
+def test_a_prompt_with_another_text_is_asked_again(tmp_path: Path):
+    first = attempt(tmp_path)
+    write(first, tmp_path, ["a"])
+    first.close()
+    second = attempt(tmp_path)
+    assert second.take(0, dataclasses.replace(prompt("a"), expected_answer="3")) is None
+    second.close()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "format", "folder"])
+def test_a_damaged_file_is_said_and_costs_its_own_groups(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str):
+    first = attempt(tmp_path)
+    write(first, tmp_path, ["a"])
+    write(first, tmp_path, ["b"])
+    first.close()
+    path = tmp_path / "kept_000001.mrl"
+    content = path.read_bytes()
+    if damage == "folder":
+        path.unlink()
+        path.mkdir()
+    else:
+        at = len(content) - 3
+        flipped = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+        path.write_bytes(
+            {"flip": flipped, "cut": content[:-1], "empty": b"", "format": content.replace(b'"format": 1', b'"format": 2')}[damage]
+        )
+    second = attempt(tmp_path)
+    assert second.take(0, prompt("a")) is None and second.take(0, prompt("b")) is not None
+    assert str(path) in caplog.text and "asked again" in caplog.text
+    # New files take no name that is there.
+    write(second, tmp_path, ["c"]) if damage != "folder" else None
+    second.close()
+
+
+def test_every_flipped_byte_of_a_file_is_found(tmp_path: Path):
+    path = tmp_path / "x.mrl"
+    write_record(path, Turn(1, 2, 3))
+    content = path.read_bytes()
+    for at in range(len(content)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        try:
+            assert read_record(path, Turn) == Turn(1, 2, 3), at  # a key of the header that nobody needs
+        except ValueError:
+            continue
+
+
+def test_only_what_a_checkpoint_needs_is_written_and_stays(tmp_path: Path):
+    """Lag 1, saves at 3 and 6: the groups from the weights of 0, and of 2 and 3, of 5 and 6."""
+    run = attempt(tmp_path)
+    run._steps.update({5 + step: step for step in range(8)})
+    for step in (1, 4):
+        run.note(whole(f"s{step}", 5 + step))
+    write(run, tmp_path, ["s0"])
+    write(run, tmp_path, ["s2"], version=7)
+    write(run, tmp_path, ["s3"], version=8)
+    run.note_trained(2, [(0, "s0")])
+    run.note_trained(3, [(0, "s1")])
+    run.prepare(3)
+    run.published(3)
+    assert written(tmp_path) == ["s2", "s3"]
+    run.note_trained(4, [(0, "s2")])
+    run.published(3)  # the next checkpoint could fail: a run that resumes at 3 needs them
+    assert written(tmp_path) == ["s2", "s3"]
+    run.prepare(4)  # a signal ends the run after step 4, of whose weights groups are whole
+    assert written(tmp_path) == ["s2", "s3", "s4"]
+    run.published(4)
+    assert written(tmp_path) == ["s3", "s4"]
+    run.published(6)
+    assert written(tmp_path) == [] and list(tmp_path.glob(".*")) == []
+    run.close()
+
+
+def test_a_full_folder_and_a_lost_payload_cost_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    small = attempt(tmp_path, limit_bytes=10)
+    small.note(whole("a", 5))
+    wait_until(lambda: "keep_rollouts_gb" in caplog.text, "a message")
+    small.note(whole("b", 5))
+    small.prepare(0)  # waits for nothing
+    small.close()
+    assert written(tmp_path) == [] and caplog.text.count("rollouts are not kept any more") == 1
+
+
+@pytest.mark.parametrize("point", ["kept:1", "kept:2"])
+def test_a_kill_before_or_after_the_write_leaves_a_whole_file_or_none(tmp_path: Path, point: str):
+    def child() -> None:
+        env.PASSED.clear()
+        os.environ[env.MRL_KILL_AT.name] = point
+        run = attempt(tmp_path)
+        run.note(whole("a", 5))
+        run._thread.join(HANG_S)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(HANG_S)
+    assert process.exitcode == -signal.SIGKILL
+    for _ in range(2):
+        second = attempt(tmp_path)
+        assert (second.take(0, prompt("a")) is not None) == (point == "kept:2")
+        second.close()
+
+
+def test_conditions_are_digests_of_what_changes_a_rollout_or_its_verdict(tmp_path: Path):
+    identity, base = {"model": {"w": "1"}}, config(tmp_path)
+
+    def changed(change) -> set[str]:
+        other = dataclasses.replace(base, policy=dataclasses.replace(base.policy, generation=dataclasses.replace(base.policy.generation)))
+        other.env, other.grpo = dataclasses.replace(base.env), dataclasses.replace(base.grpo)
+        change(other)
+        before, after = conditions_of(base, identity), conditions_of(other, identity)
+        return {key for key in before if before[key] != after[key]}
+
+    assert changed(lambda run: setattr(run.policy.generation, "temperature", 0.5)) == {"policy.generation.temperature"}
+    assert changed(lambda run: setattr(run.policy.generation, "num_cpu_engines", 3)) == set()
+    assert changed(lambda run: setattr(run.grpo, "num_generations_per_prompt", 99)) == {"grpo.num_generations_per_prompt"}
+    assert changed(lambda run: setattr(run.env, "math", dataclasses.replace(run.env.math, strict=True))) == {"env.math"}
+    assert changed(lambda run: setattr(run.env, "math", dataclasses.replace(run.env.math, num_workers=7))) == set()
+    assert conditions_of(base, {"model": {"w": "2"}})["model"] != conditions_of(base, identity)["model"]
