@@ -51,7 +51,7 @@ def own_routes(model: PreTrainedModel, token_ids: Sequence[int]) -> tuple[np.nda
     return torch.stack(chosen, dim=1).numpy(), torch.stack(leads, dim=1).numpy()
 
 
-def assert_own_routes(model: PreTrainedModel, rollouts: Mapping[str, Rollout]) -> None:
+def assert_own_routes(model: PreTrainedModel, rollouts: Mapping[str, Rollout], *, more_than: int = 3000) -> None:
     """Asserts that the rollouts' routes are what the model's routers choose, wherever rounding alone could not decide otherwise."""
     num_clear = num_all = 0
     for rollout in rollouts.values():
@@ -63,7 +63,7 @@ def assert_own_routes(model: PreTrainedModel, rollouts: Mapping[str, Rollout]) -
         is_same = (np.sort(rollout.routes.astype(np.int64)) == np.sort(expected[:-1])).all(axis=-1)
         assert is_same[is_clear].all()
         num_clear, num_all = num_clear + int(is_clear.sum()), num_all + is_clear.size
-    assert num_clear >= (1 - MAX_EXCLUDED) * num_all > 3000
+    assert num_clear >= (1 - MAX_EXCLUDED) * num_all > more_than
 
 
 @contextmanager

@@ -155,7 +155,7 @@ class RolloutCollector:
         self.rewards.wait_for(lambda: not any(group.num_unjudged for group in groups))
         if self._hints:
             for group in groups:
-                self._hints.note(group.prompt, [info.num_generated for info in group.infos.values()])
+                self._hints.note(group.prompt, [info.num_trained for info in group.infos.values()])
         judged = [group.judged() for group in groups]
         if self.effort is not None:
             judged = [shape_effort(group, self.effort) for group in judged]

@@ -118,8 +118,10 @@ class TurnTree:
         The one with the latest of these turns comes first: its last answer is the rollout's. What branches share, the later one trains.
         """
         taken, places = set[TreeNode](), {node: place for place, node in enumerate(self.nodes)}
-        found = [_sequence(node.path, taken) for node in reversed(self.nodes) if not node.children]
-        return [sequence for _, sequence in sorted((one for one in found if one is not None), key=lambda one: -places[one[0]])]
+        # Before what must not be trained a path ends.
+        ends = {own[-1] for node in self.nodes if not node.children and (own := [one for one in node.path if not one.untrained])}
+        found = [_sequence(end.path, taken) for end in sorted(ends, key=places.__getitem__, reverse=True)]
+        return [sequence for sequence in found if sequence is not None]
 
     def num_untrained(self) -> dict[str, int]:
         """Sampled tokens that are not trained on, by reason."""
@@ -155,13 +157,12 @@ def _answer(node: TreeNode) -> SampledAnswer:
     return node.answer
 
 
-def _sequence(path: Sequence[TreeNode], taken: set[TreeNode]) -> tuple[TreeNode, TurnSequence] | None:
-    """The sequence that trains the turns of `path` that are not `taken`, which it takes, with the last one; None if none is left."""
+def _sequence(path: Sequence[TreeNode], taken: set[TreeNode]) -> TurnSequence | None:
+    """The sequence that trains the turns of `path` that are not `taken`, and takes them; None if none is left."""
     mine = [node for node in path if node not in taken and not node.untrained]
     if not mine:
         return None
     taken.update(mine)
-    path = mine[-1].path
     token_ids = mine[-1].token_ids
     first = mine[0].length - len(_answer(mine[0]).token_ids)
     logprobs, turns, versions = np.zeros(len(token_ids) - first, dtype=np.float32), list[Turn](), set[int]()
@@ -175,7 +176,7 @@ def _sequence(path: Sequence[TreeNode], taken: set[TreeNode]) -> tuple[TreeNode,
     others = tuple(UntrainedTurn(node.length - length, node.length, node.untrained or ELSEWHERE) for node, length in rest)
     drawn = [(answer.routes, node.first_route - answer.routes_start) for node in path for answer in [_answer(node)]]
     routes = [part[skipped:] for part, skipped in drawn if part is not None]
-    return mine[-1], TurnSequence(
+    return TurnSequence(
         token_ids[:first],
         token_ids[first:],
         logprobs,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import zlib
 from pathlib import Path
@@ -51,3 +52,23 @@ async def lonely(client: AsyncOpenAI, row: dict) -> float:
 async def silent(client: AsyncOpenAI, row: dict) -> float:
     """Asks the model for nothing."""
     return 1.0
+
+
+async def patient(client: AsyncOpenAI, row: dict) -> float:
+    """Asks for two branches, then for a second turn once its question is in the file `free`. Its reward is another one for each text.
+
+    Questions in the file `lonely` get none. The file `waiting` says which process has come so far with which question.
+    """
+    folder = Path(os.environ["TRIAL_FOLDER"])
+    messages: list = [{"role": "user", "content": row["prompt"]}]
+    answer = await client.chat.completions.create(model="m", messages=messages, max_tokens=6, n=2)
+    texts = [choice.message.content or "" for choice in answer.choices]
+    with (folder / "waiting").open("a") as file:
+        file.write(f"{os.getpid()} {row['prompt']}\n")
+    while not {row["prompt"], "*"} & set((folder / "free").read_text().splitlines()):
+        await asyncio.sleep(0.02)
+    messages += [{"role": "assistant", "content": texts[0]}, {"role": "user", "content": "and?"}]
+    texts.append(await said(client, messages))
+    if row["prompt"] in (folder / "lonely").read_text().splitlines():
+        raise RuntimeError("never")
+    return 1 + zlib.crc32("".join(texts).encode()) / 2**32

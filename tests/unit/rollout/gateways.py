@@ -9,15 +9,16 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from mrl.rollout import http_gate
-from mrl.rollout.agent_session import AgentSession
+from mrl.rollout.agent_session import AgentSession, write_routes
 from mrl.rollout.gateway import EngineServers, Gateway
 from mrl.types import SamplingParams
 from tests.waiting import HANG_S
@@ -37,6 +38,8 @@ class FakeEngine:
     released: threading.Event = field(default_factory=threading.Event)
     """Answers wait for it."""
     weight_version: int = 3
+    keeps_routes: bool = False
+    """True: a token's experts are its place, and the number of the request."""
 
     def __post_init__(self) -> None:
         self.released.set()
@@ -60,11 +63,16 @@ class FakeEngine:
         if len(prompt_ids) > CONTEXT:
             return http_gate.openai_error(400, f"This model's maximum context length is {CONTEXT} tokens.")
         # Tokens that no tokenizer would make of the text.
-        answers = [{"token_ids": [900 + number, 800 + index, END], "logprobs": [-0.25, -0.5, -0.75]} for index in range(body.get("n", 1))]
+        reason = "length" if body.get("max_tokens") == 3 or len(prompt_ids) + 3 >= CONTEXT else "stop"
+        drawn: dict[str, Any] = {"logprobs": [-0.25, -0.5, -0.75], "finish_reason": reason}
+        answers = [drawn | {"token_ids": [900 + number, 800 + index, END]} for index in range(body.get("n", 1))]
         versions = {"weight_version": self.weight_version, "num_weight_versions": 1}
-        reason = "length" if body.get("max_tokens") == len(answers[0]["token_ids"]) or len(prompt_ids) + 3 >= CONTEXT else "stop"
-        record = {"prompt_token_ids": prompt_ids, "answers": [one | {"finish_reason": reason} for one in answers]} | versions
+        record = {"prompt_token_ids": prompt_ids, "answers": answers} | versions
         record["is_forced"] = body.get("tool_choice") == "required"
+        for answer in answers if self.keeps_routes else ():
+            start = max(0, len(body.get("required_prefix_token_ids", ())) - 1)
+            places = np.arange(start, len(prompt_ids) + 2, dtype=np.uint16)
+            answer["routes"] = write_routes(np.stack([places, np.full_like(places, number)], axis=1)[:, None], start)
         choices = [self.choice(body, number, index) for index in range(len(answers))]
         usage = {"prompt_tokens": len(prompt_ids), "completion_tokens": 3, "total_tokens": len(prompt_ids) + 3}
         kind = "chat.completion" if "messages" in body else "text_completion"

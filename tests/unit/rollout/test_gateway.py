@@ -71,6 +71,16 @@ def test_a_conversation_goes_on_from_the_tokens_that_were_sampled(client: openai
     assert session.text == "answer 1.0\n\nanswer 2.0"
 
 
+def test_turns_bring_the_experts_of_their_tokens(client: openai.OpenAI, session: AgentSession, engine: FakeEngine):
+    engine.keeps_routes = True
+    first = chat(client, "hi", n=2).choices[0].message
+    chat(client, "hi", {"role": "assistant", "content": first.content}, "and?")
+    whole, other = session.tree.sequences()
+    assert whole.routes is not None and other.routes is not None
+    assert whole.routes[:, 0].tolist() == [*([place, 1] for place in range(5)), *([place, 2] for place in range(5, 13))]
+    assert other.routes[:, 0].tolist() == [[place, 1] for place in range(5)]
+
+
 def test_only_the_run_cuts_an_answer_off(running: Running, engine: FakeEngine):
     """An agent that asks for few tokens gets them."""
     with running.session() as session, running.session(replace(SAMPLING, max_new_tokens=3)) as other:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import httpx
+import numpy as np
 import pytest
 
 from mrl.rollout import agents as agents_module
@@ -95,6 +96,16 @@ def test_a_rollout_is_what_was_sampled_with_its_reward(running: Running, runner:
     request = row["responses_create_params"]
     assert (request["temperature"], request["top_p"], request["max_output_tokens"]) == (0.9, 1.0, SAMPLING.max_new_tokens)
     assert (row["expected"], row["_rowidx"], row["agent_ref"]) == (13, 3, {"name": "two_turns"})
+
+
+def test_a_rollout_has_the_routes_of_its_tokens(running: Running, runner: AgentRunner, engine: FakeEngine):
+    """Each answer is known by a receipt alone, and tells the experts of what the one before does not."""
+    engine.keeps_routes = True
+    (ran,) = run(running, runner, task("answer"))
+    (rollout,) = ran.rollouts
+    assert rollout.routes is not None and rollout.routes.dtype == np.uint16
+    assert rollout.routes[:, 0, 0].tolist() == list(range(len(rollout.request.token_ids) + len(rollout.token_ids) - 1))
+    assert rollout.routes[:, 0, 1].tolist() == [1] * 8 + [2] * 6
 
 
 def test_rollouts_at_once_get_their_own_tokens(running: Running, runner: AgentRunner, engine: FakeEngine):

@@ -76,6 +76,9 @@ def test_what_must_not_be_trained_stays_in_the_context_and_is_counted():
     assert sequence.token_ids.tolist() == [2, 3, 4, 4, 5, 6] and len(sequence.turns) == 2
     assert sequence.logprobs.tolist()[2:4] == [0, 0]
     assert tree.num_untrained() == {"forced": 5} and sequence.untrained == (UntrainedTurn(3, 5, "forced"),)
+    tree.add([1, 2, 3], answer([9]))
+    # The branch that goes on longer, not the one that must not be trained.
+    assert [sequence.token_ids.tolist() for sequence in tree.sequences()] == [[2, 3, 9], [6]]
     only = TurnTree()
     only.add([1], answer([2], untrained="forced"))
     assert only.sequences() == [] and TurnTree().sequences() == []
