@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-TEST_TIMEOUT_S = 600
 
 # By part: what holds | the narrowest test below tests/ that must fail without it; then FILE: its unique text >>> what takes its place.
 TABLE = r"""
@@ -135,7 +134,7 @@ old rollouts need the correction | unit/config/rules/test_rollout_queue.py::test
 mrl/config/rules/algorithms.py: if lag > 0 and not config.loss_fn >>> if lag > 1 and not config.loss_fn
 every token has an embedding | unit/config/rules/test_tokens.py::test_tokens_without_an_embedding_are_refused
 mrl/config/rules/tokens.py: if not 0 < columns < needed: >>> if not 0 < columns < needed - 1:
-tensor-parallel ranks share no optimizer state | unit/plan/test_plan.py::test_nano_on_eight_gpus_needs_offload
+tensor-parallel ranks share no optimizer state | unit/plan/test_plan.py::test_optimizer_state_is_spread_over_ranks_that_hold_the_same
 mrl/plan/facts.py: dense_shards=ranks // megatron.tensor_model_parallel_size if >>> dense_shards=ranks if
 a worker holds a key head that it shares | unit/plan/test_engine.py::test_states_have_the_type_of_the_model_where_the_run_names_none
 mrl/plan/engine.py: max(1, shape.kv_heads // tp) >>> shape.kv_heads / tp
@@ -179,7 +178,7 @@ def table() -> list[Mutation]:
 def copy_checkout(folder: Path) -> None:
     """Copies the files of the checkout, except those that git ignores, as they are now."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=TEST_TIMEOUT_S).stdout.split("\0"):
+    for name in subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout.split("\0"):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
@@ -187,12 +186,10 @@ def copy_checkout(folder: Path) -> None:
 
 def run_tests(folder: Path, tests: list[str]) -> tuple[int, str]:
     """Exit code of pytest in the copy, and the first line that says what failed."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=600", *tests]
     # Python knows its compiled code by size and second of the source, and a mutation may change neither.
     variables = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    # A test that misses a mutation may hang: pytest ends it first, and this limit pytest.
-    limit_s = 2 * TEST_TIMEOUT_S * len(tests)
-    printed = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, errors="replace", timeout=limit_s)
+    printed = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, errors="replace", timeout=3600)
     lines = printed.stdout.strip().splitlines() or [""]
     return printed.returncode, next((line[1:].strip() for line in lines if line.startswith("E  ")), lines[-1])
 
