@@ -130,8 +130,8 @@ mrl/envs/instruction_following.py: float(not broken) >>> float(len(broken) < len
 # config rules and plan
 slots are a multiple of a whole replica | unit/config/rules/test_checks.py::test_a_problem_names_key_value_and_way_out
 mrl/config/rules/layout.py: if ranks % needed: >>> if ranks < needed:
-old rollouts need the correction | unit/config/rules/test_rollout_queue.py::test_lag_needs_engines_of_its_own_and_the_correction
-mrl/config/rules/algorithms.py: if lag > 0 and not config.loss_fn >>> if lag > 1 and not config.loss_fn
+old rollouts need the correction | unit/config/rules/test_rollout_queue.py::test_what_cannot_be_supplied_is_refused
+mrl/config/rules/algorithms.py: if lag > 1 and not config.loss_fn >>> if lag > 2 and not config.loss_fn
 every token has an embedding | unit/config/rules/test_tokens.py::test_tokens_without_an_embedding_are_refused
 mrl/config/rules/tokens.py: if not 0 < columns < needed: >>> if not 0 < columns < needed - 1:
 tensor-parallel ranks share no optimizer state | unit/plan/test_plan.py::test_optimizer_state_is_spread_over_ranks_that_hold_the_same
