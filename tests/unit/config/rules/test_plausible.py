@@ -62,7 +62,7 @@ def test_every_doubt_is_tried():
 
 
 def test_rollouts_of_one_step_before_may_count_as_fresh(workplace: Path):
-    """As in NeMo RL's single controller."""
+    """NeMo RL's single controller trains so."""
     override, reason = OF_AGE
     ahead = [override, "grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false"]
     config = load_config("grpo_tiny.yaml", ahead)
