@@ -56,7 +56,8 @@ def running(engine: Engine) -> Running:
     from mrl.rollout.http_server import start_server
 
     folder = Path(engine.llm.model_config.model).parent
-    policy = load_config("grpo_tiny.yaml", json.loads((folder / "overrides.json").read_text())).policy
+    words = [*json.loads((folder / "overrides.json").read_text()), "policy.generation.vllm_cfg.max_num_seqs=128"]
+    policy = load_config("grpo_tiny.yaml", words).policy
     running = Running()
     running.use(start_server(engine, policy, host="127.0.0.1", api_key=ENGINE_KEY, wake=lambda: None))
     return running

@@ -54,11 +54,10 @@ def engine(start_engine: StartEngine, folder: Path) -> Engine:
 def base_url(engine: Engine, folder: Path) -> str:
     from mrl.rollout.http_server import start_server
 
-    chat = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
-    config = load_config(
-        "grpo_tiny.yaml",
-        [*json.loads((folder / "overrides.json").read_text()), f"{chat}.enable_auto_tools=true", f"{chat}.tool_parser=qwen3_coder"],
-    )
+    vllm_cfg = "policy.generation.vllm_cfg"
+    chat = f"{vllm_cfg}.http_server_serving_chat_kwargs"
+    words = [f"{vllm_cfg}.max_num_seqs=128", f"{chat}.enable_auto_tools=true", f"{chat}.tool_parser=qwen3_coder"]
+    config = load_config("grpo_tiny.yaml", [*json.loads((folder / "overrides.json").read_text()), *words])
     return start_server(engine, config.policy, host="127.0.0.1", api_key=KEY, wake=lambda: None)
 
 
