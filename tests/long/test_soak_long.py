@@ -120,7 +120,7 @@ def test_a_run_whose_attempts_are_all_killed_ends_as_if_nobody_had(
 def test_after_a_kill_with_lag_nothing_is_sampled_twice_though_the_next_attempt_has_other_engines_and_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_gb: int, num_kept: int
 ):
-    """Of four prompts a step, those of the step after the checkpoint were sampled before it, and are there when it is published."""
+    """Rollouts of the step after a checkpoint were sampled before it, four prompts, and are there when it is published."""
     settings = ["checkpointing.save_period=3", "grpo.max_num_steps=10", f"checkpointing.keep_rollouts_gb={kept_gb}"]
     monkeypatch.setenv("MRL_KILL_AT", "rollouts:32")
     with attempt(tmp_path, "run", 0, "lag 1", *settings) as first:
