@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 
 from mrl.cluster.lifetime import Capacity
-from mrl.config.rules.layout import ENGINE_SOCKET, MAX_PATH_BYTES, longest_folder
+from mrl.config.rules.sockets import ENGINE_SOCKET, MAX_PATH_BYTES, longest_folder
 from mrl.doctor.findings import Finding
 from mrl.doctor.gpus import Gpus
 from mrl.doctor.probe import GIB, TEMPORARY, UNLIMITED, Disk, HostFacts, Network, Ports

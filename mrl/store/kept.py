@@ -38,7 +38,7 @@ INTERVAL_S = 1.0
 FLUSH_S, END_S = 60.0, 10.0
 SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "stop_strings", "vllm_kwargs")
 ENGINE = ("precision", "kv_cache_dtype", "max_model_len", "http_server_serving_chat_kwargs")
-JUDGING = ("num_generations_per_prompt", "max_rollout_turns", "seed")
+JUDGING = ("num_generations_per_prompt", "max_rollout_turns", "seed", "invalid_tool_call_advantage", "malformed_thinking_advantage")
 IRRELEVANT = {"num_workers", "policy_base_url", "policy_api_key"}
 
 
@@ -345,7 +345,7 @@ def conditions_of(config: RunConfig, identity: Identity) -> dict[str, str]:
     values |= {f"policy.generation.vllm_cfg.{name}": getattr(generation.vllm_cfg, name) for name in ENGINE}
     values |= {f"grpo.{name}": getattr(grpo, name) for name in JUDGING}
     values |= {f"env.{field.name}": getattr(config.env, field.name) for field in dataclasses.fields(config.env)}
-    values |= {"policy.router_replay": config.policy.router_replay}
+    values |= {"reward_penalties": config.reward_penalties, "policy.router_replay": config.policy.router_replay}
     values |= {name: identity[name] for name in ("model", "tokenizer") if name in identity}
     return {key: hashlib.sha256(json.dumps(_as_json(value), sort_keys=True).encode()).hexdigest()[:16] for key, value in values.items()}
 

@@ -53,7 +53,7 @@ class Row:
 
 
 def layouts(model_type: str) -> list[str]:
-    """Names of layouts of tests.stack.policy.policy_ranks that a family has."""
+    """Names of layouts that a family has."""
     if model_type == "nemotron_h":
         return ["one", "tp2 sp pp2 ep2", "tp2 sp ep2 etp2"]
     return ["one", "pp2 vpp2", *(("tp2 sp pp2 ep2", "tp2 sp ep2 etp2") if model_type in WITH_EXPERTS else ("tp2 sp pp2",))]
@@ -72,7 +72,8 @@ def fault_of(config: RunConfig, hf_config: dict[str, object], case: str, layout:
 def rows(folder: Path) -> Iterator[Row]:
     """The published models on the first and the last rank of each pipeline stage, tiny ones on every rank of their layouts."""
     # Its package imports Megatron.
-    from tests.stack.policy.policy_ranks import LAYOUTS, run_config
+    from tests.stack.policy.policy_ranks import run_config
+    from tests.stack.policy.sizes import sizes
 
     for config_file, name in PUBLISHED.items():
         hf_config = json.loads((ROOT / f"scripts/bench/models/{name}.config.json").read_text())
@@ -85,8 +86,9 @@ def rows(folder: Path) -> Iterator[Row]:
         model_folder = _folder(folder / str(index), hf_config)
         for layout in layouts(model_type):
             config = run_config(model_folder, layout, *BF16)
-            for rank in range(LAYOUTS[layout][0]):
-                yield fault_of(config, hf_config, case, layout, rank, LAYOUTS[layout][0])
+            num_ranks, _ = sizes(layout)
+            for rank in range(num_ranks):
+                yield fault_of(config, hf_config, case, layout, rank, num_ranks)
 
 
 def _folder(folder: Path, hf_config: Mapping[str, object]) -> Path:

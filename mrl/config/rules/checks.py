@@ -15,7 +15,7 @@ from pathlib import Path
 from mrl.config.errors import NotKnown, Problems, Unchecked, Unprovided
 from mrl.config.model import ModelSizes, is_hub_id, read_model
 from mrl.config.passthrough import check_arguments
-from mrl.config.rules import algorithms, data, layout, models, tokens, training
+from mrl.config.rules import algorithms, data, layout, models, sockets, tokens, training
 from mrl.config.rules.models import Check, ModelCheck
 from mrl.config.schema.run import RunConfig
 from mrl.phases import ModelName
@@ -141,7 +141,7 @@ RULES: dict[str, Check] = {
     "optimizer": training.check_optimizer,
     "log-probabilities": training.check_logprobs,
     "ports": layout.check_ports,
-    "sockets": layout.check_sockets,
+    "sockets": sockets.check_sockets,
     "reward model": algorithms.check_reward_model,
     "own functions and classes": algorithms.check_own,
     "parallel layout": layout.check_cluster,

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of parallel layouts, which divide the model, the batch and the cluster, and of the hosts on which ranks and engines start."""
+"""Rules of parallel layouts, which divide the model, the batch and the cluster, and of the engines' start."""
 
 from __future__ import annotations
 
 import difflib
 import math
 import os
-import tempfile
 
 from mrl.config.errors import Problems, Unprovided, spell
 from mrl.config.model import ModelSizes
@@ -23,13 +22,6 @@ EXPERT_SIZES = {
 """Keys of policy.megatron_cfg whose product is the number of ranks with all experts once; and their names."""
 PARSERS_OF_MODELS = {"nemotron_json": "NVIDIA-Nemotron-Nano-9B-v2 and -12B-v2"}
 """Parsers that plugins in the repositories of models register, and these models."""
-
-MAX_PATH_BYTES = 107
-"""Limit of the path of a socket that a library creates below TMPDIR: sun_path of unix(7), without the zero at its end."""
-RAY_SOCKET = "mrl-ray-12345678/ray/session_2000-01-01_00-00-00_123456_4194304/sockets/plasma_store"
-"""Ray's longest path below the folder, with a process id of seven digits, for a run on one node; others use the launcher's Ray."""
-ENGINE_SOCKET = "00000000-0000-0000-0000-000000000000"
-"""Longest socket name of vLLM's processes. Those of Python's multiprocessing, pymp-12345678/listener-12345678, are shorter."""
 
 _MEGATRON, _GENERATION, _ENGINE = "policy.megatron_cfg", "policy.generation", "policy.generation.vllm_cfg"
 _RESOURCES = f"{_GENERATION}.colocated.resources"
@@ -308,26 +300,3 @@ def check_servers(config: RunConfig, problems: Problems) -> None:
     if generation.port_range_low >= generation.port_range_high:
         rule = f"must be below policy.generation.port_range_high={generation.port_range_high}"
         problems.add(f"{_GENERATION}.port_range_low", rule, "change one of them")
-
-
-def longest_folder(socket: str) -> int:
-    """Longest folder, in bytes, for a socket of this name."""
-    return MAX_PATH_BYTES - len(socket) - 1
-
-
-def check_sockets(config: RunConfig, problems: Problems) -> None:
-    """Checks that the folders for temporary files leave room for the names of sockets."""
-    socket, whose = (RAY_SOCKET, "Ray's sockets") if config.cluster.num_nodes == 1 else (ENGINE_SOCKET, "the engines' sockets")
-    folders = [("TMPDIR", tempfile.gettempdir(), socket, whose)]
-    for key, variables in (
-        ("policy.megatron_cfg.env_vars", config.policy.megatron_cfg.env_vars),
-        ("policy.generation.vllm_cfg.env_vars", config.policy.generation.vllm_cfg.env_vars),
-    ):
-        folders += [
-            (f"{key}.{name}", (variables or {}).get(name, ""), ENGINE_SOCKET, "sockets") for name in ("TMPDIR", "VLLM_RPC_BASE_PATH")
-        ]
-    for name, folder, socket, whose in folders:
-        size, most = len(os.fsencode(folder)), longest_folder(socket)
-        if size > most:
-            rule = f"{whose} are created below it, and their paths have at most {MAX_PATH_BYTES} bytes: it may have {most}, and has {size}"
-            problems.extend([Unprovided(f"{name}={folder}: {rule}; set it to a shorter folder of this host, such as /tmp")])

@@ -100,7 +100,8 @@ def find_doubts(config: RunConfig) -> list[str]:
     for key, (is_doubtful, text) in DOUBTS.items():
         with suppress(NotKnown):
             if is_doubtful(config):
-                problems.add(key, *text.split("; ", 1))
+                rule, _, way_out = text.partition("; ")
+                problems.add(key, rule, way_out)
     with suppress(NotKnown):
         doubt_rows(config, problems)
         for model in config.models_beside:

@@ -35,7 +35,7 @@ GROUP_MEAN = dict(normalize=True, use_leave_one_out_baseline=False)
     ],
 )
 def test_advantages_of_a_group_by_hand(rewards: list[float], settings: dict[str, bool], expected: list[float]):
-    assert group_advantages(torch.tensor(rewards), **settings).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    assert group_advantages(torch.tensor(rewards), None, **settings).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
 def test_one_reward_against_equal_ones_that_are_no_binary_fractions():

@@ -13,7 +13,7 @@ import pytest
 
 from mrl.config.load import load_config
 from mrl.config.rules.checks import find_problems
-from mrl.config.rules.layout import ENGINE_SOCKET, MAX_PATH_BYTES, RAY_SOCKET, longest_folder
+from mrl.config.rules.sockets import ENGINE_SOCKET, MAX_PATH_BYTES, RAY_SOCKET, longest_folder
 
 
 def folder_of(num_bytes: int) -> str:
