@@ -16,7 +16,12 @@ from conversion.families.registry import FAMILIES, family
 from tests.unit.conversion.hf_folders import tiny_config
 from tests.unit.conversion.lora_cases import Patterns, export
 
-WITHOUT_OUT_PROJ = {"nemotron_h": ("out_proj",)}
+EXCLUDED = {
+    "nemotron_h": ("out_proj",),
+    "glm4_moe": ("*.mlp.linear_fc1", "*.mlp.linear_fc2", "*.shared_experts.*"),
+    "qwen2_moe": ("*.mlp.linear_fc1", "*.mlp.linear_fc2", "*.shared_experts.*"),
+}
+"""Modules of which PEFT takes no adapters, or takes them for others."""
 
 
 def random_weights(hf_config: dict[str, object]) -> dict[str, Tensor]:
@@ -70,9 +75,7 @@ CASES: list[tuple[str, Patterns]] = [
 def test_the_adapters_are_what_is_merged(model_type: str, targets: Patterns, tmp_path: Path):
     hf_config = tiny_config(model_type)
     weights = random_weights(hf_config)
-    merged = export(
-        hf_config, weights, tmp_path / "peft", targets=targets, excludes=() if targets else WITHOUT_OUT_PROJ.get(model_type, ())
-    )
+    merged = export(hf_config, weights, tmp_path / "peft", targets=targets, excludes=() if targets else EXCLUDED.get(model_type, ()))
     by_peft = applied(weights, tmp_path / "peft")
     assert any(not torch.equal(merged[name], weights[name]) for name in weights)
     for name, expected in merged.items():
@@ -90,6 +93,8 @@ def test_the_adapters_are_what_is_merged(model_type: str, targets: Patterns, tmp
         ),
         ("qwen3_moe", ("linear_fc1",), {}, "PEFT passes over adapters of experts' linear_fc1 without linear_fc2"),
         ("mixtral", ("linear_fc1", "linear_qkv"), {}, "PEFT passes over adapters of experts' linear_fc1 without linear_fc2"),
+        ("glm4_moe", (), {}, "PEFT takes the dense MLPs' gate_proj, up_proj and down_proj for those of experts"),
+        ("qwen2_moe", (), {}, "PEFT takes the dense MLPs' gate_proj, up_proj and down_proj for those of experts"),
         ("qwen3_moe", (), {"mlp_only_layers": [1]}, "PEFT takes the dense MLPs' gate_proj, up_proj and down_proj for those of experts"),
     ],
 )
