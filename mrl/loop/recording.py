@@ -70,7 +70,9 @@ def layout_of(config: RunConfig) -> str:
     policy = config.policy
     parts = (policy.megatron_cfg, policy.sequence_packing, policy.dynamic_batching)
     sizes = (config.num_policy_ranks, policy.train_micro_batch_size, policy.logprob_batch_size)
-    return json.dumps([*(dataclasses.asdict(part) for part in parts), *sizes], sort_keys=True, default=str)
+    sections = [dataclasses.asdict(part) for part in parts]
+    del sections[0]["env_vars"]  # may hold secrets
+    return json.dumps([*sections, *sizes], sort_keys=True, default=str)
 
 
 def tensors_of(session: Session) -> list[dict[int, tuple[int, dict[str, np.ndarray]]]]:

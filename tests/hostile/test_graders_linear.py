@@ -141,6 +141,7 @@ MEETS_NO_TEXT = {
     "mrl.envs.mcqa.score",
     "mrl.store.checkpoints.SHARD",
     "mrl.store.checkpoints.STEP_FOLDER",
+    "mrl.store.kept.FILE",
     "mrl.store.loggers.prometheus.PrometheusSink",
     "mrl.store.samples.drop_old_step_data",
 }
