@@ -14,7 +14,7 @@ from tests.rehearsal.children import rows_of
 from tests.stack.rollout.set_ranks import CASES, WITH_EXPERTS, layouts
 
 MODEL_TYPES = {name: model_type for name, (model_type, _) in PUBLISHED.items()} | {name: CASES[name][0] for name in TINY}
-WIDER = "Engines keep as float32 what the trainer holds as bfloat16: model.layers.*.mixer.A"
+WIDER = "Engines keep as float32 what the trainer holds as bfloat16: "
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +37,12 @@ def test_refits_can_be_prepared_on_every_capability_in_every_layout(rows: list[R
 
 def test_dtypes_that_the_capability_decides_are_in_the_log(rows: list[Row]) -> None:
     # vLLM's GateLinear: float32 where there is no kernel for bfloat16 weights and float32 scores.
-    gates = {"8.0": [WIDER + ", model.layers.*.mixer.gate.weight"], "9.0": [WIDER], "10.0": [WIDER]}
+    always = {"nemotron_h": ["model.layers.*.mixer.A"]}
+    gates = {"nemotron_h": ["model.layers.*.mixer.gate.weight"], "glm4_moe": ["model.layers.*.mlp.gate.weight"]}
     for row in rows:
-        is_hybrid = MODEL_TYPES[row.case] == "nemotron_h"
-        assert row.casts == (gates[row.capability] if is_hybrid else []), row
+        model_type = MODEL_TYPES[row.case]
+        names = always.get(model_type, []) + (gates.get(model_type, []) if row.capability == "8.0" else [])
+        assert row.casts == ([WIDER + ", ".join(names)] if names else []), row
 
 
 def test_experts_are_those_that_keep_the_order_of_the_checkpoint(rows: list[Row]) -> None:
