@@ -60,10 +60,15 @@ CONTEXT_CASES = [
 ]
 LAYOUTS = {"one": (1, {}), **DENSE_LAYOUTS, **MOE_LAYOUTS, **CONTEXT_LAYOUTS}
 LONG = pytest.mark.long("parity")
-CONTEXT_IN_CI = ("qwen3_moe", "tp2 sp cp2 ep2")
-CASES = [(name, layout) for names, layouts in ((DENSE, DENSE_LAYOUTS), (MOE, MOE_LAYOUTS)) for name in names for layout in layouts] + [
-    pytest.param(*case, marks=[] if case == CONTEXT_IN_CI else LONG) for case in CONTEXT_CASES
+IN_CI = [
+    ("qwen3_moe", "tp2 sp cp2 ep2"),
+    *((name, layout) for name in DENSE for layout in DENSE_LAYOUTS),
+    *(("qwen3_moe", layout) for layout in MOE_LAYOUTS),
+    *((name, layout) for name in MOE for layout in ("pp2", "tp2 sp pp2 ep2")),
 ]
+"""The other families of experts differ in their layers, which these two layouts cut in every way."""
+ALL_CASES = [(name, layout) for names, layouts in ((DENSE, DENSE_LAYOUTS), (MOE, MOE_LAYOUTS)) for name in names for layout in layouts]
+CASES = [pytest.param(*case, marks=[] if case in IN_CI else LONG) for case in (*ALL_CASES, *CONTEXT_CASES)]
 
 # Settings of a family that its tiny model does not have, where a layout could go wrong.
 VARIANTS: dict[str, tuple[str, dict[str, object], int, dict[str, object]]] = {
