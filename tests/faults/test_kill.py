@@ -60,12 +60,12 @@ def rows(run_folder: Path) -> list[dict]:
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
 
 
-def weights(run_folder: Path, tmp_path: Path) -> dict[str, bytes]:
+def weights(run_folder: Path, tmp_path: Path, step: int = STEPS) -> dict[str, bytes]:
     """The exported weight files of the last step."""
     from mrl.convert import main as convert
 
     out = tmp_path / f"{run_folder.name}-hf"
-    assert convert(["mcore-to-hf", "--mcore", str(run_folder / f"step_{STEPS}"), "--out", str(out)]) == 0
+    assert convert(["mcore-to-hf", "--mcore", str(run_folder / f"step_{step}"), "--out", str(out)]) == 0
     return {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
 
 
