@@ -88,7 +88,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if unexpected_skips(skipped, EXPECTED_SKIPS.read_text()):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     part = session.config.getoption("--long")
-    if part in OUTCOMES and session.exitstatus == pytest.ExitCode.OK:
+    is_whole = session.config.args == ["tests"] and not session.config.option.keyword
+    if part in OUTCOMES and is_whole and session.exitstatus == pytest.ExitCode.OK:
         outcomes: list[Row] = [{"passed": node_id.rpartition("::")[2], "seconds": round(seconds)} for node_id, seconds in passed]
         record(part, attack_rows() if part == "hostile" else outcomes)
 
