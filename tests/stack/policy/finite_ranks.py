@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
@@ -10,18 +14,28 @@ from mrl.config.schema.run import RunConfig
 from tests.stack.policy.policy_ranks import message_of, open_policy, optimizer_checksum, raw_checksums, set_batch, train
 from tests.stack.ranks import Rank
 
+if TYPE_CHECKING:
+    from mrl.policy.policy import PolicyRank
 
-def step_with_advantage(rank: Rank, config: RunConfig, advantage: float) -> tuple[str, bool, list[dict[str, float]]]:
-    """A step in which the last rank's advantages are `advantage`: its message, whether no byte of weights and optimizer changed.
 
-    Last comes the metrics of a clean step after it.
-    """
+@contextmanager
+def ready_policy(rank: Rank, config: RunConfig) -> Iterator[tuple[PolicyRank, tuple[object, object]]]:
+    """A policy with a batch ready for its second step, and the checksums of weights and optimizer before it."""
     with open_policy(rank, config) as policy:
         train(policy, 1)
         policy.settle()
         before = raw_checksums(policy), optimizer_checksum(policy)
         set_batch(policy)
         policy.compute_old_logprobs()
+        yield policy, before
+
+
+def step_with_advantage(rank: Rank, config: RunConfig, advantage: float) -> tuple[str, bool, list[dict[str, float]]]:
+    """A step in which the last rank's advantages are `advantage`: its message, whether no byte of weights and optimizer changed.
+
+    Last comes the metrics of a clean step after it.
+    """
+    with ready_policy(rank, config) as (policy, before):
         if policy.dp_rank == 1:
             for row in policy._batches[0].rows:
                 row.advantages_T = torch.full_like(row.advantages_T, advantage)
@@ -34,12 +48,7 @@ def skipped_step(
     rank: Rank, config: RunConfig
 ) -> tuple[dict[str, float], bool, list[dict[int, dict[str, np.ndarray]]], list[dict[str, float]]]:
     """A step with a NaN under policy.not_finite_steps=skip: metrics, whether no byte changed, its tensors, and a clean step's metrics."""
-    with open_policy(rank, config) as policy:
-        train(policy, 1)
-        policy.settle()
-        before = raw_checksums(policy), optimizer_checksum(policy)
-        set_batch(policy)
-        policy.compute_old_logprobs()
+    with ready_policy(rank, config) as (policy, before):
         if policy.dp_rank == 1:
             policy._batches[0].rows[0].advantages_T[:] = torch.nan
         metrics, tensors = policy.train_step(), policy.sequence_tensors()
