@@ -25,7 +25,7 @@ MATRIX = [(name, layout) for name in GENERATING for layout in (SINGLE, TP2, EP2)
 
 # Prompts of the tests are shorter, all of them together are longer.
 CHUNK_TOKENS = 128
-NUM_ALONE = 8
+NUM_ALONE = 3
 
 
 @dataclass(frozen=True)
