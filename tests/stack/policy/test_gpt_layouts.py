@@ -128,7 +128,8 @@ def test_a_layout_gives_the_logprobs_of_transformers_and_loss_and_gradients_of_o
     layout: str,
 ):
     case, (wanted_loss, wanted_grads) = examples[name, SEEDS[-1]], one_rank[name][0]
-    (loss, grads), logprobs = gradients_and_logprobs(ranks, case.folder, *LAYOUTS[layout], PARITY_ROWS)
+    world_size, megatron = LAYOUTS[layout]
+    (loss, grads), logprobs = gradients_and_logprobs(ranks, case.folder, world_size, megatron, PARITY_ROWS)
     check_logprobs(logprobs, case)
     assert loss == pytest.approx(wanted_loss, rel=1e-6)
     assert_close(grads, wanted_grads, 1e-5)
