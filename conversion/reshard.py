@@ -169,7 +169,7 @@ def _drafts(
 
 
 def _copies(layout: Layout, holdings: _Holdings, own: int | None, near: frozenset[int]) -> list[Copy]:
-    """Every piece of a layout in parts that sources hold, the nearest first."""
+    """Splits each piece of a layout into the parts that sources hold, the nearest source first."""
     copies = []
     for slot, content in layout.items():
         for piece in content.pieces:

@@ -132,7 +132,7 @@ class EngineWorker:
 
 
 class Delivery(NamedTuple):
-    """One message on its way."""
+    """One message from its sender to its receiver."""
 
     round: int
     rank: int
@@ -145,7 +145,7 @@ class Delivery(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """One copy as its worker carries it out."""
+    """One copy as its worker executes it."""
 
     copy: Copy
     rank: int
@@ -246,7 +246,7 @@ class Schedule:
         return lines
 
     def fingerprint(self) -> str:
-        """A digest of everything: two processes with the same one send and read the same messages."""
+        """Digest of the whole schedule: processes with equal digests send and read the same messages."""
         digest = hashlib.sha256(repr((self.num_rounds, self.source_class, self.workers, self.body_bytes)).encode())
         # Classes share most of their copies: each object is written out once, and named by its number from then on.
         numbers: dict[int, int] = {}

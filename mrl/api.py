@@ -78,7 +78,7 @@ class Loop:
         return self.run.is_over
 
     def step_under_way(self) -> Step:
-        """The step that `rollouts.take` has begun."""
+        """The step begun by `rollouts.take`."""
         if self.step is None:
             raise RuntimeError("no step is under way: loop.rollouts.take() begins one")
         return self.step

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of metrics: what is shown of each on the console and in the report, and NeMo RL's names. How parts of one are combined."""
+"""The table of metrics: where each is shown (console, report), its name in NeMo RL, and how its parts are combined."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 
 class Metric(NamedTuple):
-    """Places where a metric is shown. A metric that stands in no table is written to files and loggers, under its own name."""
+    """Places where a metric is shown. A metric in no table is written to files and loggers, under its own name."""
 
     line: str = ""
     """Line of the step's block on the console that shows it; see `mrl.store.console`."""

@@ -57,7 +57,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def listing(folders: Sequence[Path]) -> list[str]:
-    """A line a run."""
+    """One line for each run."""
     table = [("run", "state", "step", "algorithm", "model", "attempts", "result", "changed")]
     for folder in folders:
         config, rows = read_config(folder / "config.yaml"), rows_of(folder)
@@ -71,7 +71,7 @@ def listing(folders: Sequence[Path]) -> list[str]:
 
 
 def show(folder: Path) -> list[str]:
-    """A run: its settings and progress, its attempts, rollbacks and checkpoints."""
+    """Describes a run: settings, progress, attempts, rollbacks and checkpoints."""
     config, rows = read_config(folder / "config.yaml"), rows_of(folder)
     lines = aligned([*about_lines(config, read_json(folder / "about.json")), *progress_lines(rows, config, folder, owner_state(folder))])
     before: Json = {}
@@ -87,7 +87,7 @@ def show(folder: Path) -> list[str]:
 
 
 def compare(one: Path, other: Path) -> list[str]:
-    """Keys in which two configs differ, where two curves part, and both results."""
+    """Compares two runs: keys that differ, the step at which the curves part, and both results."""
     settings = differences(*(flat(read_config(folder / "config.yaml")) for folder in (one, other)))
     lines = [f"A = {one}", f"B = {other}", *(settings or ["the configs are equal"])]
     rows, others = ({row["step"]: row for row in rows_of(folder)} for folder in (one, other))
@@ -134,7 +134,7 @@ def attempts_of(folder: Path) -> list[Path]:
 
 
 def rolled_back(ledger: Path) -> Iterator[str]:
-    """Each time that an attempt went on from a step before the last one trained, or asked prompts again."""
+    """Lists rollbacks: attempts that resumed before the last trained step, or asked prompts again."""
     state = LedgerState()
     for line in read_file(ledger).decode().splitlines() if ledger.exists() else []:
         try:

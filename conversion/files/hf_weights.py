@@ -56,7 +56,7 @@ def check_hf(hf: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(hf: Path, stored: Mapping[str, HeaderTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Returns if the weight files hold exactly these tensors, unquantised."""
+    """Raises ValueError unless the weight files hold exactly these tensors, unquantised."""
     for name in sorted(stored):
         if stored[name].dtype not in DTYPES:
             raise ValueError(f"{hf}: {name} has dtype {stored[name].dtype}; only unquantised weights are supported ({sorted(DTYPES)})")

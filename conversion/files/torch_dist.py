@@ -125,7 +125,7 @@ class TorchDistFolder:
                 raise ValueError(f"{self.folder}: {key} cannot be read: {error}") from error
 
     def check(self, layout: Layout) -> None:
-        """Returns if the checkpoint holds exactly these weights. Ignores the state of optimizers, schedules and generators."""
+        """Raises ValueError unless the checkpoint holds exactly these weights. Ignores optimizers, schedules and generators."""
         wanted = {slot.name: content.shape for slot, content in layout.items()}
         legacy = sorted(key for key in self.keys if key.endswith(_GROUPED_MLP_KEYS))
         if legacy:

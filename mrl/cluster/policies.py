@@ -224,7 +224,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         is_awaited: threading.Event,
         is_abandoned: threading.Event,
     ) -> dict[int, T]:
-        """Does as `call`, from another thread than the loop's: however long the ranks do what that asks of them, until `is_awaited`.
+        """Calls like `call`, from another thread than the loop's, without a limit until `is_awaited`.
 
         InterruptedError: `is_abandoned` before. Ray ends a process in which a thread calls it after it has been shut down.
         """
@@ -321,7 +321,7 @@ def repair_unless(check: Callable[[Path], None], hf: Path, cached: Path, paralle
 
 
 def check_shared(root: Path, actors: list, *, deadline_s: float, patience_s: float = PATIENCE_S) -> None:
-    """Returns if every actor (with a method as `PolicyActor.answer_canary`) and this process see each other's new files in `root`."""
+    """Raises unless every actor (with a method as `PolicyActor.answer_canary`) and this process see each other's new files in `root`."""
     canary, reason = release_canary(root), ""
     try:
         pending = {f"{index}": ask(actor, PolicyActor.answer_canary, canary, f"{index}", patience_s) for index, actor in enumerate(actors)}

@@ -99,7 +99,7 @@ class Judge:
         self._texts = ThreadPoolExecutor(1, "texts")
 
     async def start(self) -> None:
-        """Starts the environments that users name. Those that come with mrl start when the first row needs them."""
+        """Starts the user's environments. Built-in ones start when the first row needs them."""
         env = self.config.env
         await self.scorer.start(list(dict.fromkeys((*env.own.functions, *({self.config.data.default.env_name} - {NEMO_GYM, *env.agents})))))
 
@@ -127,7 +127,7 @@ class Judge:
                 self.work.begin(self._judge(info.request_id, prompt.env_name, task, rollout, remarks))
 
     def _make_tasks(self, unjudged: Sequence[tuple[RolloutInfo, Prompt]]) -> list[tuple[Task, Rollout | None, Remarks | None]]:
-        """The task of each rollout; itself, if it may have further turns; and what is wrong with its form."""
+        """Makes each rollout's task, keeps it if further turns may follow, and lists faults of its form."""
         start = time.monotonic()
         tasks = []
         for (_, prompt), rollout in zip(
@@ -183,7 +183,7 @@ class RewardActor:
         return usable_cores()
 
     def judge(self, rollouts: Sequence[Unjudged]) -> tuple[Judged, Packed]:
-        """Begins to judge rollouts; then what was judged since the last answer, and the transcripts of rollouts that go on.
+        """Begins to judge rollouts; returns verdicts since the last call, and transcripts of rollouts that continue.
 
         Waits up to `ANSWER_S` for the first verdict. A later call ends the wait of an earlier one. RuntimeError: an environment failed.
         """

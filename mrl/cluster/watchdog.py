@@ -104,7 +104,7 @@ def read_all(root: int, signs: dict[int, spans.Sign]) -> list[ProcessReading]:
         return signs[found.pid].name if found.pid in signs else found.command if found.command in RAY_PROCESSES else ""
 
     def visit(pid: int, owner: str) -> tuple[float, int]:
-        """Seconds and bytes of a process and its children without names."""
+        """Adds up CPU seconds and bytes of a process and its unnamed children."""
         found = table[pid]
         name = name_of(found)
         spent = [visit(child, name or owner) for child in children.get(pid, [])]
@@ -147,7 +147,7 @@ def read_stacks(folder: Path) -> Stacks:
 
 
 def writes_stacks(pid: int) -> bool:
-    """True when a process handles `STACK_SIGNAL`, which would end any other: one that has got the id of a process that has ended."""
+    """True when a process handles `STACK_SIGNAL`, which would kill a process that does not."""
     try:
         handled = re.search(r"^SigCgt:\s+(\w+)$", Path(f"/proc/{pid}/status").read_text(errors="replace"), re.MULTILINE)
     except OSError:
@@ -203,7 +203,7 @@ class Watchdog:
         self._lookouts = lookouts
 
     def look_after(self, dead_daemons: Callable[[], str]) -> None:
-        """Asks from now on for the daemons of Ray that have died; "" means none."""
+        """Sets the function that names dead daemons of Ray; "" means none."""
         self._dead_daemons = dead_daemons
 
     def stop(self) -> None:
@@ -233,7 +233,7 @@ class Watchdog:
             self._look_at_ray()
 
     def _look_at_ray(self) -> None:
-        """Has the run end, as a signal does, once a daemon of Ray has died: actors live on without the head, and can save."""
+        """Ends the run as a signal does once a daemon of Ray has died: actors live on without the head, and can save."""
         if self._dead_daemons is None or not (dead := self._dead_daemons()):
             return
         self._dead_daemons = None

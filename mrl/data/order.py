@@ -87,7 +87,7 @@ class LengthHints:
 
 
 def num_steps_of(config: RunConfig, num_rows: int) -> int:
-    """Steps that all epochs over so many training rows have. ValueError: they do not fill one."""
+    """Number of steps in all epochs over `num_rows` training rows. ValueError: they do not fill one step."""
     training, algorithm = config.training, config.algorithm
     key = f"{algorithm}.num_prompts_per_step" if config.has_engines else "policy.train_global_batch_size"
     size = config.rollouts.num_prompts_per_step if config.has_engines else config.policy.train_global_batch_size
@@ -101,7 +101,7 @@ def num_steps_of(config: RunConfig, num_rows: int) -> int:
 
 
 def find_few_rows(config: RunConfig) -> list[str]:
-    """Says that the data sets that are here have fewer rows than one step takes. Reads no more rows than that takes."""
+    """Complains if the local data sets have fewer rows than one step takes. Reads no more rows than needed."""
     try:
         size = config.rollouts.num_prompts_per_step if config.has_engines else config.policy.train_global_batch_size
         sets = config.data.train_sets

@@ -157,7 +157,7 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
 
 
 def _with_question(fields: Fields, config: EnvConfig) -> Fields:
-    """The row with an empty question, if it has none and goes to an agent, which makes one of its other fields."""
+    """Adds an empty question to a row without one that goes to an agent: agents build theirs from other fields."""
     request, agent = fields.get(REQUEST), agent_of(fields)
     if agent is None or not isinstance(request, dict) or request.get("input") or not is_agent(route_of(agent, config) or "", config):
         return fields

@@ -34,7 +34,7 @@ _MARK = "the-tool-stands-here"
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and the tools that the assistant may call; a template hears nothing of an empty list."""
+    """Messages, and the tools that the assistant may call. An empty list of tools is not passed to the template."""
 
     messages: Sequence[Message]
     tools: Sequence[Fields] = ()
@@ -80,7 +80,7 @@ def write(
 
 
 def _forms(given: Conversation, template: str) -> Iterator[Conversation]:
-    """The conversation in the forms that templates take, the commonest first.
+    """Yields the conversation in each form that templates accept, the commonest first.
 
     Most walk through the arguments of calls as objects, some join them as JSON text; some want a text with calls, if only an empty one;
     many know fewer roles than a row may have, one name for thoughts, and tools and calls only as OpenAI writes them.

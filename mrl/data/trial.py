@@ -34,7 +34,7 @@ CONVERSATIONS = ([_USER], [{"role": "system", "content": "Be brief."}, _USER], [
 
 
 class Overrun(Exception):
-    """A trial takes more processor time or memory than it may."""
+    """A trial exceeded its limit of processor time or memory."""
 
 
 def try_template(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, object] | None) -> None:

@@ -106,7 +106,7 @@ class RefitOutcome:
 
 
 class Failed(Exception):
-    """A check failed, so later checks would be meaningless. Its outcome is on record."""
+    """A check failed and its outcome is recorded; later checks would be meaningless."""
 
 
 def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[RefitOutcome]:

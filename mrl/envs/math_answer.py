@@ -107,7 +107,7 @@ def read(text: str, *, takes_units: bool = False) -> Reading:
 
 
 def _without_parameter(tokens: list[Token]) -> list[Token]:
-    """The tokens without what an integer runs over, which is called k: `n\\pi (n \\in Z)`, `n\\pi` for any integer n."""
+    """Removes the range of an integer parameter, which is called k: `n\\pi (n \\in Z)`, `n\\pi` for any integer n."""
     for at, (letter, sign, *others) in enumerate(zip(tokens, tokens[1:], [*tokens[2:], Token("sign", "")], strict=False)):
         runs_over = sign.text == "in" and others[0].text in ("Z", "N") and all(token.text == ")" for token in tokens[at + 3 :])
         if letter.kind == "letter" and runs_over or letter.text in ("integer", "integers") and at == len(tokens) - 2:
@@ -119,7 +119,7 @@ def _without_parameter(tokens: list[Token]) -> list[Token]:
 
 
 def split(tokens: Sequence[Token], texts: Iterable[str]) -> list[list[Token]]:
-    """The tokens between separators that stand outside of brackets."""
+    """Splits tokens at separators outside of brackets."""
     parts: list[list[Token]] = [[]]
     depth = 0
     for token in tokens:

@@ -46,7 +46,7 @@ class Critic:
         return JudgedStep(own, group.call_on_tokens("compute_values", own))
 
     def learn(self, judged: JudgedStep, batches: Sequence[Batch]) -> dict[str, float]:
-        """Has the policy compute advantages, and the critic learn the returns that come of them."""
+        """Makes the policy compute advantages, and the critic learn the resulting returns."""
         group = self.session.models_beside["critic"]
         returns = self.session.policies.call_on_tokens("compute_advantages", batches, judged.values)
         self.session.enter("train_value")

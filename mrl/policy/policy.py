@@ -138,7 +138,7 @@ class PolicyRank:
 
     @property
     def phase(self) -> Phase | None:
-        """The phase that it has entered last. Not collective."""
+        """The current phase. Not collective."""
         return self._phase
 
     def device_name(self) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One agent's session: what it asks becomes what an engine is asked, and every answer is kept token by token. Needs neither vLLM nor HTTP.
+"""One agent's session: turns its requests into an engine's and keeps every answer token by token. Needs no vLLM, no HTTP.
 
 A session takes any request of OpenAI's protocol. What would change the distribution that tokens are drawn from, which the trainer compares
 with, is replaced by the run's own value, and counted.

@@ -95,11 +95,11 @@ class Callers:
         return taken, withdrawn
 
     def note(self, question: Question, vllm_id: str, *, weight_version: int, num_refits: int) -> None:
-        """Records that the engine has taken a question in, by an id of vLLM's, at this version and after so many refits."""
+        """Records that the engine has accepted a question: vLLM's id of it, weight version, and number of refits."""
         self._asked[question.question_id] = (question, vllm_id, weight_version, num_refits)
 
     def answer(self, output: RequestOutput, *, num_refits: int, take_routes: TakeRoutes = lambda ids, output: None) -> bool:
-        """Passes an output of vLLM to whoever asked for it; False if it answers no question. `num_refits` is as in `note`, now."""
+        """Passes an output of vLLM to its asker; False if it answers no question. `num_refits`: refits so far; see `note`."""
         found = self._asked.pop(output.request_id, None)
         if found is not None:
             question, vllm_id, weight_version, earlier = found

@@ -213,7 +213,7 @@ class Engine:
         return facts | ({"gpu_used_bytes": max(used)} if used else {})
 
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
-        """Lets each worker compute its part of the schedule; `workers` are in the order of TP ranks."""
+        """Makes each worker compute its part of the schedule; `workers` are in the order of TP ranks."""
         self._workers("prepare_refit", list(workers))
         self._is_prepared = True
 
@@ -444,5 +444,5 @@ def _rollout(
 
 
 def _accepted(histogram: Sequence[int]) -> int:
-    """Tokens that were accepted, from how often each number of them was."""
+    """Number of accepted tokens, from the counts of passes that accepted so many."""
     return sum(number * count for number, count in enumerate(histogram))

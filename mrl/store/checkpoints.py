@@ -58,7 +58,7 @@ class Checkpoint:
         return self.weights_of("policy")
 
     def weights_of(self, model: ModelName) -> Path:
-        """The same of any model that the run trains."""
+        """Folder of any trained model in Megatron's layout."""
         return self.folder / MODEL_FOLDERS[model] / "weights"
 
     def shards(self, num_ranks: int) -> list[dict[Path, str]]:

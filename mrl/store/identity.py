@@ -75,7 +75,7 @@ def memory_of(config: RunConfig) -> Path:
 
 
 def data_of(config: RunConfig, rows: Rows[Example], read: Sequence[LeftOut]) -> dict[str, str]:
-    """The part `data` of an identity."""
+    """Section `data` of an identity."""
     order = epoch_order(len(rows), seed=config.training.seed, epoch=0, shuffle=config.data.shuffle)
     data = {
         "rows": _digest([part.digest for part in read if part.setting.startswith("data.train")]),

@@ -133,7 +133,7 @@ class Ownership:
             )
 
     def holder(self) -> str | None:
-        """The process that owns the folder, if it lives on this host; None also where only a watch could tell."""
+        """The process that owns the folder, if it lives on this host; None if unknown without a watch."""
         other = self._read(self._file)
         return str(other) if other is not None and other.process.is_visible() and other.process.is_running() else None
 

@@ -151,11 +151,11 @@ class RunFolder:
         self._ownership.check()
 
     def give_back(self) -> None:
-        """Ends the hold on the folder. For a process that ends at once, too."""
+        """Gives up ownership of the folder, also for a process that ends at once."""
         self._ownership.give_back()
 
     def _check_start(self) -> None:
-        """Refuses what another run has left, and leaves it as it is; then sets damaged checkpoints aside, and opens the ledger."""
+        """Refuses a folder of another run, unchanged; else sets damaged checkpoints aside and opens the ledger."""
         self._refuse_to_begin_anew()
         for name in (RUN_CONFIG, ABOUT, IDENTITY):
             read_or_set_aside(self.path / name)
@@ -414,7 +414,7 @@ def last_step_in(path: Path) -> int:
 
 
 def read_or_set_aside(path: Path) -> bytes:
-    """The content of a file; of one that cannot be read, or is none, nothing: it is renamed, so that there can be a new one."""
+    """Reads a file; one that is unreadable or no regular file is renamed out of the way, and counts as empty."""
     if not os.path.lexists(path):
         return b""
     try:

@@ -41,7 +41,7 @@ class Advice:
     is_below: bool = False
 
     def value_if_held(self, rows: Sequence[Row], facts: Facts) -> float | None:
-        """The number, if the rule holds; None if it does not, or the rows cannot say."""
+        """The measured number if the rule holds; None if it does not, or the rows lack the metric."""
         value = self.measure(rows, facts)
         if value is None:
             return None
@@ -187,7 +187,7 @@ def advisories(rows: Sequence[Row], facts: Facts) -> list[Advisory]:
 
 
 def silence(rows: Sequence[Row], *, silent_s: float) -> Advisory | None:
-    """The advisory on a running run that has written no metrics for `silent_s`."""
+    """Advisory for a live run that has written no metrics for `silent_s`."""
     limit = max(SILENT_MIN_S, SILENT_STEPS * statistics.median(_values(rows, "time/total", WINDOW) or [0.0]))
     if silent_s <= limit:
         return None

@@ -98,7 +98,7 @@ def memory_of(measured: Mapping[str, Mapping[str, int]], plan: object) -> list[J
 
 
 def rule_table() -> list[Json]:
-    """The rules with their limits, for the page."""
+    """Advisory rules with their limits, for the page."""
     return [
         {"key": rule.key, "level": rule.level, "rule": f"{rule.what} {'<' if rule.is_below else '>'} {number(rule.limit)}"}
         for rule in RULES
@@ -169,7 +169,7 @@ def disk_of(folder: Path) -> Json:
 
 
 def owner_state(folder: Path) -> State:
-    """Tells by the file that the owner touches whether a process still writes into the folder."""
+    """Tells whether a process still writes into the folder, by the file that its owner touches."""
     owner = folder / OWNER
     return "running" if owner.exists() and time.time() - owner.stat().st_mtime < OWNER_LEASE_S else "over"
 
