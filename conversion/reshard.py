@@ -123,7 +123,7 @@ def _sources(sources: Mapping[int, Layout], node_of: Mapping[int, int]) -> _Sour
                 holders.setdefault(source_class, other if other == holding else holding)
             fault = tiling_fault(content.shape, [*(piece.local for piece in content.pieces), *content.padding])
             if fault is not None:
-                raise ScheduleError(f"{source}: {fault}, so that the table does not say what all of it is")
+                raise ScheduleError(f"{source}: {fault}, so that some of its elements have no meaning")
     return _Sources(class_of, ranks, holdings, on_node)
 
 

@@ -225,9 +225,10 @@ class Schedule:
         num_copies = sum(copies_of[worker.class_index] for worker in self.workers.values())
         moved = {link: f"{num_bytes / 2**20:.1f} MiB" for link, num_bytes in self.link_bytes().items()}
         memory = max(self.body_bytes.values(), default=0) / 2**20
+        workers, rounds = len(self.workers), self.num_rounds
         return (
-            f"{num_copies} copies to {len(self.workers)} engine workers in {self.num_rounds} rounds: {moved['gpu']} from their own "
-            f"GPUs, {moved['node']} within nodes, {moved['network']} between nodes, exchange memory {memory:.1f} MiB"
+            f"{num_copies} copies to {workers} engine worker{'s' * (workers != 1)} in {rounds} round{'s' * (rounds != 1)}: {moved['gpu']} "
+            f"from their own GPUs, {moved['node']} within nodes, {moved['network']} between nodes, exchange memory {memory:.1f} MiB"
         )
 
     def casts(self) -> list[str]:

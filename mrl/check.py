@@ -375,7 +375,7 @@ def find_target(name: str, config: str | None) -> Target:
         return Target(name, Path(name).stem)
     if (folder / "config.json").is_file():
         if config is None:
-            raise ValueError(f"{name} is a model; say with --config which config's data, environments and sampling it is asked with")
+            raise ValueError(f"{name} is a model; name with --config the config whose data, environments and sampling to use")
         return Target(config, folder.resolve().name, model=folder.resolve())
     run = folder if (folder / RUN_CONFIG).is_file() else folder.resolve().parent
     if not (run / RUN_CONFIG).is_file():

@@ -79,8 +79,8 @@ METRICS: dict[str, Metric] = {
     "time/generation_hidden": Metric("hidden", "gen={:.1f}s", HIDDEN),
     "time/reward_hidden": Metric("hidden", "reward={:.1f}s", HIDDEN),
     "time/checkpoint_hidden": Metric("hidden", "ckpt={:.1f}s", HIDDEN),
-    "rollout/tokens_per_s": Metric(chart="Tokens a second"),
-    "performance/tokens_per_sec_per_gpu": Metric(chart="Tokens a second"),
+    "rollout/tokens_per_s": Metric(chart="Tokens per second"),
+    "performance/tokens_per_sec_per_gpu": Metric(chart="Tokens per second"),
     "val/mean_length": Metric(nemo_rl="validation/avg_length"),
 }
 

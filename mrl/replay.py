@@ -175,7 +175,7 @@ def rollout_differences(step: int, one: Dump, other: Dump | None) -> Iterator[st
     found = [] if other is None else read_dump(other.path)
     recorded = read_dump(one.path)
     if len(found) != len(recorded):
-        yield f"step {step}: {len(recorded)} rollouts are recorded, {len(found)} were made"
+        yield f"step {step}: rollouts recorded {len(recorded)}, made {len(found)}"
     for index, (row, made) in enumerate(zip(recorded, found, strict=False)):
         key = next((key for key in COMPARED if row.get(key) != made.get(key)), None)
         if key is None:

@@ -101,7 +101,7 @@ def compare(one: Path, other: Path) -> list[str]:
 
     parts = next((step for step in steps if differing(step)), None)
     if parts is None:
-        lines.append(f"equal metrics in all {len(steps)} steps that both have")
+        lines.append(f"equal metrics in all common steps ({len(steps)})")
     else:
         lines.append(f"the metrics part at step {parts}: {', '.join(differing(parts)[:5])}")
     shared = [name for name in SHOWN if repeats(name) and all(any(name in row for row in each.values()) for each in (rows, others))]
@@ -140,10 +140,7 @@ def rolled_back(ledger: Path) -> Iterator[str]:
         try:
             event = json.loads(line)
             if event["event"] == "rolled_back":
-                yield (
-                    f"to step {event['to_step']} after step {len(state.trained)} was trained; "
-                    f"{len(state.taken)} prompts that were asked are asked again"
-                )
+                yield (f"to step {event['to_step']} after step {len(state.trained)} was trained; prompts asked again: {len(state.taken)}")
             apply_event(state, event)
         except (ValueError, KeyError, TypeError, AttributeError):
             yield "the ledger is damaged from here on"

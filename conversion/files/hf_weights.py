@@ -50,7 +50,7 @@ def check_hf(hf: Path) -> dict[str, tuple[int, ...]]:
     if REWARD_HEAD in stored:
         shapes[REWARD_HEAD] = (1, int(str(config["hidden_size"])))
     if left_out := [name for name in stored if family(config).is_left_out(config, name)]:
-        logger.warning("%s: %d tensors of multi-token prediction are neither trained nor exported: %s", hf, len(left_out), listed(left_out))
+        logger.warning("%s: multi-token prediction is neither trained nor exported (tensors: %d): %s", hf, len(left_out), listed(left_out))
     check_tensors(hf, {name: tensor for name, (_, tensor) in stored.items() if not is_unused(name, config)}, shapes)
     return shapes
 

@@ -171,7 +171,7 @@ class TorchDistFolder:
         if offset is None or not tensor.is_contiguous() or tensor.storage_offset() or storage.nbytes() != tensor.nbytes:
             return None
         if offset + tensor.nbytes > chunk.length:
-            raise ValueError(f"{what} is damaged: the content ends behind the archive")
+            raise ValueError(f"{what} is damaged: the content exceeds its archive")
         return StoredTensor(self.folder / chunk.file, chunk.offset + offset, tensor.dtype, tuple(tensor.shape))
 
     def _torch_load(self, chunk: StoredChunk, device: str) -> Tensor:

@@ -53,7 +53,7 @@ class Carrier:
             except OSError as error:
                 if name not in self._failed:
                     self._failed.add(name)
-                    print(f"{target} cannot be written, and waits on the local disk: {error}. Said once.", file=sys.stderr, flush=True)
+                    print(f"{target} cannot be written, and waits on the local disk: {error}", file=sys.stderr, flush=True)
 
     def _carry(self, name: str, target: Path) -> None:
         local = self._outbox / name

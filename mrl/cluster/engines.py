@@ -249,7 +249,7 @@ class EngineGroup(Actors[EngineVerbs]):
     def restart(self, index: int) -> None:
         """Starts a dead engine again; it refuses to generate until it is refitted. RuntimeError: it dies too often without a rollout."""
         num_requests = in_loop(self.book.end, index, self._log_file(index))
-        logger.warning("%s died; starting it again (%d requests will be asked again)", self.name(index), num_requests)
+        logger.warning("%s died; starting it again, with its requests (%d)", self.name(index), num_requests)
         ray.kill(self.handles[index])
         self.handles[index] = self._start(self.placement.engines[index])
         self.wait_until_built()

@@ -217,7 +217,7 @@ class AgentGateway(Actors[GatewayActor]):
 
     def _restart(self, index: int, lost: ActorLost) -> None:
         num_tasks = self.book.end(index, self._log_file)
-        logger.warning("%s; starting it again (%d rollouts of agents begin again)", lost, num_tasks)
+        logger.warning("%s; starting it again, with the rollouts of its agents (%d)", lost, num_tasks)
         ray.kill(self.handles[index])
         self.handles[index] = self._start()
         self.news.tell(GENERATION, time.monotonic() + start_s(self.config))

@@ -233,7 +233,7 @@ class Rewards(Actors[RewardActor]):
         starting, self._starting = self._starting, {}
         num_cores = self.wait({self.name(index): ready for index, ready in starting.items()}, deadline_s=self.start_s, what="start")
         for number, num_nodes in Counter(num_cores.values()).items():
-            logger.info("Rewards, on %d nodes: %s", num_nodes, describe_workers(self.config, num_cores=number))
+            logger.info("Rewards, nodes: %d, on each: %s", num_nodes, describe_workers(self.config, num_cores=number))
 
     def wait_for(self, is_enough: Callable[[], bool]) -> None:
         """Waits for verdicts until there are enough, however many rollouts wait before them for a worker.
@@ -301,7 +301,7 @@ class Rewards(Actors[RewardActor]):
 
     def _restart(self, index: int, lost: ActorLost) -> None:
         num_unjudged = self.book.end(index, self._log_file(index))
-        logger.warning("%s; starting it again (%d rollouts will be judged again)", lost, num_unjudged)
+        logger.warning("%s; starting it again, with its unjudged rollouts (%d)", lost, num_unjudged)
         ray.kill(self.handles[index])
         self.handles[index] = self._start(index)
         self.news.tell(VERDICTS, time.monotonic() + self.start_s)

@@ -101,7 +101,7 @@ def read_settings(path: Path, inherited_by: tuple[Path, ...] = ()) -> Settings:
             key = (*name.split("."), *key[1:])
             own[key] = setting
             if key[-1] == REPLACES and not isinstance(setting.value, bool):
-                raise ConfigError([f"{describe(key, setting)}: a mark; set it to true or false"])
+                raise ConfigError([f"{describe(key, setting)}: it marks a section to replace; set it to true or false"])
     own = _rename(own)
     settings: Settings = {}
     for base in [] if defaults is None else defaults if isinstance(defaults, list) else [defaults]:

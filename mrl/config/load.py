@@ -82,7 +82,7 @@ def read_run(
         return None, Migration(), [*problems, *unclear]
     if is_evaluation(settings):
         if not to_evaluate:
-            raise ConfigError([f"{name} says how to evaluate, and nothing of training; run `python -m mrl.evaluate {name}`"])
+            raise ConfigError([f"{name} is a file for evaluations, without training; run `python -m mrl.evaluate {name}`"])
         place_evaluation(settings)
     if to_evaluate:
         settings[("algorithm",)] = Setting("grpo", "python -m mrl.evaluate")

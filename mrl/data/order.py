@@ -94,8 +94,8 @@ def num_steps_of(config: RunConfig, num_rows: int) -> int:
     num_steps = training.max_num_epochs * num_rows // size
     if num_steps == 0:
         raise ValueError(
-            f"{key}={size}: {training.max_num_epochs} epochs of {num_rows} rows do not fill one step, and the run would train nothing; "
-            f"lower it, raise {algorithm}.max_num_epochs or give more rows"
+            f"{key}={size}: more than all rows ({num_rows} times {algorithm}.max_num_epochs={training.max_num_epochs}), and no step would "
+            "be trained; lower it, raise the latter or give more rows"
         )
     return num_steps
 

@@ -172,7 +172,7 @@ def _check_answer(answer: str, fields: Fields, dataset: DatasetConfig) -> None:
     if answer.lower() == "nan":
         raise RowError("the answer is nan, as tables write where none was given; give one, or remove the row")
     if GOLD_MARK in answer:
-        raise RowError(f"of the lines that follow {GOLD_MARK} in the answer none is the only one; give the answer alone as expected_answer")
+        raise RowError(f"{GOLD_MARK} in the answer is followed by no line, or by different ones; give the answer as expected_answer")
 
 
 def sampling_params(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:

@@ -305,7 +305,7 @@ def hold_out(num_rows: int, size: float, *, seed: int) -> tuple[list[int], list[
     """Indices of the rows that stay, and of those held out: a share below 1, or a number of rows, drawn by `seed`; both in rising order."""
     num_held = int(size) if size >= 1 else math.ceil(size * num_rows)
     if num_held >= num_rows:
-        raise ValueError(f"split_validation_size={size:g} holds out all of the {num_rows} rows of a training set; lower it")
+        raise ValueError(f"split_validation_size={size:g} holds out all rows ({num_rows}) of a training set; lower it")
     order = epoch_order(num_rows, seed=seed, epoch=0)
     return sorted(order[num_held:].tolist()), sorted(order[:num_held].tolist())
 

@@ -230,5 +230,5 @@ def _shows_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     except (jinja2.TemplateError, TypeError, ValueError, AttributeError):
         return True  # rows that have tools say why
     if not shown:
-        logger.warning("The chat template knows no tools: the model is not told of those that rows have")
+        logger.warning("The chat template ignores tools: the model does not see the tools of the rows")
     return shown

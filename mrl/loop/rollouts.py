@@ -81,7 +81,7 @@ class RolloutSupplier:
         """The judged groups of the step after `state`."""
         supplied = self.queue.take(state, step.clock)
         if supplied is None:
-            logger.info("All prompts of %d epochs are consumed", self.config.rollouts.max_num_epochs)
+            logger.info("All prompts are consumed (grpo.max_num_epochs=%d)", self.config.rollouts.max_num_epochs)
             raise Stopped
         step.groups, step.trained, step.dropped = supplied.groups, supplied.trained, supplied.dropped
         restarts = self.session.engines.book.num_restarts

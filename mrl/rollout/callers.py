@@ -59,7 +59,7 @@ class Callers:
     def ask(self, question: Question) -> None:
         """Queues a question. ValueError: it wants more answers than there are slots, and would block all others for ever."""
         if question.params.n > self._num_slots:
-            raise ValueError(f"n={question.params.n}: there are {self._num_slots} slots")
+            raise ValueError(f"n={question.params.n} is more than the {self._num_slots} slots of http_server_share; ask for fewer")
         self._coming.put(question)
 
     def withdraw(self, question_id: str) -> None:

@@ -55,7 +55,7 @@ class Receipts:
             self._under_way += Counter()  # without those that are at 0
             if not self._under_way:
                 if num_left := sum(map(len, self._kept.values())):
-                    logger.info("%d answers to NeMo Gym's servers came back in no rollout, and are not trained", num_left)
+                    logger.info("Answers to NeMo Gym's servers that came back in no rollout, and are not trained: %d", num_left)
                 self._kept.clear()
 
     def sampling_of(self, body: Mapping[str, object]) -> SamplingParams | None:

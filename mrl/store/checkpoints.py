@@ -148,7 +148,7 @@ class CheckpointStore:
         try:
             self._prune(pending.step)
         except (OSError, ValueError) as error:
-            logger.warning("%s is saved, but of those before it not all that should go could be removed: %s", final, error)
+            logger.warning("%s is saved, but older checkpoints could not be removed: %s", final, error)
         return Checkpoint(pending.step, final)
 
     def newest(self, *, before: float = math.inf, with_shards: bool = False, sets_aside: bool = False) -> Checkpoint | None:

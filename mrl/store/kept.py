@@ -129,7 +129,7 @@ class KeptRollouts:
                 self._read(path, step, consumed, reasons)
         if self._usable or reasons:
             told = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
-            logger.info("Kept rollouts: those of %d prompts need not be sampled again%s", len(self._usable), told)
+            logger.info("Prompts whose kept rollouts are used again: %d%s", len(self._usable), told)
         self._thread.start()
 
     def _read(self, path: Path, step: int, consumed: Collection[PromptKey], reasons: Counter[str]) -> None:
@@ -163,7 +163,7 @@ class KeptRollouts:
         """The group of a prompt, if an earlier attempt has kept it."""
         group = self._usable.pop((epoch, prompt.prompt_id), None)
         if group is not None and group.prompt != prompt:
-            logger.warning("Kept rollouts of %s are of another text, and it is asked again", prompt.prompt_id)
+            logger.warning("The text of prompt %s has changed since its rollouts were kept; it is asked again", prompt.prompt_id)
             return None
         return group
 

@@ -94,7 +94,7 @@ class Ownership:
                     return
             finally:
                 remove_file(right)
-        raise ValueError(f"{file} changes hands all the time, or leads nowhere; look at it, and remove it if no run uses this folder")
+        raise ValueError(f"{file} keeps changing its owner, or is a broken link; remove it if no run uses this folder")
 
     def _create(self, file: Path) -> bool:
         """Creates `file` with this process's name in it; False if it existed."""

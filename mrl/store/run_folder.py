@@ -196,7 +196,7 @@ class RunFolder:
         """Takes ledger, metrics and samples back to a checkpoint of which every byte has been compared; None: to the start."""
         assert self._metrics is not None, "newest_checkpoint comes first"
         if checkpoint is None and self.ledger.state.trained:
-            logger.warning("%s holds %d trained steps, and there is no checkpoint of any", self.ledger.path, len(self.ledger.state.trained))
+            logger.warning("%s has %d steps without a checkpoint", self.ledger.path, len(self.ledger.state.trained))
         self.ledger.roll_back(*_place(checkpoint))
         kill_point("fallback")
         last_step = checkpoint.step if checkpoint else -1
@@ -370,7 +370,7 @@ class RunFolder:
         except (OSError, ValueError) as error:
             self._failed_writes[what] += 1
             if self._failed_writes[what] == 1:
-                logger.warning("%s cannot be written, and the run goes on without it: %s. Said once; what is lost is counted.", what, error)
+                logger.warning("%s cannot be written, and the run goes on without it: %s. logger/lost counts losses", what, error)
 
 
 class JsonlLogger:

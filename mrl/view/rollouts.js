@@ -1,5 +1,5 @@
 // step -> prompt -> its rollouts side by side -> one of them token by token.
-const looked = { dump: null, filter: "all", env: "", text: "", low: "", high: "", sort: "place", prompts: 8, token: null, by: "dlogp", lacking: {} };
+const looked = { dump: null, filter: "all", env: "", text: "", low: "", high: "", sort: "order", prompts: 8, token: null, by: "dlogp", lacking: {} };
 
 const FILTERS = {
   all: () => true,
@@ -10,7 +10,7 @@ const FILTERS = {
   "with tokens": (row) => Boolean(row.token_texts),
 };
 const SORTS = {
-  place: (a, b) => a.idx - b.idx,
+  order: (a, b) => a.idx - b.idx,
   reward: (a, b) => b.rewards - a.rewards,
   advantage: (a, b) => (b.advantages || 0) - (a.advantages || 0),
   length: (a, b) => b.input_lengths - a.input_lengths,
@@ -38,9 +38,9 @@ function fact(row) {
   return [
     `reward ${shown(row.rewards)}${parts.length ? ` (${parts.join(", ")})` : ""}`,
     row.advantages !== undefined ? `advantage ${shown(row.advantages)}` : null,
-    row.input_lengths !== undefined ? `${shown(row.input_lengths)} tokens` : null,
-    row.finish_reason ? `finish ${row.finish_reason}` : null,
-    row.weight_version !== undefined ? `weights ${row.weight_version}` : null,
+    row.input_lengths !== undefined ? `${shown(row.input_lengths)} tokens with the prompt` : null,
+    row.finish_reason ? `ended by ${row.finish_reason}` : null,
+    row.weight_version !== undefined ? `weight version ${row.weight_version}` : null,
     row.num_turns > 1 ? `${row.num_turns} turns` : null,
     row.environment || null,
     row.masked ? `masked: ${row.masked}` : null,
@@ -88,7 +88,7 @@ function rollouts() {
       envs.length > 1 ? choice("environment", [["", "all"], ...envs.map((name) => [name, name])], looked.env, set("env")) : null,
       choice("sort", Object.keys(SORTS).map((name) => [name, name]), looked.sort, set("sort")),
       field("reward from", looked.low, set("low")), field("to", looked.high, set("high")), field("text", looked.text, set("text"))),
-    state.data.is_live ? null : h("p", {}, h("small", {}, `The first prompts of ${listed.length} of ${dumps.length} steps; `
+    state.data.is_live ? null : h("p", {}, h("small", {}, `The first prompts of ${listed.length} of ${dumps.length} batches (training and validation); `
       + "python -m mrl.view RUN shows all.")),
     rows ? null : h("p", {}, looked.lacking[dump.name] || "loading …"),
     groups.slice(0, looked.prompts).map((group) => h("section", { class: "group" },

@@ -168,7 +168,7 @@ def _hand_on(found: Translation) -> None:
         elif written == key and not is_template_variable(key):
             found.without_effect.append((key, setting, "an option of NeMo Gym's servers, which env.nemo_gym.command would start"))
     if num_handed:
-        found.lines.append(f"env.nemo_gym: {num_handed} keys go to NeMo Gym's servers")
+        found.lines.append(f"env.nemo_gym: keys passed to NeMo Gym's servers: {num_handed}")
 
 
 def is_gyms(key: Key, value: object) -> bool:

@@ -103,7 +103,7 @@ def test_placeholders_are_filled_in_and_the_last_rows_held_out(tmp_path: Path, c
     assert rows_of(train) + rows_of(validation) == FILLED
     assert len(rows_of(validation)) == 2
     said = capsys.readouterr().out
-    assert "3 rows to train on, 2 for validation" in said
+    assert "Rows to train on: 3, for validation: 2" in said
     assert "4 rows (80.0 %) of math_with_judge_simple_agent: math" in said and "1 rows (20.0 %) of mcqa_simple_agent: mcqa" in said
     assert "2 problems of BytedTsinghua-SIA/DAPO-Math-17k filled in" in said
     # A second call finds everything there; a folder above all of them is a source, too.
