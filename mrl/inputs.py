@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mrl.data.records import Record
     from mrl.envs.task import Score, Task
 
-# Of the processor. A look at a few rows takes a second, unless a row, its template or its judge never ends.
+# Processor seconds. A look at a few rows takes a second, unless a row, its template or its judge never ends.
 CPU_S = 30
 MAX_JUDGED_ROWS = 64
 MAX_FILES = 4

@@ -85,7 +85,7 @@ METRICS: dict[str, Metric] = {
 }
 
 PREFIXES = {"time/": "timing/train/", "val/": "validation/", "train/mtp_": "train/mtp/mtp_"}
-"""NeMo RL's for ours, of metrics whose NeMo RL's name is not in the table."""
+"""NeMo RL's prefix by ours, for metrics whose NeMo RL's name is not in the table."""
 
 PERCENTAGES = re.compile(r"train/mtp/mtp_\d+_acceptance_rate")
 """Metrics that NeMo RL logs in percent, by its names; ours are shares."""

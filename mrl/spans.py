@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timeline of each process of a run: one file a process, in Chrome's trace event format, which Perfetto opens.
+"""Timeline of each process of a run: one file per process, in Chrome's trace event format, which Perfetto opens.
 
 Times are those of the host's clock. Without `record_in`, a process records nothing. `show_in` keeps the last span beside that in a small
 file in memory, a sign of life that other processes of the host read even while this one hangs.

@@ -163,7 +163,7 @@ class Refitter:
                         changed |= set(check_unchanged(before, after, self._rounded()))
             if changed:
                 logger.info(
-                    "Refit zero: %d tensors of the engines were in the files' wider dtype, now they are as the trainer rounds them: %s",
+                    "Refit zero: tensors that the files have in a wider dtype, now rounded as in the trainer (%d): %s",
                     len(changed),
                     listed(set(map(str, changed))),
                 )

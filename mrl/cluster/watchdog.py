@@ -109,7 +109,7 @@ def read_all(root: int, signs: dict[int, spans.Sign]) -> list[ProcessReading]:
         name = name_of(found)
         spent = [visit(child, name or owner) for child in children.get(pid, [])]
         if pid == os.getpid():
-            # To look costs more than to hang.
+            # Looking takes processor time, which is not work of the driver.
             task = f"task/{threading.get_native_id()}/"
             mine = read_process(pid, task)
             spent.append((-(mine.cpu_s if mine is not None else 0.0), -read_io(pid, task)))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations to text, the one way for all algorithms: in the form that the chat template takes, and with every message in the text.
 
-Templates drop what they do not know without a word: roles, calls of tools, texts beside calls.
+Templates drop what they do not know without a word: roles, calls of tools, texts next to calls.
 """
 
 from __future__ import annotations

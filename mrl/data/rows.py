@@ -35,7 +35,7 @@ INSTRUCTION_KEY = "instruction"
 """Alpaca's rows have the task here, and what it is about, if anything, under `input`."""
 ANSWER_KEYS = ("expected_answer", "answer", "output", "completion")
 NEEDED = ("context", "passage", "choices", "options", "image", "images", "video", "videos", "audio")
-"""Keys of question answering: a question is seldom one without what stands here."""
+"""Keys of question answering: few questions make sense without their values."""
 GOLD_MARK = "####"
 """GSM8K writes the solution, this mark, and the gold answer."""
 _THOUSANDS = re.compile(r"[-+$€£ ]*\d{1,3}(,\d{3})+(\.\d+)?[^\d,()\[\]{}]*")

@@ -86,7 +86,7 @@ def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenize
         add_bos=data.add_bos,
         add_eos=data.add_eos,
         add_generation_prompt=data.add_generation_prompt,
-        # Of a pair, it is the answers that are compared.
+        # The answers of a pair are compared, not its prompts.
         only_unmask_final=config.learns_pairs or config.sft.only_unmask_final,
         template_kwargs=template_kwargs or {},
     )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Of the processor, so that a busy host changes nothing; templates take milliseconds.
+# Processor seconds, so that a busy host changes nothing; templates take milliseconds.
 CPU_S = 5
 MEMORY_BYTES = 2**31
 """Memory on top of this process's own."""

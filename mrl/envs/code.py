@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 UNCONFINED = "unconfined"
 """Flag of a program that ran where the kernel could not confine it."""
-# What a child may take beyond the time that its function allows a program, before it is the child that hangs.
+# Extra seconds of a child beyond the limit of its program; after them it is the child that hangs.
 GRACE_S = 10.0
 
 # How often a running program's files and threads are counted: between two looks a disk takes a few hundred MB more.

@@ -39,7 +39,7 @@ MEANT = dict.fromkeys(("all real numbers", "all reals", "real numbers"), "R") | 
 UNIT_POWERS = {"2": "2", "square": "2", "squared": "2", "sq": "2", "3": "3", "cubic": "3", "cubed": "3"}
 ARTICLES = frozenset(("a", "an", "the", "on", "in", "at", "it", "is"))
 INDEX = re.compile(r"(?:_(?:\w|\{\w+\}))?")
-# Of a date no difference or quotient is meant.
+# The signs in a date mean no difference or quotient.
 DATE = re.compile(r"\d{4}-\d\d?-\d\d?|\d\d?[/.-]\d\d?[/.-]\d{4}")
 GAP = re.compile(r"(?<!\d) | (?!\d)")
 MATRIX = re.compile(r"begin\{([pbB]?(small)?matrix|array)")

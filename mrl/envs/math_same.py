@@ -16,7 +16,7 @@ TEMPERATURES = ({"degree", "Celsius"}, {"degree", "Fahrenheit"})
 CHOICE = re.compile(r"\(?([A-Z])\)?[.:]?")
 CHOSEN = re.compile(r"(?i:choice|option|answer)?\(?([A-Z])(?:\)?$|\)[.:]?|[.:])")
 LETTER = re.compile(r"(?<![A-Za-z])[A-Z](?![A-Za-z])")
-# Of decimals that stand for other numbers, as 0.333333; math-verify rounds to six places.
+# Places of decimals that are rounded, as 0.333333 for 1/3; math-verify rounds to six.
 PLACES, DECIMAL_TOLERANCE, RELATIVE_TOLERANCE = 6, 5.1e-7, 1e-5
 EXACT_TOLERANCE = 1e-12
 

@@ -55,7 +55,7 @@ MAX_REMEMBERED = 20_000
 # Longer rollouts hardly repeat, and would fill the memory.
 MAX_REMEMBERED_CHARACTERS = 1_000
 LONG_CHARACTERS = 20_000
-# The machine did not keep a child from its work if the child computed for this share of its deadline.
+# A child that computed for this share of its deadline was not held up by the machine.
 GUILTY_CPU_SHARE = 0.5
 MAX_EXTRACTED_CHARACTERS = 1_000
 

@@ -302,7 +302,7 @@ class RolloutQueue:
             }
         # Where generation goes on meanwhile, all the time since the last step counts, else that of the phase.
         before, self._taken_at = self._taken_at, time.monotonic()
-        # Where an earlier attempt has sampled all of them, that is no time.
+        # 0 where an earlier attempt has sampled all of them.
         seconds = max(1e-9, self._taken_at - before if plan.lag > 0 else clock.seconds("generation"))
         busy_s = self._source.take_busy_s()
         if plan.lag > 0 and num_batches > 0:

@@ -42,7 +42,7 @@ OWN = (
 )  # fmt: skip
 """Fields that are for the gateway, or for nobody. All others are left out, and counted, unless they ask for what the run does."""
 CONTEXT = ("tools", "documents", "chat_template_kwargs", "reasoning_effort")
-"""Parts that a chat template writes beside the messages: where they differ, a conversation does not go on from the same tokens."""
+"""Parts that a chat template writes besides the messages: where they differ, a conversation does not go on from the same tokens."""
 MAX_TEXT_CHARACTERS = 20_000
 """Limit of a session's texts that are kept for readers."""
 

@@ -104,7 +104,7 @@ class FunctionAgent:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        # Ours for good: what comes between two processes waits for the next one.
+        # Stays open in this process: requests that come between two children wait for the next one.
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self._key = secrets.token_urlsafe(32)
         self._remote = RemoteAgent(f"http://127.0.0.1:{self._listener.getsockname()[1]}/", api_key=self._key)

@@ -97,7 +97,7 @@ class Engine:
             self._workers("limit_vocabulary", num_tokens)
         self._keeps_kv_cache = keeps_kv_cache
         self.callers = Callers(config.vllm_cfg.num_http_slots)
-        """Requests of other threads, which steps take in and answer beside the rollouts."""
+        """Requests of other threads, which steps take in and answer together with the rollouts."""
         self._unfinished: dict[str, _Unfinished] = {}
         self._finished: list[Rollout] = []
         self._expert_layers: list[int] | None = None
@@ -218,7 +218,7 @@ class Engine:
         self._is_prepared = True
 
     def refit(self, attempt: int, is_reader: bool, timeout_s: float) -> list[VerifyReport]:
-        """Takes part in an attempt at a refit, beside the policy. Per worker: what was verified; nothing of an engine that is no reader.
+        """Takes part in an attempt at a refit, with the policy. Per worker: what was verified; nothing of an engine that is no reader.
 
         A reader copies all rounds into the live model, compares them with the trainer's checksums as they come, proves that every live byte
         was reached, and refuses to step from here on. A dedicated engine that is no reader only lets the exchange go on.

@@ -45,7 +45,7 @@ class GymServers:
     up: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Done while the servers are up. Rows wait for it."""
     process: object = None
-    """Keeps what starts them, which lasts as long."""
+    """The process that starts them; it lives as long as they do."""
     _agents: dict[str, RemoteAgent] = field(default_factory=dict)
     _may_have_moved: bool = False
     _warn_at: float = 0.0

@@ -189,7 +189,7 @@ class Handlers:
             answers = self.engine.take_answers(request.request_id)
         if session_id is not None:
             self._keep(session_id, answers[0], [*messages, response.choices[0].message.model_dump()])
-        # Who gives the beginning knows the routes of its tokens, but for the last.
+        # A client that sends the first tokens knows their routes, but not the last one's.
         known = 0 if prefix is None else len(prefix) - 1
         return response.model_dump() | _versions(answers) | (_record(answers[0], known) if is_recorded else {})
 

@@ -86,7 +86,7 @@ class RefitWorker:
         self.addresses = self.puller.addresses
 
     def wait_for_room(self, attempt: int, timeout_s: float) -> RefitError | None:
-        """Returns when this worker's weights have room beside the policy's; errors as in `run_refit`."""
+        """Waits until this worker's weights have room next to the policy's; errors as in `run_refit`."""
         try:
             self._prepared().wait_for_room(attempt, timeout_s=timeout_s)
         except RefitError as error:

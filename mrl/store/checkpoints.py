@@ -35,7 +35,7 @@ MANIFEST = "manifest.json"
 MARKER = "COMPLETE"
 STATE = "training_info.json"
 LEDGER = "ledger.jsonl"
-"""The run's, and in each checkpoint the part that led to its step."""
+"""File of the run's ledger; a checkpoint holds the part up to its step."""
 DAMAGED, REMOVED = "damaged_", "tmp_old_"
 """Begin the names of folders that are no checkpoints any more."""
 MODEL_FOLDERS: Mapping[ModelName, str] = {"policy": "policy", "critic": "value"}

@@ -30,7 +30,7 @@ Identity = dict[str, dict[str, str]]
 """For model, tokenizer and data, and for teachers and a critic if there are any: the parts that it consists of, and a checksum of each."""
 
 IDENTITY = "identity.json"
-"""In the run folder, and a copy in each checkpoint."""
+"""File in the run folder, copied into each checkpoint."""
 KEYS = {
     "model": "policy.model_name",
     "tokenizer": "policy.tokenizer",
@@ -46,7 +46,7 @@ OTHER = {
     "critic": "another critic",
 }
 UNKNOWN = ""
-"""In place of the checksum of what was not read."""
+"""Stands for the checksum of what was not read."""
 _ALWAYS = ("model", "tokenizer", "data")
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_template*")
 _NOT_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")

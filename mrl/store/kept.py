@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts beside the ledger: whole groups that a checkpoint has not trained on, so that the next attempt need not sample them again.
+"""Kept rollouts: whole groups that a checkpoint has not trained on, so that the next attempt need not sample them again.
 
 A cache by prompt: which prompts are trained is for the ledger alone to say. A thread writes, at most one file a second.
 """

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 LEASE_S = 6 * HEARTBEAT_S
 POLL_S = 1.0
 MAX_TRIES = 100
-# Of file systems without hard links, where the name of an owner appears before its content.
+# For file systems without hard links, where the name of an owner appears before its content.
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -56,7 +56,7 @@ class Attempt:
 
 
 NOBODY = Attempt(Owner("an unknown host", "", 0, 0, 0), None, 0)
-"""In place of an owner whose name cannot be read: signs of life decide."""
+"""Stands for an owner whose name cannot be read: signs of life decide."""
 
 
 class Ownership:

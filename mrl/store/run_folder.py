@@ -345,7 +345,7 @@ class RunFolder:
         for path in sorted({path for pattern in COPIED for path in source.glob(pattern) if path.is_file()}):
             (target / path.relative_to(source)).parent.mkdir(exist_ok=True)
             shutil.copy2(path, target / path.relative_to(source))
-        # Wherever the tokenizer is from, what is said of sampling, and code, goes with the weights.
+        # Generation settings and code go with the weights, wherever the tokenizer is from.
         copy_companions(Path(self.config.of_model(model).policy.model_name), target, OF_THE_MODEL)
         if self.config.policy.tokenizer.chat_template != OWN_TEMPLATE:
             (target / "chat_template.jinja").write_text(template_text(self.config.policy.tokenizer.chat_template), encoding="utf-8")

@@ -243,7 +243,7 @@ def test_a_model_s_evaluation_is_checked_as_a_config_asks_it(capsys: pytest.Capt
     assert evaluate.main(["other", "--config", "grpo_tiny.yaml", check.OPTION]) == 0
     assert f"model         {workplace / 'other'}" in capsys.readouterr().out
     assert evaluate.main(["other", check.OPTION]) == 2
-    assert "say with --config" in capsys.readouterr().out
+    assert "name with --config" in capsys.readouterr().out
     assert evaluate.main(["grpo_tiny.yaml", check.OPTION, "policy.model_name=other", "data.validation=null"]) == 2
     assert "data.validation=null: there is nothing to ask" in capsys.readouterr().out
 
