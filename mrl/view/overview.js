@@ -135,7 +135,7 @@ function files(one) {
 
 function advice(one) {
   if (!one.advisories.length) return null;
-  return h("section", { class: "advice" }, h("h2", {}, "Advisories"), table(["", "step", "seen", "likely causes", "turn"], one.advisories.map(
+  return h("section", { class: "advice" }, h("h2", {}, "Advice"), table(["", "step", "seen", "likely causes", "what to try"], one.advisories.map(
     (item) => [h("b", { class: item.level }, item.level), item.step, item.seen, item.causes, h("span", {}, linked(item.turn))])));
 }
 
