@@ -243,7 +243,7 @@ def _batch(config: RunConfig) -> str:
 def _slots(config: RunConfig) -> str:
     cluster = config.cluster
     what = "GPUs" if cluster.gpus_per_node else "policy ranks without GPUs"
-    return f"{cluster.num_nodes} nodes x {cluster.slots_per_node} = {cluster.num_slots} {what}"
+    return f"{cluster.num_nodes} node{'s' * (cluster.num_nodes != 1)} x {cluster.slots_per_node} = {cluster.num_slots} {what}"
 
 
 def _trainer(config: RunConfig) -> str:

@@ -233,7 +233,7 @@ class Rewards(Actors[RewardActor]):
         starting, self._starting = self._starting, {}
         num_cores = self.wait({self.name(index): ready for index, ready in starting.items()}, deadline_s=self.start_s, what="start")
         for number, num_nodes in Counter(num_cores.values()).items():
-            logger.info("Rewards, nodes: %d, on each: %s", num_nodes, describe_workers(self.config, num_cores=number))
+            logger.info("Rewards, on each of their nodes (%d): %s", num_nodes, describe_workers(self.config, num_cores=number))
 
     def wait_for(self, is_enough: Callable[[], bool]) -> None:
         """Waits for verdicts until there are enough, however many rollouts wait before them for a worker.
