@@ -133,7 +133,7 @@ def shielded() -> Iterator[None]:
 
 
 def shield_process(*, passes_on: bool) -> None:
-    """Lets this process live through stop signals, also where threads that it has already block none. Only its main thread can."""
+    """Keeps stop signals from ending this process, even if its older threads do not block them. Call it in the main thread."""
     own = os.getpid()
 
     def ignore(number: int, _: FrameType | None) -> None:

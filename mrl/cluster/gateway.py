@@ -192,7 +192,7 @@ class AgentGateway(Actors[GatewayActor]):
     async def run_agent(
         self, prompt: Prompt, rollout_index: int, epoch: int, seed: int, sampling: SamplingParams, weight_version: int
     ) -> EndedRollout:
-        """Has an agent do the row."""
+        """Runs an agent on a row."""
         task = AgentTask(prompt, rollout_index, epoch, seed, sampling, weight_version)
         return await self.book.ask(task.request_id, task)
 

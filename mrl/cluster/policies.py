@@ -237,7 +237,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         return self.wait(pending, deadline_s=deadline_s, what=verb.__name__)
 
     def load(self, hf: Path, cached: Path | None, parallel: MegatronParallel) -> None:
-        """Has every rank load its part of the starting weights: from the checkpoint in the cache, repaired if damaged, or from `hf`."""
+        """Loads each rank's part of the starting weights: from the checkpoint in the cache, repaired if damaged, or from `hf`."""
         if cached is None:
             self.call(PolicyVerbs.load_hf, hf, deadline_s=self.start_s)
         else:
@@ -302,7 +302,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
 
 
 def convert_if_new(config: RunConfig) -> None:
-    """Converts the run's models into the cache, if there is one without them: here while engines start, later at once in `PolicyGroup`."""
+    """Converts the run's models into the cache, if that lacks them, while engines start; `PolicyGroup` would do it later."""
     if (root := env.cache_root()) is not None:
         for section in (config.of_model(model).policy for model in config.sections):
             cached_mcore(Path(section.model_name), root, parallel=section.megatron_cfg.parallel)

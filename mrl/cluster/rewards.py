@@ -104,7 +104,7 @@ class Judge:
         await self.scorer.start(list(dict.fromkeys((*env.own.functions, *({self.config.data.default.env_name} - {NEMO_GYM, *env.agents})))))
 
     async def take(self, unjudged: Sequence[Unjudged]) -> tuple[Judged, Packed]:
-        """See `RewardActor.judge`."""
+        """Hands rollouts in and takes verdicts out; see `RewardActor.judge`."""
         if unjudged:
             self.work.begin(self._begin([(info, prompt) for info, prompt, verdict in unjudged if verdict is None]))
         for info, _, verdict in unjudged:

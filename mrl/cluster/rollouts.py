@@ -204,7 +204,7 @@ class RolloutCollector:
         self._note_judged(group, index, verdict)
 
     async def _agent_rollout(self, gateway: AgentGateway, group: AskedGroup, index: int, sampling: SamplingParams) -> None:
-        """Has an agent do the row in a session of the gateway, where what it sampled stays until a rank trains on it."""
+        """Runs an agent on the row in a session of the gateway, which keeps what it sampled until a rank trains on it."""
         seed = request_seed(self.seed, group.epoch, group.prompt.prompt_id, index)
         ended = await gateway.run_agent(group.prompt, index, group.epoch, seed, sampling, group.weight_version)
         for engine in ended.engines:

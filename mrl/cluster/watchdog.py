@@ -269,7 +269,7 @@ class Watchdog:
             self._end(f"{self._asked[1]} asked the run to end {now - self._asked[0]:.0f} s ago, and it hangs: {reason}")
 
     def _never_ends(self, finding: Hang | None) -> bool:
-        """True when the driver is in a wait without a limit. A file system may answer yet, and let it save."""
+        """True when the driver is in a wait without a limit; a wait for a file system may still end, and let it save."""
         is_known = finding is not None and all(reading.state != UNINTERRUPTIBLE for reading, _ in finding.suspects)
         return is_known and not hangs.waits
 

@@ -182,7 +182,7 @@ def choose_algorithm(settings: Settings) -> list[str]:
 
 
 def _sort_out(settings: Settings, problems: list[str]) -> tuple[Settings, Settings, set[str]]:
-    """The settings of known keys, those of unknown keys, and the known keys at which a section and a value are mixed up."""
+    """Splits settings into those of known and of unknown keys, and known keys where a section and a value are mixed up."""
     known: Settings = {}
     unknown: Settings = {}
     misplaced: set[str] = set()

@@ -82,7 +82,7 @@ class LengthHints:
         return total / count if count else 0.0
 
     def longest_first(self, asked: Sequence[tuple[int, Prompt]]) -> list[tuple[int, Prompt]]:
-        """The (epoch, prompt) pairs by expected length of their rollouts, equals by length of the prompt, both falling; else as given."""
+        """Sorts (epoch, prompt) pairs by expected length of their rollouts, then by length of the prompt, longest first."""
         return sorted(asked, key=lambda pair: (-self.expected(pair[1]), -len(pair[1].token_ids)))
 
 

@@ -111,7 +111,7 @@ def _with_known_thoughts(messages: Sequence[Message], template: str) -> Sequence
 def _writes_none(
     conversation: Conversation, text: str, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, object] | None
 ) -> bool:
-    """True if the template writes a missing content of a message with calls as Python's None: GLM 4.5's does."""
+    """True if the template writes the missing content of a tool call's message as Python's None, as GLM 4.5's does."""
     if all(message["content"] is not None for message in conversation.messages):
         return False
     blank = Conversation(_blank(conversation.messages), conversation.tools)

@@ -131,7 +131,7 @@ def answers_of(conversation: Conversation) -> list[int]:
 
 
 def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how: ConversationFormat) -> TokenSequence:
-    """The tokens of a conversation, and which of them the assistant's messages consist of.
+    """The tokens of a conversation, and which of them belong to the assistant's messages.
 
     A message consists of the difference between the chat template's text up to its end and the text before it. A RowError says that there
     is nothing to learn, or that the template cannot render the conversation.

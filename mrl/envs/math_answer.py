@@ -79,7 +79,7 @@ class Reading:
 
     @property
     def is_word(self) -> bool:
-        """True if it is no mathematics but words."""
+        """True if the text is words and no mathematics."""
         return bool(self.values) and self.values[0].kind == "word"
 
 
@@ -223,7 +223,7 @@ def _equation(sides: list[list[Token]], signs: list[str], reading: Reading) -> l
 
 
 def _contradicts(left: Sum | None, tokens: Sequence[Token], value: Value, reading: Reading) -> bool:
-    """True if an equation says of two different numbers that they are the same; decimals may be rounded."""
+    """True if an equation equates two different numbers; decimals may be rounded."""
     mine, right = None if left is None else rational(left), rational(value.sum) if value.kind == "sum" else None
     if mine is None or right is None or mine == right or (reading.is_percent and 100 * mine == right):
         return False

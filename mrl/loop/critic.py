@@ -38,7 +38,7 @@ class Critic:
     session: RolloutSession
 
     def judge(self, batches: Sequence[Batch]) -> JudgedStep:
-        """Has the critic compute the values of all tokens of a step."""
+        """Makes the critic compute the values of all tokens of a step."""
         group = self.session.models_beside["critic"]
         own = make_batches(list(chain.from_iterable(batch.sequences for batch in batches)), self.config.of_model("critic"))
         self.session.enter("value")

@@ -293,7 +293,7 @@ class Engine:
         self._awake = wanted
 
     def die_with_workers(self) -> None:
-        """From here on, ends this process when a worker process ends before `shutdown`: only as a whole can its owner start it again."""
+        """Ends this process, from now on, when a worker ends before `shutdown`: its owner can only restart the whole engine."""
         executor = self.llm.model_executor
 
         if isinstance(executor, MultiprocExecutor):

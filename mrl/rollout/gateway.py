@@ -96,7 +96,7 @@ class EngineServers:
             session.asks = None
 
     def _in_order(self, session: AgentSession | None) -> list[int]:
-        """The session's engine first: it has the conversation in its cache. Then those with the fewest sessions."""
+        """Orders engines: the session's own first, whose cache has the conversation, then those with the fewest sessions."""
         first = session.asks if session is not None else None
         return sorted(range(len(self._addresses)), key=lambda index: (index != first, self._loads.get(index, 0)))
 

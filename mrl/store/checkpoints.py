@@ -242,7 +242,7 @@ def find_lost_run(folder: Path, *, before: float = math.inf) -> str:
 
 
 def _was_complete(folder: Path) -> bool:
-    """True when a folder seems to be the rest of a whole checkpoint, and not of an interrupted save."""
+    """True when a folder seems left of a complete checkpoint rather than of an interrupted save."""
     try:
         return not {MARKER, MANIFEST}.isdisjoint(os.listdir(folder))
     except OSError:
