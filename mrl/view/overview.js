@@ -156,7 +156,7 @@ function overview() {
   return h("div", {},
     h("p", { class: `health ${one.health.level}` }, h("b", {}, one.health.level), " ", one.health.reason),
     h("section", { class: "facts" }, facts([...one.progress, ["files", files(one)]]), facts(one.about)),
-    one.num_torn ? h("p", {}, `${one.num_torn} torn lines of metrics.jsonl and samples.jsonl are left out.`) : null,
+    one.num_torn ? h("p", {}, `Left out as torn: ${counted(one.num_torn, "line")} of metrics.jsonl and samples.jsonl.`) : null,
     advice(one), scores(one), controls(), drawn(wanted),
     h("details", {}, h("summary", {}, "All rules"), table(["", "applies when"], state.data.rules.map((rule) => [rule.level, rule.rule]))));
 }

@@ -95,7 +95,7 @@ function rollouts() {
       h("h3", {}, group[0].prompt_id || "prompt"), h("pre", { class: "prompt" }, group[0].content[0]),
       group[0].expected ? h("small", {}, `expected ${group[0].expected}`) : null,
       h("div", { class: "cards" }, group.map(card)))),
-    groups.length > looked.prompts ? h("button", { onclick: () => { looked.prompts += 16; draw(); } }, `${groups.length - looked.prompts} more prompts`) : null);
+    groups.length > looked.prompts ? h("button", { onclick: () => { looked.prompts += 16; draw(); } }, counted(groups.length - looked.prompts, "more prompt")) : null);
 }
 
 // What a run without dumps has: the beginnings of some rollouts.
