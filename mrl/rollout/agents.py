@@ -30,7 +30,7 @@ from mrl.rollout.gateway import MODEL, Gateway
 from mrl.rollout.gym import GymServers, gym_row, reply_of
 from mrl.rollout.remote import AgentLost, Json, RemoteAgent
 from mrl.rollout.turn_tree import TurnSequence
-from mrl.types import Prompt, Rollout, RolloutRequest, SamplingParams, Status, Verdict
+from mrl.types import Prompt, Rollout, RolloutRequest, SamplingParams, Status, Verdict, hashed_seed
 
 logger = logging.getLogger(__name__)
 
@@ -203,6 +203,7 @@ class AgentRunner:
         self.gym: GymServers | None = None
         """Does the rows of all others."""
         self._url, self._timeout_s, self._masks_flagged = url, timeout_s, masks_flagged
+        self._nonce = secrets.token_hex(8)
 
     async def run(self, task: AgentTask) -> Ran:
         """One rollout, as often as it takes."""
@@ -228,13 +229,17 @@ class AgentRunner:
         if (agents := self.agents.get(name)) is None:
             assert self.gym is not None, name
             with self.gateway.receipts.rollout(task.sampling):
-                row = gym_row(json.loads(task.prompt.row), task.sampling, index=task.rollout_index)
+                row = gym_row(json.loads(task.prompt.row), task.sampling, index=task.rollout_index, group=self._group_of(task))
                 result = await self.gym.run(name, row, deadline_s=deadline_s)
                 return reply_of(result, session, self.gateway.receipts)
         agent = min(agents, key=lambda one: one.num_running if isinstance(one, FunctionAgent) else 0)
         base_url = f"{self._url}/sessions/{session.session_id}/v1"
         asked = {"row": task.row, "base_url": base_url, "api_key": session.key, "model": MODEL, "deadline_s": deadline_s}
         return await agent.ask(asked)
+
+    def _group_of(self, task: AgentTask) -> int:
+        """Number of the task's group, another one when it is asked again: servers may still hold answers of the time before."""
+        return hashed_seed(f"{self._nonce}/{task.epoch}/{task.prompt.prompt_id}/{task.weight_version}")
 
     def _ended(self, task: AgentTask, session: AgentSession, verdict: Verdict, num_lost: int) -> Ran:
         rollouts = [task.rollout(sequence) for sequence in session.tree.sequences()]
