@@ -34,6 +34,7 @@ FAILURE = "_ng_failure_class"
 """Field of an answer whose reward says nothing: Gym (nemo_gym/judge.py) gives 0 where a judge fails, with HTTP 200."""
 ANYWHERE = ("0.0.0.0", "127.0.0.1", "::", "localhost")
 """Hosts that mean the machine of the head server itself."""
+LARGEST = 3e38
 HEAD_S = 30.0
 RETRY_S = 2.0
 WARN_S = 60.0
@@ -172,8 +173,8 @@ def gym_row(fields: Mapping[str, object], sampling: SamplingParams, *, index: in
 
 def reply_of(result: Json, session: AgentSession, receipts: Receipts) -> Json:
     """An agent's answer in the form of `mrl.rollout.agents`; the turns in it that were sampled here are added to the session's tree."""
-    if "error" in result:
-        return result
+    if "error" in result and "response" not in result:
+        return result  # a server's refusal; an answer may have a field of that name
     response = result.get("response")
     outputs = response.get("output") if isinstance(response, Mapping) else None
     if not isinstance(outputs, Sequence):
@@ -184,7 +185,7 @@ def reply_of(result: Json, session: AgentSession, receipts: Receipts) -> Json:
     if failure := result.get(FAILURE):
         reasons = [str(value) for name, value in result.items() if name.startswith("_ng_failure") and isinstance(value, str)]
         return {"error": f"NeMo Gym's agent gives no verdict: {': '.join(reasons) or failure}"}
-    numbers = {name: value for name, value in result.items() if isinstance(value, bool | int | float) and math.isfinite(value)}
+    numbers = {name: value for name, value in result.items() if is_finite(value)}
     reward = numbers.pop("reward", None)
     components = result.get("reward_components") or {}
     if isinstance(components, Mapping) and components and isinstance(reward, int | float):
@@ -195,6 +196,11 @@ def reply_of(result: Json, session: AgentSession, receipts: Receipts) -> Json:
     is_masked = isinstance(instance, Mapping) and instance.get("mask_sample") is True
     metrics = numbers | ({NO_RECEIPT: num_unknown} if num_unknown else {})
     return {"reward": reward, "components": components, "mask": is_masked, "metrics": metrics}
+
+
+def is_finite(value: object) -> bool:
+    """Tells whether a value is a number that float32, in which advantages are, can hold."""
+    return isinstance(value, bool | int | float) and abs(value) <= LARGEST
 
 
 def _note(item: object, session: AgentSession) -> None:

@@ -59,9 +59,7 @@ def check_gym(config: RunConfig, problems: Problems) -> None:
 
 def _check_compared(config: RunConfig, problems: Problems) -> None:
     """Checks that `genrm_compare`, which holds back its verdicts until a group is whole, waits for as many answers as a group has."""
-    if "genrm_compare" not in config.env.gym_servers:
-        return
-    found = {"genrm_compare_resources_server": NUM_COMPARED}
+    found = {"genrm_compare_resources_server": NUM_COMPARED} if "genrm_compare" in config.env.gym_servers else {}
     for name, instance in config.env.nemo_gym.servers.items():
         options = (instance.get("resources_servers") or {}).get("genrm_compare") if isinstance(instance, dict) else None
         if isinstance(options, dict) and COMPARED in options:

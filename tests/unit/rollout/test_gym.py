@@ -151,6 +151,8 @@ def test_validation_beside_training_samples_in_its_own_way(running: Running, run
         ({"instance_config": {"mask_sample": True}}, "flagged", "its agent masks it"),
         ({"response": {"output": []}}, "error", "sampled nothing"),
         ({"response": None}, "error", "without response.output"),
+        # A field of a verifier's own.
+        ({"reward": 0.5, "error": "the program failed"}, "ok", ""),
         # A judge that fails is no wrong answer (nemo_gym/judge.py).
         ({"reward": 0.0, "_ng_failure_class": "judge_failed", "_ng_failure_judge_error": "502"}, "error", "no verdict: judge_failed: 502"),
     ],
@@ -267,7 +269,7 @@ def test_sessions_that_begin_together_ask_different_engines(running: Running):
 
 
 def test_rollouts_of_a_group_have_its_number(running: Running, runner: AgentRunner, server: GymForm, engine: FakeEngine):
-    """By which `genrm_compare` knows them, and not those of another group of the same text, or of the time before it was asked again."""
+    """The number by which `genrm_compare` tells them from another group of the same text, and from the time before it was asked again."""
     first, other, again = task("answer"), replace(task("answer"), epoch=-1), replace(task("answer"), weight_version=4)
     server.rows.clear()
     run(running, runner, first, replace(first, rollout_index=1), other, again)
