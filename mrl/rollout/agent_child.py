@@ -32,6 +32,7 @@ from mrl.signals import shield_process
 
 PR_SET_PDEATHSIG = 1
 MAX_TASK_BYTES = 64 * 2**20
+JOIN_S = 60.0
 AgentFunction = Callable[[AsyncOpenAI, dict[str, object]], Awaitable[object]]
 logger = logging.getLogger(__name__)
 
@@ -52,8 +53,10 @@ def main() -> None:
         sys.exit("the parent is gone")
     agent = cast(AgentFunction, find_fitting(path, AGENT))
     listener = socket.socket(fileno=int(listener_fd))
+    serving = http_gate.start(make_app(agent), listener, api_key=sys.stdin.readline().strip(), max_body=MAX_TASK_BYTES)
     # It ends if a task that an agent has begun leaves the process, and then another process takes its place.
-    http_gate.start(make_app(agent), listener, api_key=sys.stdin.readline().strip(), max_body=MAX_TASK_BYTES).join()
+    while serving.is_alive():
+        serving.join(JOIN_S)
 
 
 def make_app(agent: AgentFunction) -> Starlette:

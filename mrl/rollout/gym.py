@@ -23,7 +23,7 @@ import yaml
 from mrl.rollout.agent_session import AgentSession
 from mrl.rollout.receipts import Receipts
 from mrl.rollout.remote import AgentLost, AgentUnreached, Json, RemoteAgent
-from mrl.types import SamplingParams
+from mrl.types import LARGEST_REWARD, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,6 @@ FAILURE = "_ng_failure_class"
 """Field of an answer whose reward says nothing: Gym (nemo_gym/judge.py) gives 0 where a judge fails, with HTTP 200."""
 ANYWHERE = ("0.0.0.0", "127.0.0.1", "::", "localhost")
 """Hosts that mean the machine of the head server itself."""
-LARGEST = 3e38
 HEAD_S = 30.0
 RETRY_S = 2.0
 WARN_S = 60.0
@@ -199,8 +198,8 @@ def reply_of(result: Json, session: AgentSession, receipts: Receipts) -> Json:
 
 
 def is_finite(value: object) -> bool:
-    """Tells whether a value is a number that float32, in which advantages are, can hold."""
-    return isinstance(value, bool | int | float) and abs(value) <= LARGEST
+    """Tells whether a value is a number that a reward can be."""
+    return isinstance(value, bool | int | float) and abs(value) <= LARGEST_REWARD
 
 
 def _note(item: object, session: AgentSession) -> None:
