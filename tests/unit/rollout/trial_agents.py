@@ -33,6 +33,9 @@ async def echo(client: AsyncOpenAI, row: dict) -> float | dict:
             await asyncio.wait_for(asyncio.Event().wait(), 0.01)
         case "two rewards":
             return {"reward": 1.0, "score": 0.0}
+        case "wait":
+            while not Path(row["marker"]).exists():
+                await asyncio.sleep(0.02)
         case "close":
             await client.close()
         case "leave from a task" if not Path(row["marker"]).exists():
