@@ -85,7 +85,7 @@ def code_digest(path: str) -> str:
     name = path.partition(":")[0]
     while name not in sys.modules:
         name = name.rpartition(".")[0]
-    files = {module.__file__ for module in list(sys.modules.values()) if getattr(module, "__file__", None)}
+    files = {file for module in list(sys.modules.values()) if isinstance(file := getattr(module, "__file__", None), str)}
     own = sys.modules[name].__file__ or ""
     beside = sorted(file for file in files if file == own or (file.endswith(".py") and os.path.dirname(file) == os.path.dirname(own)))
     return hashlib.sha256(b"\0".join(Path(file).read_bytes() for file in beside if os.path.isfile(file))).hexdigest()
