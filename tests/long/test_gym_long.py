@@ -95,7 +95,8 @@ class Judge(BaseHTTPRequestHandler):
     def judge(self, asked: dict) -> str:
         newest = max(self.run_folder.glob("logs/*/actors/endpoints.json"), key=lambda path: path.stat().st_mtime)
         found = read_endpoints(newest)
-        body = {"messages": asked["messages"], "max_tokens": 12, "seed": len(self.said)}
+        # Those who watch engines look at logprobs.
+        body = {"messages": asked["messages"], "max_tokens": 12, "seed": len(self.said), "logprobs": True}
         body |= {"structured_outputs": {"choice": self.verdicts}} if self.verdicts else {}
         headers = {"Authorization": f"Bearer {found.gateway_key}"}
         answer = httpx.post(f"{found.gateway_url}/chat/completions", json=body, headers=headers, timeout=HANG_S)
