@@ -41,7 +41,7 @@ def test_nemo_gyms_environments_are_those_of_its_servers():
     assert "math" not in environments_of(config) and "code" in environments_of(config)
     # NeMo Gym's servers grade all.
     config.env.nemo_gym.embedded = False
-    assert environments_of(config) == () and describe_workers(config, num_cores=8).endswith("cores: none, agents give all rewards")
+    assert environments_of(config) == () and describe_workers(config, num_cores=8).endswith("on 8 cores: none, agents give all rewards")
     config.env.own.functions = {"mine": "a:b"}
     assert environments_of(config) == ("mine",) and num_workers("math", config, num_cores=64) == 64
 
@@ -49,7 +49,7 @@ def test_nemo_gyms_environments_are_those_of_its_servers():
 def test_the_text_says_what_the_machine_lacks():
     config = read("env.math.num_workers=1024", "cluster.num_nodes=2")
     text = describe_workers(config, num_cores=8)
-    assert text.startswith("an actor a node; workers on a node of 8 cores: math 8; env.math.num_workers=1024 asks for 512 on a node")
+    assert text.startswith("one actor; workers on 8 cores: math 8; env.math.num_workers=1024 asks for 512 on a node")
     assert "asks for" not in describe_workers(config, num_cores=512)
     assert "asks for" not in describe_workers(read(), num_cores=1)
 
