@@ -11,6 +11,7 @@ import shutil
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -20,7 +21,11 @@ from conversion.boxes import DTYPE_BYTES
 from conversion.families.registry import family
 from conversion.files.hf_folder import DTYPES
 from mrl.config import files
+from mrl.data import prompts, supervised, trial
 from tests.sources import ROOT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
@@ -89,6 +94,22 @@ def parse_once() -> Iterator[None]:
         patch.setattr(files, "_read_yaml", read_yaml)
         for module in (_utils, base):
             patch.setattr(module, "parse", parse)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def try_once() -> Iterator[None]:
+    """A chat template that has passed its trial, which starts a process, is not tried again; tests/hostile has those that fail."""
+    passed, try_template = set[str](), trial.try_template
+
+    def try_new(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, object] | None) -> None:
+        if (case := f"{tokenizer.chat_template} {tokenizer.special_tokens_map} {template_kwargs}") not in passed:
+            try_template(tokenizer, template_kwargs)
+            passed.add(case)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (trial, prompts, supervised):
+            patch.setattr(module, "try_template", try_new)
         yield
 
 
