@@ -19,6 +19,8 @@ CHUNK_TOKENS = 128
 def test_an_engine_of_two_stages_draws_what_one_process_draws(start_engine: StartEngine, tmp_path: Path) -> None:
     loaded, other = (models.save_model(tmp_path / str(seed), "qwen3", seed) for seed in range(2))
     alone = start_engine(loaded, max_num_batched_tokens=CHUNK_TOKENS)
+    from vllm.v1.engine.core_client import InprocClient
+
     trainer = Trainer(loaded)
     alone.enter("load")
     alone.prepare_refit(trainer.workers())
@@ -41,7 +43,8 @@ def test_an_engine_of_two_stages_draws_what_one_process_draws(start_engine: Star
         engine.add(REQUESTS)
         for _ in range(6):
             engine.step()
-        assert engine.llm.engine_core.engine_core.batch_queue and engine.num_unfinished == len(REQUESTS)  # type: ignore[attr-defined]
+        assert isinstance(engine.llm.engine_core, InprocClient)
+        assert engine.llm.engine_core.engine_core.batch_queue and engine.num_unfinished == len(REQUESTS)
         if engine.weight_version == 1:
             engine.abort(engine.unfinished_ids[::2])
             trainer.load(other)
