@@ -87,10 +87,10 @@ class VllmParallel:
 
     tp: int = 1
     ep: int = 1
-    pp: int = 1
-    """Pipeline stages. Worker `i` is worker `i % tp` of stage `i // tp`."""
     has_drafter: bool = False
     """True if the engine proposes tokens with the model's own MTP layers, cut as the model is."""
+    pp: int = 1
+    """Pipeline stages. Worker `i` is worker `i % tp` of stage `i // tp`."""
 
     def __post_init__(self) -> None:
         if self.ep not in (1, self.tp):

@@ -159,8 +159,8 @@ class GenerationConfig:
     def parallel(self) -> VllmParallel:
         """Returns the part of the model that each worker of an engine holds."""
         vllm = self.vllm_cfg
-        sizes = vllm.tensor_parallel_size, vllm.expert_parallel_size, vllm.pipeline_parallel_size
-        return VllmParallel(*sizes, has_drafter=self.speculative_method == "mtp")
+        has_drafter = self.speculative_method == "mtp"
+        return VllmParallel(vllm.tensor_parallel_size, vllm.expert_parallel_size, has_drafter, vllm.pipeline_parallel_size)
 
     @property
     def num_workers(self) -> int:

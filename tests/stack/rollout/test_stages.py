@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mrl.config.model import sizes_of
+from mrl.plan.engine import cache_layout
 from mrl.refit.checksum import digest
 from tests import models
 from tests.rollouts import StartEngine, differences, random_requests, run
+from tests.stack.rollout.test_plan import CPU_BLOCK
 from tests.stack.rollout.trainer import Trainer, expected_tensors, refit
 from tests.stack.rollout.witness import PP2
 
@@ -31,6 +34,8 @@ def test_an_engine_of_two_stages_draws_what_one_process_draws(start_engine: Star
     expected[2] = run(alone, REQUESTS)
 
     engine = start_engine(loaded, max_num_batched_tokens=CHUNK_TOKENS, pipeline_parallel_size=2)
+    layout = cache_layout(sizes_of(trainer.inputs.hf_config), 1, element_bytes=4, kernel_block=CPU_BLOCK, pp=2)
+    assert engine.llm.vllm_config.cache_config.num_gpu_blocks == (64 << 20) // layout.block_bytes
     engine.enter("load")
     before, trainer = engine.live_digest(), Trainer(loaded, PP2)
     engine.prepare_refit(trainer.workers())
