@@ -137,7 +137,7 @@ def performance_metrics(config: RunConfig, batches: Sequence[Batch], metrics: Ma
         "train_flops_per_gpu": tflops,
     }
     if config.has_engines:
-        num_workers = config.num_engines * config.policy.generation.vllm_cfg.tensor_parallel_size
+        num_workers = config.num_engines * config.policy.generation.num_workers
         found["generation_tokens_per_sec_per_gpu"] = metrics["rollout/tokens_per_s"] / num_workers
     peak = next((peak for name, peak in PEAK_TFLOPS.items() if name in device), None)
     if peak is not None and config.policy.precision == "bfloat16":

@@ -20,7 +20,7 @@ SHORT = [*((name, SINGLE) for name in GENERATING), ("nemotron_h", TP2), ("qwen3_
 
 
 def label(value: object) -> str:
-    return f"tp{value.tp} ep{value.ep}" if isinstance(value, VllmParallel) else str(value)
+    return f"tp{value.tp} ep{value.ep}{f' pp{value.pp}' if value.pp > 1 else ''}" if isinstance(value, VllmParallel) else str(value)
 
 
 @pytest.mark.parametrize(("model_type", "parallel"), SHORT, ids=label)
@@ -49,6 +49,7 @@ def test_witness_of_all(start_engine: StartEngine, tmp_path: Path, rows: list[Ro
             model_type=model_type,
             tp=parallel.tp,
             ep=parallel.ep,
+            pp=parallel.pp,
             tensors=seen.num_tensors,
             MB=seen.num_bytes / 1e6,
             tensors_changed_by_refit_zero=len(seen.changed_by_zero),
