@@ -14,6 +14,7 @@ import pytest
 from mrl.data.recorded import read_record, write_record
 from mrl.loop.recording import RecordedStep
 from mrl.replay import config_of, differences, lay_out, main
+from tests.faults.attempts import tiny_inputs
 from tests.sources import ROOT
 from tests.stack.ahead.conftest import AHEAD
 
@@ -84,7 +85,8 @@ def test_nothing_is_removed_but_what_a_replay_made(tmp_path: Path, capsys: pytes
 
 @pytest.mark.long("replay")
 def test_the_training_of_recorded_steps_is_made_again_with_lag_and_at_another_layout(tmp_path: Path):
-    run, settings = tmp_path / "run", [*AHEAD, "grpo.max_num_steps=5", "checkpointing.save_period=2", "checkpointing.metric_name=null"]
+    run = tmp_path / "run"
+    settings = [*AHEAD, *tiny_inputs(), "grpo.max_num_steps=5", "checkpointing.save_period=2", "checkpointing.metric_name=null"]
     settings = [word for word in settings if word != "checkpointing.enabled=false"]
 
     def command(*words: str) -> tuple[int, str]:
@@ -117,7 +119,8 @@ def test_the_training_of_recorded_steps_is_made_again_with_lag_and_at_another_la
 
 @pytest.mark.long("replay")
 def test_a_step_of_a_run_is_made_again_and_a_changed_byte_is_found(tmp_path: Path):
-    run, settings = tmp_path / "run", ["grpo.max_num_steps=5", "checkpointing.save_period=2", "checkpointing.metric_name=null"]
+    run = tmp_path / "run"
+    settings = [*tiny_inputs(), "grpo.max_num_steps=5", "checkpointing.save_period=2", "checkpointing.metric_name=null"]
 
     def command(*words: str) -> tuple[int, str]:
         done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, check=False)
