@@ -190,15 +190,15 @@ class Run(Generic[S_co]):
             raise
         skipped = [value for name, value in metrics.items() if name.endswith(SKIPPED)]
         if any(skipped):
-            metrics[SKIPPED_IN_A_ROW] = step.num_skipped + 1
+            step.metrics[SKIPPED_IN_A_ROW] = step.num_skipped + 1
             logger.warning(
                 "Step %d: %d updates are skipped, as loss or gradient is not finite (policy.not_finite_steps); such steps in a row: %d of "
                 "at most policy.max_skipped_steps=%d",
-                *(step.number, sum(skipped), metrics[SKIPPED_IN_A_ROW], self.config.policy.max_skipped_steps),
+                *(step.number, sum(skipped), step.num_skipped + 1, self.config.policy.max_skipped_steps),
             )
             self._record(step.number, batches, metrics, f"{sum(skipped):g} updates are skipped")
         elif skipped:
-            metrics[SKIPPED_IN_A_ROW] = step.metrics.get(SKIPPED_IN_A_ROW, 0.0)
+            step.metrics.setdefault(SKIPPED_IN_A_ROW, 0.0)
         if self.config.logger.record_steps:
             self._record(step.number, batches, metrics, "")
 

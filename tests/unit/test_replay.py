@@ -14,6 +14,7 @@ import pytest
 from mrl.data.recorded import read_record, write_record
 from mrl.loop.recording import RecordedStep
 from mrl.replay import config_of, differences, lay_out, main
+from mrl.retrain import records_of
 from tests.faults.attempts import tiny_inputs
 from tests.sources import ROOT
 from tests.stack.ahead.conftest import AHEAD
@@ -69,6 +70,21 @@ def test_what_cannot_be_made_again(tmp_path: Path, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as caught:
         main([str(run), "--step", str(step), "cluster.cpu_units_per_node=2"])
     assert caught.value.code == 2 and reason in capsys.readouterr().err
+
+
+def test_a_step_that_ended_its_run_has_a_record_and_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = record(tmp_path / "a")
+    (run / "recorded").mkdir()
+    (run / "recorded/not_finite_step_3.mrl").touch()
+    assert [path.name for path in records_of(run, range(2, 4), {1, 2})] == ["step_2.mrl", "not_finite_step_3.mrl"]
+    # A later attempt has made the step, and another one has recorded it.
+    assert [path.name for path in records_of(run, range(2, 4), {1, 2, 3})] == ["step_2.mrl", "step_3.mrl"]
+    (run / "recorded/step_2.mrl").touch()
+    assert [path.name for path in records_of(run, range(2, 3), {1})] == ["step_2.mrl"]
+    for step, reason in ((3, "config.yaml is missing: nothing says how the step was made"), (4, "has no step 4; it has 1, 2 ... 2")):
+        with pytest.raises(SystemExit) as caught:
+            main([str(run), "--step", str(step)])
+        assert caught.value.code == 2 and reason in capsys.readouterr().err
 
 
 def test_nothing_is_removed_but_what_a_replay_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
