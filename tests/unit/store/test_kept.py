@@ -219,9 +219,40 @@ def test_a_full_folder_and_a_lost_payload_cost_no_run(tmp_path: Path, caplog: py
     small.note(whole("a", 5))
     wait_until(lambda: "keep_rollouts_gb" in caplog.text, "a message")
     small.note(whole("b", 5))
-    small.prepare(0)  # waits for nothing
+    small.prepare(0)  # waits for nothing that cannot be written
+    assert written(tmp_path) == [] and caplog.text.count("some rollouts are not kept") == 1
+    small._limit = 1e9
+    write(small, tmp_path, ["c"])  # later there is room
+    small.published(0)
+
+    def lost(infos: Sequence[RolloutInfo]) -> list[Rollout]:
+        small._pull = payloads
+        raise RuntimeError("an engine has died")
+
+    small._pull = lost
+    small.note(whole("d", 5))
+    small.prepare(0)
+    assert caplog.text.count("some rollouts are not kept") == 2 and "an engine has died" in caplog.text
+    write(small, tmp_path, ["e"])
     small.close()
-    assert written(tmp_path) == [] and caplog.text.count("rollouts are not kept any more") == 1
+    assert written(tmp_path) == ["c", "e"]
+
+
+def test_a_file_system_without_an_answer_is_not_asked_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    def hang(*_: object) -> int:
+        raise TimeoutError("write of kept_000001.mrl")
+
+    monkeypatch.setattr(kept, "write_record", hang)
+    found = attempt(tmp_path)
+    found.note(whole("a", 5))
+    wait_until(lambda: "rollouts are not kept any more" in caplog.text, "a message")
+    monkeypatch.undo()
+    found.note(whole("b", 5))
+    found.prepare(0)
+    found.close()
+    assert written(tmp_path) == [] and caplog.text.count("kept any more") == 1
 
 
 def test_no_part_of_a_file_stays_and_an_attempt_that_keeps_nothing_leaves_nothing(tmp_path: Path):
