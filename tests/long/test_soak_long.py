@@ -57,13 +57,14 @@ def attempt(folder: Path, run: str, number: int, mode: str, *settings: str) -> A
     return Attempt(folder / run, overrides, folder / f"{run}-{number}.log")
 
 
-def kill_after(current: Attempt, victim: str, step: int) -> bool:
-    """Kills a process once a step is trained; False: the attempt ended before."""
+def kill_after(current: Attempt, victim: str, step: int, pause_s: float) -> bool:
+    """Kills a process a moment after a step; False: the attempt ended before."""
     done = f"Step {step}/{STEPS}"
     while done not in current.text():
         if current.process.poll() is not None:
             return False
         time.sleep(0.05)
+    time.sleep(pause_s)
     with suppress(ProcessLookupError, psutil.NoSuchProcess):  # what was killed before may not be back
         if victim in RAY:
             pids = [found.pid for found in psutil.Process(current.process.pid).children(recursive=True) if found.name() == victim]
@@ -86,7 +87,7 @@ def broken_run(folder: Path, mode: str, seed: int, monkeypatch: pytest.MonkeyPat
         with attempt(folder, "broken", number, mode) as current:
             while current.process.poll() is None:
                 victim, step = rng.choice(VICTIMS[mode]), step + rng.randint(1, 2 * KILL_EVERY - 1)
-                if step > STEPS or not kill_after(current, victim, step):
+                if step > STEPS or not kill_after(current, victim, step, rng.random()):
                     break
                 end += f"{victim} after step {step}, "
             code = current.finish()
@@ -122,9 +123,10 @@ class Costs:
         rows, _ = read_rows(run_folder / METRICS, METRIC_KEYS)
         effective = sum(row["time/total"] or 0.0 for row in rows if row["step"])
         num_trained = sum(event["event"] == "trained" for event in ledger(run_folder))
-        mean = {phase: sum(laps[phase] for laps in self.starts) / len(self.starts) for phase in self.starts[0]}
+        mean = {phase: sum(laps.get(phase, 0.0) for laps in self.starts) / len(self.starts) for phase in self.starts[0]}
         start_s = sum(mean.values())
-        lost = (num_trained - STEPS) / max(1, len(self.ends) - 1)
+        # Steps that were trained and not saved, and on average half of the one under way.
+        lost = (num_trained - STEPS) / max(1, len(self.ends) - 1) + 0.5
         rest_s = self.total_s - effective - self.unborn_s - start_s * len(self.starts)
 
         def share(step_s: float) -> float:
