@@ -9,17 +9,25 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
 
 from mrl import env
+from mrl.config.load import load_config
 from mrl.data.recorded import read_record, write_record
+from mrl.loop.keeping import open_kept, reviver
 from mrl.store import kept
 from mrl.store.kept import KeptFile, KeptGroup, KeptRollouts, WholeGroup, conditions_of, drop_kept
 from mrl.types import Flaw, Prompt, Proposals, Rollout, RolloutInfo, RolloutRequest, SamplingParams, Turn, Verdict
 from tests.unit.store.test_run_folder import config
 from tests.waiting import HANG_S, wait_until
+
+if TYPE_CHECKING:
+    from mrl.cluster.rollouts import RolloutCollector
+    from mrl.store.run_folder import RunFolder
 
 SAMPLING = SamplingParams(0.7, 0.9, None, 8, (258,), ("stop",))
 CONDITIONS = {"policy.generation.temperature": "a", "model": "b"}
@@ -301,3 +309,14 @@ def test_conditions_are_digests_of_what_changes_a_rollout_or_its_verdict(tmp_pat
     assert changed(lambda run: setattr(run.env, "math", dataclasses.replace(run.env.math, strict=True))) == {"env.math"}
     assert changed(lambda run: setattr(run.env, "math", dataclasses.replace(run.env.math, num_workers=7))) == set()
     assert conditions_of(base, {"model": {"w": "2"}})["model"] != conditions_of(base, identity)["model"]
+
+
+@pytest.mark.parametrize("setting", ["checkpointing.keep_rollouts_gb=0", "checkpointing.enabled=false"])
+def test_a_run_that_keeps_nothing_neither_writes_nor_reads(tmp_path: Path, setting: str):
+    first = attempt(tmp_path / "rollouts")
+    write(first, tmp_path / "rollouts", ["a"])
+    first.close()
+    run, collector = load_config("grpo_tiny.yaml", [setting]), SimpleNamespace(on_whole=None)
+    with open_kept(run, cast("RunFolder", SimpleNamespace(path=tmp_path)), {}, cast("RolloutCollector", collector), last_step=9) as found:
+        assert found is None and collector.on_whole is None and written(tmp_path / "rollouts") == []
+        assert reviver(found)(0, prompt("a")) is None
