@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 MARKER = "made_by_replay"
 """File of the folders that may be emptied."""
+RECORDED = ("grpo", "distillation")
+"""Algorithms whose records have all that the training needs: nothing is in them of a critic, nor of the rows that pairs share."""
 COMPARED = ("prompt_id", "content", "rewards", "masked", "input_lengths", "token_ids", "generation_logprobs", "prev_logprobs", "advantages")
 """Keys of a rollout's record."""
 NO_LOGGERS = [f"logger.{name}_enabled=false" for name in ("wandb", "tensorboard", "mlflow", "swanlab")]
@@ -84,13 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     first = 1 if base is None else base.step + 1
     records = records_of(run, range(first, step + 1), finite)
-    if not options.sample and all(path.exists() for path in records):
+    algorithm, missing = setting(read_config(config), "algorithm"), [path.name for path in records if not path.exists()]
+    if not options.sample and not missing and algorithm in RECORDED:
         return replay_training([str(config), *NO_LOGGERS, *options.words], run, into, base, records)
     if setting(read_config(config), "grpo.async_grpo.enabled"):
         parser.error(
             f"{config}: grpo.async_grpo.enabled=true: the rollouts of a step were sampled while earlier ones were trained, and an attempt "
             "that begins at a checkpoint samples them from other weights; steps without lag can be made again, and those that "
-            f"logger.record_steps records, for which {next(path.name for path in records if not path.exists())} is missing"
+            f"logger.record_steps records, of {' and '.join(RECORDED)} and without --sample; missing: {', '.join(missing) or 'none'}"
         )
     try:
         lay_out(into, run, base)
@@ -109,7 +112,7 @@ def replay_training(words: Sequence[str], run: Path, into: Path, base: Checkpoin
     settings = [*words[1:], f"checkpointing.checkpoint_dir={into}", f"logger.log_dir={into / 'logs'}"]
     try:
         config = check_start(load_config(words[0], settings, secrets=secrets))
-        recorded = check_replayed(config, base, records)
+        recorded = check_replayed(base, records)
         lay_out(into, run, None)
     except (OSError, ValueError) as error:
         logger.error("%s", error)

@@ -39,10 +39,8 @@ def records_of(run: Path, steps: range, finite: Collection[int]) -> list[Path]:
     return [run / FOLDER / name for name in (names | others).values()]
 
 
-def check_replayed(config: RunConfig, base: Checkpoint | None, paths: Sequence[Path]) -> list[RecordedStep]:
+def check_replayed(base: Checkpoint | None, paths: Sequence[Path]) -> list[RecordedStep]:
     """The records of steps, once all is there that their training needs; ValueError: something is not."""
-    if config.has_critic:
-        raise ValueError("algorithm=ppo: a record holds nothing of the critic; `--sample` makes the steps again with their rollouts")
     if base is not None and (damage := find_damage(base.folder)):
         raise ValueError(f"{base.folder}: {damage}")
     return [read_record(path, RecordedStep) for path in paths]
