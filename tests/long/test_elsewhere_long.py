@@ -29,30 +29,31 @@ SETTINGS = [
     "++env.own.functions.coin=tests.long.coin:coin",
     "data.default.env_name=coin",
 ]
-NODES, RANKS, ENGINES, TP = (
+NODES, RANKS, ENGINES, TP, SP = (
     "cluster.num_nodes",
     "cluster.cpu_units_per_node",
     "policy.generation.num_cpu_engines",
-    "policy.megatron_cfg.tensor_parallel_size",
+    "policy.megatron_cfg.tensor_model_parallel_size",
+    "policy.megatron_cfg.sequence_parallel",
 )
 PLACES = {
-    "one rank and one engine": {NODES: 1, RANKS: 1, ENGINES: 1, TP: 1},
-    "more ranks and engines": {NODES: 1, RANKS: 2, ENGINES: 2, TP: 2},
-    "more nodes, fewer engines": {NODES: 2, RANKS: 1, ENGINES: 1, TP: 1},
-    "fewer nodes and ranks": {NODES: 1, RANKS: 1, ENGINES: 1, TP: 1},
+    "one rank and one engine": {NODES: 1, RANKS: 1, ENGINES: 1, TP: 1, SP: "false"},
+    "more ranks and engines": {NODES: 1, RANKS: 2, ENGINES: 2, TP: 2, SP: "true"},
+    "more nodes, fewer engines": {NODES: 2, RANKS: 1, ENGINES: 1, TP: 1, SP: "false"},
+    "fewer nodes and ranks": {NODES: 1, RANKS: 1, ENGINES: 1, TP: 1, SP: "false"},
 }
 
 
 @pytest.mark.long("soak")
 @pytest.mark.timeout(20 * HANG_S)
 def test_each_attempt_is_elsewhere_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run, before = tmp_path / "run", dict[str, int]()
+    run, before = tmp_path / "run", dict[str, int | str]()
     for number, (place, sizes) in enumerate(PLACES.items()):
         saved, is_last = newest_step(run) if before else 0, number == len(PLACES) - 1
         monkeypatch.setenv("MRL_KILL_AT", "" if is_last else "rollouts:20")
         settings = [*tiny_inputs(), *SETTINGS, f"checkpointing.checkpoint_dir={run}", *(f"{key}={value}" for key, value in sizes.items())]
         with (
-            ray_nodes(tmp_path, monkeypatch, 2, 1) if sizes[NODES] > 1 else nullcontext(),
+            ray_nodes(tmp_path, monkeypatch, 2, 1) if sizes[NODES] == 2 else nullcontext(),
             Attempt(run, settings, tmp_path / f"{number}.log") as current,
         ):
             code, said = current.finish(), current.text()

@@ -137,7 +137,7 @@ class Costs:
         return [
             f"{len(self.ends)} attempts of {self.total_s:.0f} s: {'; '.join(self.ends)}",
             f"in steps that count: {effective:.0f} s ({effective / self.total_s:.0%}), of {effective / STEPS:.2f} s each; in "
-            f"{len(self.starts)} starts: {start_s * len(self.starts):.0f} s; in {len(self.ends) - len(self.starts)} that were killed: "
+            f"{len(self.starts)} starts: {start_s * len(self.starts):.0f} s; in {len(self.ends) - len(self.starts)} that ended before: "
             f"{self.unborn_s:.0f} s; in lost steps and ends: {rest_s:.0f} s",
             f"a restart costs {start_s:.1f} s ({parts}) and {lost:.2f} steps; with a kill every {KILL_EVERY} steps: {longer}",
         ]
