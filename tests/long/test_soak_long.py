@@ -102,12 +102,12 @@ def broken_run(folder: Path, mode: str, seed: int, monkeypatch: pytest.MonkeyPat
 
 @dataclass
 class Costs:
-    """What the attempts of a run took."""
+    """Seconds of the attempts of a run."""
 
     ends: list[str] = field(default_factory=list)
     total_s: float = 0.0
     unborn_s: float = 0.0
-    """Of attempts that were killed in their start."""
+    """Seconds of attempts that ended before their first step."""
     starts: list[dict[str, float]] = field(default_factory=list)
 
     def note(self, seconds: float, text: str, end: str) -> None:
