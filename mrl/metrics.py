@@ -96,7 +96,8 @@ SKIPPED_IN_A_ROW = "train/num_skipped_in_a_row"
 """Steps in a row with such updates, up to this one."""
 
 _UNLIKE = re.compile(
-    r"(time|performance|memory|logger)/|.*(_s|seconds|_per_gpu|idle_fraction|weight_version|reward_queue_max|reward_restarts|num_engine_restarts|kept_groups)$"
+    r"(time|performance|memory|logger)/|.*(_s|seconds|_per_gpu|idle_fraction|weight_version|reward_queue_max|reward_restarts|"
+    r"num_engine_restarts|kept_groups|buffer_size)$"
 )
 
 
