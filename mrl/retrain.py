@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training of recorded steps once more, from the checkpoint before them: no engine, no sampling, whatever the layout of the ranks."""
+"""Trains recorded steps again from the checkpoint before them, without engines, at any layout of the ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def records_of(run: Path, steps: range, finite: Collection[int]) -> list[Path]:
 
 
 def check_replayed(base: Checkpoint | None, paths: Sequence[Path]) -> list[RecordedStep]:
-    """The records of steps, once all is there that their training needs; ValueError: something is not."""
+    """Reads the records of steps; ValueError: something that their training needs is missing."""
     if base is not None and (damage := find_damage(base.folder)):
         raise ValueError(f"{base.folder}: {damage}")
     return [read_record(path, RecordedStep) for path in paths]

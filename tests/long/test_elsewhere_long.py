@@ -62,7 +62,7 @@ def test_each_attempt_is_elsewhere_and_nothing_is_lost(tmp_path: Path, monkeypat
             is_said = f"Config since the last attempt: {key}={before.get(key)} -> {value}" in said
             assert is_said == (before.get(key, value) != value), f"{place}: {key}"
         if saved:
-            assert f"Resuming from {run}/step_{saved} (step {saved} of {STEPS})" in said and "need not be sampled again" in said
+            assert f"Resuming from {run}/step_{saved} (step {saved} of {STEPS})" in said and "kept rollouts are used again" in said
             rows, _ = read_rows(run / METRICS, METRIC_KEYS)
             (after,) = (row for row in rows if row["step"] == saved + 1)
             assert after["rollout/kept_groups"], f"{place}: nothing was kept for step {saved + 1}"

@@ -155,7 +155,7 @@ def test_a_run_whose_attempts_are_all_killed_ends_as_if_nobody_had(
     broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
     with capsys.disabled():
         print("", *(f"{mode}: {line}" for line in costs.lines(broken)), sep="\n")
-    regenerated = [path.read_text().count("need not be sampled again") for path in tmp_path.glob("broken-*.log")]
+    regenerated = [path.read_text().count("kept rollouts are used again") for path in tmp_path.glob("broken-*.log")]
     assert mode == "sync" or sum(regenerated) > 0
     assert sorted(lineage(broken)) == list(range(1, STEPS + 1)) and lineage(broken) == lineage(unbroken)
     assert test_kill.rows(broken) == test_kill.rows(unbroken)
