@@ -23,6 +23,7 @@ from conversion.files.hf_folder import REWARD_HEAD, copy_companions, without_los
 from conversion.files.hf_weights import check_hf, is_unused, read_model_config
 from conversion.files.manifest import (
     MANIFEST,
+    RUN_CONFIG_FILE,
     TABLE_VERSION,
     TensorRecord,
     check_files,
@@ -44,7 +45,7 @@ from conversion.files.torch_dist import (
     find_checkpoint,
 )
 from conversion.files.torch_dist_writer import MAX_CHUNK_BYTES, files_of_ranks, files_of_size, write_torch_dist
-from conversion.lora_export import RUN_CONFIG_FILE, CheckpointAdapters, MergedTensors, find_adapters, write_peft
+from conversion.lora_export import CheckpointAdapters, MergedTensors, find_adapters, write_peft
 from conversion.progress import Progress, counter
 from conversion.tensors import BoxSource, blocks, byte_view, content_checksums, dtype_name, torch_dtype
 

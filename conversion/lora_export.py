@@ -18,10 +18,10 @@ from conversion.boxes import Box, Layout, lengths
 from conversion.families.registry import family
 from conversion.files.durable import built_aside
 from conversion.files.hf_folder import read_config, write_json
+from conversion.files.manifest import RUN_CONFIG_FILE
 from conversion.files.torch_dist import CanonicalTensors, CheckpointPaths, TorchDistFolder
 from conversion.tensors import BoxSource, merge_lora, read_whole
 
-RUN_CONFIG_FILE = "run_config.yaml"
 _PEFT_WEIGHTS, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)")

@@ -90,8 +90,14 @@ PREFIXES = {"time/": "timing/train/", "val/": "validation/", "train/mtp_": "trai
 PERCENTAGES = re.compile(r"train/mtp/mtp_\d+_acceptance_rate")
 """Metrics that NeMo RL logs in percent, by its names; ours are shares."""
 
+SKIPPED = "/num_skipped_updates"
+"""Ends the names of counts of updates that were not finite, and changed nothing."""
+SKIPPED_IN_A_ROW = "train/num_skipped_in_a_row"
+"""Steps in a row with such updates, up to this one."""
+
 _UNLIKE = re.compile(
-    r"(time|performance|memory|logger)/|.*(_s|seconds|_per_gpu|idle_fraction|weight_version|reward_queue_max|num_engine_restarts|kept_groups)$"
+    r"(time|performance|memory|logger)/|.*(_s|seconds|_per_gpu|idle_fraction|weight_version|reward_queue_max|reward_restarts|"
+    r"num_engine_restarts|kept_groups|buffer_size)$"
 )
 
 
@@ -138,3 +144,9 @@ def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, floa
         extremes: dict[str | None, Callable[[list[float]], float]] = {"min": min, "max": max}
         found[name] = extremes[extreme_of(name)](values) if extreme_of(name) else sum(values) / (1 if is_count else len(values))
     return found
+
+
+def metrics_of_passes(updates: Sequence[Mapping[str, float]], num_batches: int) -> dict[str, float]:
+    """The metrics of a step from the updates of its last pass over the batches; skipped ones are counted in all passes."""
+    skipped = {name: sum(update[name] for update in updates) for name in updates[0] if name.endswith(SKIPPED)}
+    return metrics_of_updates(updates[-num_batches:]) | skipped

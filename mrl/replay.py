@@ -32,6 +32,7 @@ from mrl.loop.preflight import check_start
 from mrl.loop.recording import layout_of
 from mrl.metrics import repeats
 from mrl.retrain import TOLERANCE, check_replayed, records_of, retrained
+from mrl.runs import rows_of
 from mrl.store.checkpoints import Checkpoint, checkpoints_in, find_damage
 from mrl.store.identity import IDENTITY
 from mrl.store.loggers.thread import exit_with
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 MARKER = "made_by_replay"
 """File of the folders that may be emptied."""
+RECORDED = ("grpo", "distillation")
+"""Algorithms whose records have all that the training needs: nothing is in them of a critic, nor of the rows that pairs share."""
 COMPARED = ("prompt_id", "content", "rewards", "masked", "input_lengths", "token_ids", "generation_logprobs", "prev_logprobs", "advantages")
 """Keys of a rollout's record."""
 NO_LOGGERS = [f"logger.{name}_enabled=false" for name in ("wandb", "tensorboard", "mlflow", "swanlab")]
@@ -66,28 +69,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     run, step = options.run.absolute(), options.step
     into = (options.into or run / "replay").absolute()
-    recorded = {row["step"]: row for row in read_rows(run / METRICS, METRIC_KEYS)[0]}
-    if step not in recorded or step < 1:
-        parser.error(
-            f"{run / METRICS} has no step {step}; it has {', '.join(map(str, sorted(recorded)[:3]))} ... {max(recorded, default=0)}"
-        )
+    try:
+        rows = {int(row["step"] or 0): row for row in rows_of(run)}
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    finite = {number for number, row in rows.items() if not row.get("train/num_skipped_updates")}
+    if step < 1 or (step not in rows and not records_of(run, range(step, step + 1), finite)[0].exists()):
+        parser.error(f"{run / METRICS} has no step {step}; it has {', '.join(map(str, sorted(rows)[:3]))} ... {max(rows, default=0)}")
     if into.exists() and not (into / MARKER).is_file():
         parser.error(f"{into} is there, and no replay has made it; name a folder that is not there")
     config = config_of(run, step)
+    if not config.is_file():
+        parser.error(f"{config} is missing: nothing says how the step was made; restore it")
     base = next(
         (found for found in checkpoints_in(run) if found.step < step and find_damage(found.folder, with_shards=False) is None), None
     )
     first = 1 if base is None else base.step + 1
-    records = records_of(run, range(first, step + 1))
-    if not options.sample and all(path.exists() for path in records):
+    records = records_of(run, range(first, step + 1), finite)
+    algorithm, missing = setting(read_config(config), "algorithm"), [path.name for path in records if not path.exists()]
+    if not options.sample and not missing and algorithm in RECORDED:
         return replay_training([str(config), *NO_LOGGERS, *options.words], run, into, base, records)
     if setting(read_config(config), "grpo.async_grpo.enabled"):
         parser.error(
             f"{config}: grpo.async_grpo.enabled=true: the rollouts of a step were sampled while earlier ones were trained, and an attempt "
             "that begins at a checkpoint samples them from other weights; steps without lag can be made again, and those that "
-            f"logger.record_steps records, for which {next(path.name for path in records if not path.exists())} is missing"
+            f"logger.record_steps records, of {' and '.join(RECORDED)} and without --sample; missing: {', '.join(missing) or 'none'}"
         )
-    lay_out(into, run, base)
+    try:
+        lay_out(into, run, base)
+    except OSError as error:
+        parser.error(f"{error}; name another folder with --into, or restore what is missing")
     words = [str(config), *NO_LOGGERS, "checkpointing.save_period=1000000000", *options.words]
     code = run_command(until(step), [*words, f"checkpointing.checkpoint_dir={into}", f"logger.log_dir={into / 'logs'}"])
     if code:
@@ -101,11 +112,14 @@ def replay_training(words: Sequence[str], run: Path, into: Path, base: Checkpoin
     settings = [*words[1:], f"checkpointing.checkpoint_dir={into}", f"logger.log_dir={into / 'logs'}"]
     try:
         config = check_start(load_config(words[0], settings, secrets=secrets))
-        recorded = check_replayed(config, base, records)
+        recorded = check_replayed(base, records)
+        lay_out(into, run, None)
     except (OSError, ValueError) as error:
         logger.error("%s", error)
         return 2
-    lay_out(into, run, None)
+    for record in recorded:
+        if record.problem:
+            logger.info("Step %d, as the run said: %s", record.step, record.problem)
     same = all(record.layout == layout_of(config) for record in recorded)
     how = "bit for bit" if same else f"within {TOLERANCE[config.policy.precision]:g}, as the layout is another"
     what = f"the training of steps {recorded[0].step} to {recorded[-1].step} of {run}, from their records and {name_of(base)}, {how}"
@@ -145,7 +159,7 @@ def lay_out(into: Path, run: Path, base: Checkpoint | None) -> None:
 def config_of(run: Path, step: int) -> Path:
     """The config of the attempt whose rollouts of the step are here; else that of the last attempt."""
     made = next((dump.path.parent for dump in list_dumps(run) if dump.step == step), run)
-    return next(path for folder in (made, run) if (path := folder / RUN_CONFIG).exists())
+    return next((path for folder in (made, run) if (path := folder / RUN_CONFIG).exists()), run / RUN_CONFIG)
 
 
 def until(step: int) -> Callable[[Run[Supplier], Checkpoint | None], RunState]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,10 +15,11 @@ from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import make_batches
 from mrl.data.recorded import read_record
-from mrl.loop.recording import FOLDER, RecordedStep, layout_of, tensors_of
+from mrl.loop.recording import FOLDER, NOT_FINITE, RecordedStep, layout_of, tensors_of
 from mrl.metrics import repeats
 from mrl.store.checkpoints import Checkpoint, find_damage
 from mrl.train import learn
+from mrl.types import NOT_FINITE as IS_NOT_FINITE
 from mrl.types import TrainSequence
 
 if TYPE_CHECKING:
@@ -31,15 +32,15 @@ COMPARED = ("train/loss", "train/grad_norm")
 """Metrics that another layout does not change beyond the tolerance."""
 
 
-def records_of(run: Path, steps: range) -> list[Path]:
-    """The records of these steps; those that are missing too."""
-    return [run / FOLDER / f"step_{step}.mrl" for step in steps]
+def records_of(run: Path, steps: range, finite: Collection[int]) -> list[Path]:
+    """The records of these steps; those that are missing too. Of steps that are not `finite`, those made for that reason."""
+    names = {step: f"step_{step}.mrl" for step in steps}
+    others = {step: f"{NOT_FINITE}{name}" for step, name in names.items() if step not in finite and not (run / FOLDER / name).exists()}
+    return [run / FOLDER / name for name in (names | others).values()]
 
 
-def check_replayed(config: RunConfig, base: Checkpoint | None, paths: Sequence[Path]) -> list[RecordedStep]:
+def check_replayed(base: Checkpoint | None, paths: Sequence[Path]) -> list[RecordedStep]:
     """Reads the records of steps; ValueError: something that their training needs is missing."""
-    if config.has_critic:
-        raise ValueError("algorithm=ppo: a record holds nothing of the critic; `--sample` makes the steps again with their rollouts")
     if base is not None and (damage := find_damage(base.folder)):
         raise ValueError(f"{base.folder}: {damage}")
     return [read_record(path, RecordedStep) for path in paths]
@@ -55,7 +56,15 @@ def retrained(config: RunConfig, base: Checkpoint | None, records: Sequence[Reco
             policies.call(PolicyVerbs.load_checkpoint, base.weights, deadline_s=policies.start_s)
         for record in records:
             batches = restored_batches(record, config)
-            metrics = learn(session, config, batches, record.step)
+            ended_run = bool(record.problem) and not record.metrics
+            try:
+                metrics = learn(session, config, batches, record.step)
+            except RuntimeError as error:
+                if not ended_run or IS_NOT_FINITE not in str(error):
+                    raise
+                metrics = {}
+            if ended_run and metrics:
+                yield f"step {record.step}: it was not finite, which ended the run, and now is: loss {metrics['train/loss']}"
             is_same = record.layout == layout_of(config)
             yield from step_differences(
                 record, batches, tensors_of(session), metrics, None if is_same else TOLERANCE[config.policy.precision]
@@ -99,7 +108,7 @@ def step_differences(
             place = f"step {record.step}, update {update}, rank {rank}, rollout {sequence.info.request_id}"
             yield from _sequence_difference(place, sequence.tensors, tensors, tolerance)
         start += len(batch.sequences)
-    for name in sorted(record.metrics.keys() | metrics.keys()):
+    for name in sorted(record.metrics and record.metrics.keys() | metrics.keys()):  # a step that ended its run has none
         one, other = record.metrics.get(name, math.nan), metrics.get(name, math.nan)
         is_equal = one == other or (math.isnan(one) and math.isnan(other))
         if tolerance is not None:

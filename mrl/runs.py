@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -40,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no run in {', '.join(str(folder) for folder in folders if folder not in found)}: it has no config.yaml and metrics")
     if not found:
         parser.error(f"no runs in {', '.join(map(str, folders))}; name the folders that hold them, or checkpointing.checkpoint_dir of one")
-    lines = show(found[0]) if command == "show" else compare(*found) if command == "compare" else listing(found)
+    try:
+        lines = show(found[0]) if command == "show" else compare(*found) if command == "compare" else listing(found)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     print("\n".join(safe_text(line) for line in lines))
     return 0
 
@@ -57,17 +61,21 @@ def _is_run(folder: Path) -> bool:
 
 
 def listing(folders: Sequence[Path]) -> list[str]:
-    """One line for each run."""
-    table = [("run", "state", "step", "algorithm", "model", "attempts", "result", "changed")]
+    """One line for each run, then those that cannot be read."""
+    table, unreadable = [("run", "state", "step", "algorithm", "model", "attempts", "result", "changed")], list[str]()
     for folder in folders:
-        config, rows = read_config(folder / "config.yaml"), rows_of(folder)
+        try:
+            config, rows = read_config(folder / "config.yaml"), rows_of(folder)
+        except (OSError, ValueError) as error:
+            unreadable.append(f"{folder} cannot be read: {error}")
+            continue
         facts = dict(progress_lines(rows, config, folder, owner_state(folder)))
         name = next((name for name in RESULTS if any(row.get(name) is not None for row in rows)), None)
         result = NOTHING if name is None else f"{name} {_path_of(rows, name)}"
         of = (str(setting(config, "algorithm")), str(setting(config, "policy.model_name")))
         changed = datetime.fromtimestamp(max(path.stat().st_mtime for path in (folder / METRICS, folder / "config.yaml") if path.exists()))
         table.append((str(folder), facts["state"], facts["step"], *of, str(len(attempts_of(folder))), result, f"{changed:%Y-%m-%d %H:%M}"))
-    return aligned(table)
+    return [*aligned(table), *unreadable]
 
 
 def show(folder: Path) -> list[str]:
@@ -123,8 +131,13 @@ def differences(one: Json, other: Json) -> list[str]:
 
 
 def rows_of(folder: Path) -> Sequence[Row]:
-    """Metrics by step."""
-    return read_rows(folder / METRICS, METRIC_KEYS)[0]
+    """Metrics by step; None for values that are no finite numbers. Lines without a step are left out."""
+    rows = read_rows(folder / METRICS, METRIC_KEYS)[0]
+    return [
+        {name: value if isinstance(value, int | float) and math.isfinite(value) else None for name, value in row.items()}
+        for row in rows
+        if isinstance(row["step"], int)
+    ]
 
 
 def attempts_of(folder: Path) -> list[Path]:
@@ -136,7 +149,7 @@ def attempts_of(folder: Path) -> list[Path]:
 def rolled_back(ledger: Path) -> Iterator[str]:
     """Lists rollbacks: attempts that resumed before the last trained step, or asked prompts again."""
     state = LedgerState()
-    for line in read_file(ledger).decode().splitlines() if ledger.exists() else []:
+    for line in read_file(ledger).decode(errors="replace").splitlines() if ledger.exists() else []:
         try:
             event = json.loads(line)
             if event["event"] == "rolled_back":

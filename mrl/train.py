@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.loop.run import Step
-from mrl.metrics import metrics_of_updates
+from mrl.metrics import metrics_of_passes, metrics_of_updates
 from mrl.store.summary import performance_metrics, warn_of_bounded_ratios
 from mrl.types import Batch
 
@@ -66,7 +66,7 @@ def train_step(run: Run[Supplier], state: RunState) -> None:
 def update_policy(run: Run[Supplier], step: Step, batches: Sequence[Batch]) -> dict[str, float]:
     """Computes the values and logprobs that the losses need, then makes an optimizer step on each batch; returns their metrics."""
     run.report_start()
-    with step.clock.phase("train"), run.profiled(step.number), run.recorded(step.number, batches) as metrics:
+    with step.clock.phase("train"), run.profiled(step.number), run.recorded(step, batches) as metrics:
         metrics |= learn(run.session, run.config, batches, step.number, run.critic)
     warn_of_bounded_ratios(metrics)
     step.note_update(batches, metrics, run.token_samples(batches))
@@ -89,7 +89,7 @@ def learn(session: Session, config: RunConfig, batches: Sequence[Batch], step: i
     if config.trains_policy(step):
         session.enter("train")
         updates = [policies.call(PolicyVerbs.train_step, index)[0] for _ in range(config.num_passes) for index in range(len(batches))]
-        metrics |= metrics_of_updates(updates[-len(batches) :])
+        metrics |= metrics_of_passes(updates, len(batches))
     metrics["train/num_logprob_passes"] = float(config.needs_old_logprobs + config.keeps_reference)
     return metrics
 
@@ -118,6 +118,7 @@ def end_step(run: Run[Supplier], state: RunState, step: Step) -> None:
     if step.batches:
         step.metrics |= performance_metrics(run.config, step.batches, step.metrics, device=run.session.policies.device)
     run.folder.log_step(step.number, step.metrics, step.groups, step.sequences, step.tokens)
+    run.check_skipped(step)
 
 
 if __name__ == "__main__":

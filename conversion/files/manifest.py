@@ -20,6 +20,8 @@ MANIFEST = "manifest.json"
 # Raised whenever the same Hugging Face folder would be written differently than before: other keys, shapes, or formats.
 TABLE_VERSION = 1
 FINISHED_SUFFIX = ".finished"
+RUN_CONFIG_FILE = "run_config.yaml"
+"""JSON beside the shards of a model: settings without which nobody can load them."""
 
 # Syncs often, so that the disk writes while the rest of the file is made.
 SYNC_BYTES = 128 << 20

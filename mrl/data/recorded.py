@@ -71,7 +71,7 @@ def read_record(path: Path, kind: type[T]) -> T:
         index, _, data = body.partition(b"\n")
         index = json.loads(index)
         return _restored(kind, index["content"], _arrays(index["arrays"], data))
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"{path} is of another version of mrl: {error!r}") from error
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mrl.algo.critic import explained_variance
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.data.batch import make_batches
-from mrl.metrics import metrics_of_updates
+from mrl.metrics import metrics_of_passes, metrics_of_updates
 
 if TYPE_CHECKING:
     from mrl.cluster.payload import PayloadRef
@@ -54,6 +54,6 @@ class Critic:
         indices = range(len(judged.batches))
         updates = [group.call(PolicyVerbs.train_step, index)[0] for _ in range(self.config.num_passes) for index in indices]
         last = [{name.removeprefix("train/"): value for name, value in update.items()} for update in updates[-len(judged.batches) :]]
-        learned = metrics_of_updates(last) | {"explained_var": explained_variance(last)}
+        learned = metrics_of_passes(updates, len(judged.batches)) | {"train/explained_var": explained_variance(last)}
         advantages = metrics_of_updates(self.session.policies.call(PolicyVerbs.batch_metrics)[0])
-        return advantages | {f"train/critic/{name}": value for name, value in learned.items()}
+        return advantages | {name.replace("train/", "train/critic/", 1): value for name, value in learned.items()}

@@ -18,7 +18,7 @@ from mrl.config.load import load_run
 from mrl.config.schema.run import RunConfig
 from mrl.loop import examples, rollouts
 from mrl.loop.rollouts import NoSignal
-from mrl.loop.run import Budget, Run, Supplier, Training
+from mrl.loop.run import Budget, Run, Supplier, TooManySkipped, Training
 from mrl.signals import ENDED_EARLY, LISTENER
 from mrl.store.checkpoints import Checkpoint, NoWholeCheckpoint, find_damage
 from mrl.store.console import outlook
@@ -109,7 +109,7 @@ def main(train: Train, arguments: Sequence[str] | None = None) -> int:
     try:
         with folder:
             is_done = run_attempt(train, training, folder, budget)
-    except (NoSignal, Disagreement, NoWholeCheckpoint) as error:
+    except (NoSignal, TooManySkipped, Disagreement, NoWholeCheckpoint) as error:
         logger.error("%s", error)
         return 2
     except (ActorLost, DeadlineExceeded, FolderLost, NoCluster, TimeoutError) as error:

@@ -123,7 +123,7 @@ def write_step(folder: Path, record: RecordedStep, *, keeps: int) -> Path | None
         make_folder(path.parent)
         for part in path.parent.glob(".*.mrl.*"):  # of a write that was killed
             remove_file(part)
-        if record.problem and len(list(path.parent.glob(f"{NOT_FINITE}*"))) >= MAX_NOT_FINITE:
+        if record.problem and not path.exists() and len(list(path.parent.glob(f"{NOT_FINITE}*"))) >= MAX_NOT_FINITE:
             raise OSError(f"the folder holds {MAX_NOT_FINITE} such records; move them away")
         if size > MAX_BYTES:
             raise OSError(f"{size / 1e9:.1f} GB of rollouts are more than {MAX_BYTES / 1e9:g}")

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from mrl import startup
 from mrl.cluster.verbs import PolicyVerbs
-from mrl.loop.recording import record_step, write_step
+from mrl.loop.recording import FOLDER, record_step, write_step
+from mrl.metrics import SKIPPED, SKIPPED_IN_A_ROW
 from mrl.signals import LISTENER, Listener
 from mrl.store.samples import MAX_SEQUENCES, NUM_SAMPLES
 from mrl.store.summary import Clock, is_good_enough
@@ -37,6 +38,10 @@ class Stopped(EOFError):
     once the last step is saved."""
 
 
+class TooManySkipped(ValueError):
+    """Too many steps in a row had updates that were not finite; the message says what to do."""
+
+
 @dataclass
 class Step:
     """A step under way, as its stages fill it."""
@@ -51,11 +56,13 @@ class Step:
     tokens: TokenSamples = field(default_factory=dict)
     """Some sequences of `batches` token by token, by request id."""
     metrics: dict[str, float] = field(default_factory=dict)
+    num_skipped: float = 0.0
+    """Steps in a row before this one with updates that were skipped."""
 
     @classmethod
     def after(cls, state: RunState) -> Step:
         """The step after `state`, which begins now."""
-        return cls(state.step + 1, Clock(state.step + 1))
+        return cls(state.step + 1, Clock(state.step + 1), num_skipped=state.metrics.get(SKIPPED_IN_A_ROW, 0.0))
 
     @property
     def sequences(self) -> list[TrainSequence]:
@@ -172,23 +179,28 @@ class Run(Generic[S_co]):
             logger.warning("A trace cannot be written, and the run goes on without it: %s", problem)
 
     @contextmanager
-    def recorded(self, step: int, batches: Sequence[Batch]) -> Iterator[dict[str, float]]:
+    def recorded(self, step: Step, batches: Sequence[Batch]) -> Iterator[dict[str, float]]:
         """Records the step of the `with` block, which fills in its metrics, if `logger.record_steps` wants it, or it is not finite."""
         metrics: dict[str, float] = {}
         try:
             yield metrics
         except RuntimeError as error:
             if NOT_FINITE in str(error):  # all ranks have said so, and answer
-                self._record(step, batches, metrics, str(error))
+                self._record(step.number, batches, metrics, str(error))
             raise
-        num_skipped = sum(value for name, value in metrics.items() if name.endswith("/num_skipped_updates"))
-        if num_skipped:
+        skipped = [value for name, value in metrics.items() if name.endswith(SKIPPED)]
+        if any(skipped):
+            step.metrics[SKIPPED_IN_A_ROW] = step.num_skipped + 1
             logger.warning(
-                "Step %d: %d updates are skipped, as loss or gradient is not finite (policy.not_finite_steps)", step, num_skipped
+                "Step %d: %d updates are skipped, as loss or gradient is not finite (policy.not_finite_steps); such steps in a row: %d of "
+                "at most policy.max_skipped_steps=%d",
+                *(step.number, sum(skipped), step.num_skipped + 1, self.config.policy.max_skipped_steps),
             )
-            self._record(step, batches, metrics, f"{num_skipped:g} updates are skipped")
+            self._record(step.number, batches, metrics, f"{sum(skipped):g} updates are skipped")
+        elif skipped:
+            step.metrics.setdefault(SKIPPED_IN_A_ROW, 0.0)
         if self.config.logger.record_steps:
-            self._record(step, batches, metrics, "")
+            self._record(step.number, batches, metrics, "")
 
     def _record(self, step: int, batches: Sequence[Batch], metrics: Mapping[str, float], problem: str) -> None:
         try:
@@ -200,6 +212,16 @@ class Run(Generic[S_co]):
         path = write_step(self.folder.path, record, keeps=self.config.logger.record_steps)
         if path is not None and problem:
             logger.error("The batch of step %d is recorded in %s: %s", step, path, problem)
+
+    def check_skipped(self, step: Step) -> None:
+        """Ends a run that goes on although too many steps in a row, also of earlier attempts, had skipped updates; they are saved."""
+        limit, found = self.config.policy.max_skipped_steps, step.metrics.get(SKIPPED_IN_A_ROW, 0.0)
+        if found >= limit and not self.is_over:
+            raise Stopped from TooManySkipped(
+                f"step {step.number}: loss or gradient of {found:g} steps in a row was not finite, and updates were skipped; "
+                f"policy.max_skipped_steps={limit} ends the run: look at the batches in {self.folder.path / FOLDER}, lower "
+                "policy.megatron_cfg.optimizer.lr, go on from an earlier checkpoint, or raise that key"
+            )
 
     def report_start(self) -> None:
         """Logs what each phase of the start took, and adds it to the next metrics; nothing from the second step on."""

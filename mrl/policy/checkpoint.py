@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from conversion.convert import REWARD_HEAD_KEY
 from conversion.files.durable import sync_file
-from conversion.files.manifest import FileRecord, WriteReport, file_record
+from conversion.files.manifest import RUN_CONFIG_FILE, FileRecord, WriteReport, file_record
 from conversion.files.reading import open_file
 from conversion.files.torch_dist import TorchDistFolder
 from mrl import spans
@@ -121,6 +121,7 @@ def begin_save(
             optimizer = {index: checkpoint_entries.optimizer_state(part, weights) for index, part in enumerate(distributed)}
         sharded |= {"optimizer": optimizer, "rng": _rng_state()}
     peft = {} if adapters is None else {"peft": dict(adapters)}
+    optimizer_form = {"use_distributed_optimizer": state.optimizer.config.use_distributed_optimizer} if save_optimizer else {}
     sharded |= {"checkpoint_version": 3.0, "iteration": 0, "parallel": _parallel_sizes(), **peft}
     # Also without optimizer state, so that the schedule continues.
     sharded["opt_param_scheduler"] = state.scheduler.state_dict()
@@ -129,7 +130,7 @@ def begin_save(
         # From 0.17 on, Megatron pickles these values among the tensors; it still reads the file.
         torch.save(common, folder / COMMON_FILE)
         (folder / "hf_config.json").write_text(json.dumps(hf_config, indent=2))
-        (folder / "run_config.yaml").write_text(json.dumps({"model": _parallel_sizes(), **peft}, indent=2))
+        (folder / RUN_CONFIG_FILE).write_text(json.dumps({"model": _parallel_sizes(), "optimizer": optimizer_form, **peft}, indent=2))
         (weights_dir / LATEST_FILE).write_text("0")
     return CheckpointWrite(folder, *_plan(sharded, folder, takes_snapshot=in_background), in_background=in_background)
 

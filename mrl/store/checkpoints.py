@@ -20,7 +20,7 @@ from pathlib import Path
 
 from conversion.files.durable import IO_TIMEOUT_S, put_aside, remove_any, sync_file, write_atomic
 from conversion.files.limits import within
-from conversion.files.manifest import FileRecord, file_record
+from conversion.files.manifest import RUN_CONFIG_FILE, FileRecord, file_record
 from conversion.files.reading import find_difference, name_inside, read_file, read_json, sha256_file
 from mrl.config.schema.run import CheckpointingConfig, RunConfig
 from mrl.env import kill_point
@@ -255,7 +255,7 @@ def newest_step(folder: Path) -> int:
 
 
 def check_models(checkpoint: Checkpoint, config: RunConfig) -> None:
-    """ValueError if a checkpoint from which a run would resume lacks a model that the run trains, because another algorithm wrote it."""
+    """ValueError if a run cannot resume from a checkpoint: it lacks a model, because another algorithm wrote it, or another form of it."""
     missing = [model for model in config.trained_models if not checkpoint.weights_of(model).is_dir()]
     if missing and find_damage(checkpoint.folder, with_shards=False) is None:
         raise ValueError(
@@ -263,6 +263,32 @@ def check_models(checkpoint: Checkpoint, config: RunConfig) -> None:
             f"and a run of algorithm={config.algorithm} resumes with all models that it trains; choose another folder, or the algorithm "
             "that wrote this one (`python -m mrl.convert mcore-to-hf` makes a folder for policy.model_name of its policy)"
         )
+    for model in config.trained_models:
+        megatron = config.of_model(model).policy.megatron_cfg
+        saved = next((_object(path) for path in checkpoint.weights_of(model).glob(f"iter_*/{RUN_CONFIG_FILE}")), {})
+        peft, optimizer = saved.get("peft"), saved.get("optimizer")
+        was = {name: peft.get(name) for name in ("dim", "alpha")} if isinstance(peft, dict) else None
+        now = {"dim": megatron.peft.dim, "alpha": megatron.peft.alpha} if megatron.peft.enabled else None
+        changes = [f"peft was {was or 'not enabled'}, and is {now or 'not enabled'}"] if saved and was != now else []
+        form = optimizer.get("use_distributed_optimizer") if isinstance(optimizer, dict) else None
+        if form not in (None, megatron.optimizer.use_distributed_optimizer):
+            changes.append(f"optimizer.use_distributed_optimizer was {form}, and is {megatron.optimizer.use_distributed_optimizer}")
+        if changes:
+            section = {"critic": "value"}.get(model, model)
+            raise ValueError(
+                f"{section}.megatron_cfg: {'; '.join(changes)}: weights and optimizer state in {checkpoint.folder} have another form; set "
+                "it back, or begin in another checkpointing.checkpoint_dir, with what `python -m mrl.convert mcore-to-hf` makes of this "
+                "checkpoint as policy.model_name"
+            )
+
+
+def _object(path: Path) -> dict[str, object]:
+    """The object in a JSON file; empty if there is none, of which more is said elsewhere."""
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def find_damage(folder: Path, *, with_shards: bool = True) -> str | None:

@@ -114,7 +114,7 @@ class KeptRollouts:
         self._sizes: dict[Path, int] = {}
         self._usable: dict[PromptKey, KeptGroup] = {}
         self._num_unjudged: Callable[[], int] = lambda: 0
-        self._is_over, self._is_writing, self._is_awaited, self._has_failed = False, False, False, False
+        self._is_over, self._is_writing, self._is_awaited, self._has_failed, self._is_said = False, False, False, False, False
         self._last_number, self._written_at = 0, 0.0
         self._thread = threading.Thread(target=self._run, name="kept rollouts", daemon=True)
 
@@ -209,6 +209,7 @@ class KeptRollouts:
     def published(self, step: int) -> None:
         """Removes, once the checkpoint of `step` is published, groups that no later attempt needs."""
         with self._changed:
+            self._is_said = False
             useless = [path for path, groups in self._files.items() if not any(self._is_needed(key, s, step) for key, s in groups.items())]
             for path in useless:
                 del self._files[path]
@@ -268,42 +269,40 @@ class KeptRollouts:
                 due = self._due()
                 self._is_writing = bool(due)
             if due:
-                is_written = False
+                has_failed = True
                 try:
-                    is_written = self._write(due)
+                    self._write(due)
+                    has_failed = False
+                except (FolderLost, TimeoutError) as error:
+                    logger.warning("%s: rollouts are not kept any more, and a resumed run samples them again: %s", self._folder, error)
+                except (OSError, RuntimeError) as error:  # there may be room later; an engine that has died comes back
+                    has_failed = False
+                    if not (self._is_over or self._is_said):
+                        logger.warning("%s: some rollouts are not kept, and a resumed run samples them again: %s", self._folder, error)
+                    self._is_said = True
                 finally:
                     with self._changed:
-                        self._is_writing = False
-                        if not is_written:
-                            self._has_failed = True
-                            self._whole.clear()
+                        self._is_writing, self._has_failed = False, has_failed
+                        kept = () if has_failed else self._whole.items()
+                        self._whole = {key: held for key, held in kept if not any(held[0] is group for group in due)}
                         self._changed.notify_all()
 
-    def _write(self, due: Sequence[WholeGroup]) -> bool:
-        """Writes groups. False, after a warning, if they cannot be written; no further ones are tried."""
+    def _write(self, due: Sequence[WholeGroup]) -> None:
+        """Writes groups. OSError, RuntimeError, FolderLost: they cannot be written."""
         self._written_at = time.monotonic()
         path = self._folder / f"kept_{self._last_number + 1:06d}.mrl"
-        try:
-            self._check_owner()
-            pulled = self._pull([sequence for group in due for info in group.infos for sequence in info.sequences])
-            if sum(self._sizes.values()) + sum(map(num_bytes, pulled)) > self._limit:
-                raise OSError(f"the folder may hold checkpointing.keep_rollouts_gb={self._limit / 1e9:g}, and is full")
-            payloads = iter(pulled)
-            groups = [self._kept(group, [next(payloads) for info in group.infos for _ in info.sequences]) for group in due]
-            kill_point("kept")
-            size = write_record(path, KeptFile(self._conditions, tuple(groups)))
-            kill_point("kept")
-        except (OSError, RuntimeError, FolderLost) as error:
-            if not self._is_over:
-                logger.warning("%s: rollouts are not kept any more, and a resumed run samples them again: %s", self._folder, error)
-            return False
+        self._check_owner()
+        pulled = self._pull([sequence for group in due for info in group.infos for sequence in info.sequences])
+        if sum(self._sizes.values()) + sum(map(num_bytes, pulled)) > self._limit:
+            raise OSError(f"the folder may hold checkpointing.keep_rollouts_gb={self._limit / 1e9:g}, and is full")
+        payloads = iter(pulled)
+        groups = [self._kept(group, [next(payloads) for info in group.infos for _ in info.sequences]) for group in due]
+        kill_point("kept")
+        size = write_record(path, KeptFile(self._conditions, tuple(groups)))
+        kill_point("kept")
         self._last_number += 1
         with self._changed:
             self._files[path], self._sizes[path] = {group.key: group.step for group in groups}, size
-            for group in due:
-                if self._whole.get(group.key, (None,))[0] is group:
-                    del self._whole[group.key]
-        return True
 
     def _kept(self, group: WholeGroup, rollouts: Sequence[Rollout]) -> KeptGroup:
         bare = tuple(dataclasses.replace(rollout, request=dataclasses.replace(rollout.request, earlier=None)) for rollout in rollouts)

@@ -56,6 +56,8 @@ def rows(run_folder: Path) -> list[dict]:
         "rollout/engine_restarts",
         "rollout/reward_",
         "rollout/kept_groups",
+        "refit/drain_seconds",
+        "train/buffer_size",
     )
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
 

@@ -11,16 +11,19 @@ import random
 import re
 import signal
 import time
-from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mrl.recipes.tiny import prepare_tiny
+from mrl.signals import ENDED_EARLY
 from mrl.store.checkpoints import newest_step
 from mrl.view.rows import METRIC_KEYS, METRICS, read_rows
 from tests.faults import test_kill
-from tests.faults.attempts import Attempt, lineage
+from tests.faults.attempts import Attempt, ledger, lineage
 from tests.sources import ROOT
 from tests.stack.ahead.conftest import AHEAD
 from tests.waiting import HANG_S
@@ -30,15 +33,16 @@ KILL_EVERY = 10
 SETTINGS = [
     *test_kill.SETTINGS,
     f"grpo.max_num_steps={STEPS}",
-    "checkpointing.save_period=5",
+    "checkpointing.save_period=1",
     "checkpointing.keep_top_k=3",
     "checkpointing.metric_name=null",
 ]
 LAYOUTS = {"sync": [], "lag 1": [setting for setting in AHEAD if not setting.startswith(("grpo.max_num_steps", "checkpointing."))]}
+RAY = ("raylet", "gcs_server")
 # With lag, rollouts that an engine takes with it are sampled again from newer weights: such a run keeps its ledger, and not its bits.
-VICTIMS = {"sync": ["driver", "policy-rank-0", "engine-0", "rewards"], "lag 1": ["driver", "policy-rank-0", "rewards"]}
+VICTIMS = {"sync": ["driver", "policy-rank-0", "engine-0", "rewards", *RAY], "lag 1": ["driver", "policy-rank-0", "rewards", *RAY]}
 # How often an attempt of some steps passes each point, at least.
-POINTS = {"start": 3, "refit": 6, "rollouts": 12, "commit": 4, "kept": 2, "prune": 1}
+POINTS = {"start": 12, "refit": 12, "rollouts": 24, "commit": 16, "prune": 4}
 
 
 def attempt(folder: Path, run: str, number: int, mode: str, *settings: str) -> Attempt:
@@ -53,39 +57,90 @@ def attempt(folder: Path, run: str, number: int, mode: str, *settings: str) -> A
     return Attempt(folder / run, overrides, folder / f"{run}-{number}.log")
 
 
-def kill_once(current: Attempt, victim: str, step: int) -> bool:
-    """Kills a process once a step is trained; False: the run ended before."""
+def kill_after(current: Attempt, victim: str, step: int, pause_s: float) -> bool:
+    """Kills a process a moment after a step; False: the attempt ended before."""
     done = f"Step {step}/{STEPS}"
     while done not in current.text():
         if current.process.poll() is not None:
             return False
         time.sleep(0.05)
-    pid = current.process.pid if victim == "driver" else current.actor_pid(victim)
-    os.kill(pid, signal.SIGKILL)
+    time.sleep(pause_s)
+    with suppress(ProcessLookupError, psutil.NoSuchProcess):  # what was killed before may not be back
+        if victim in RAY:
+            pids = [found.pid for found in psutil.Process(current.process.pid).children(recursive=True) if found.name() == victim]
+        else:
+            pids = [current.process.pid if victim == "driver" else current.actor_pid(victim)]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
     return True
 
 
-def broken_run(folder: Path, mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, list[str]]:
-    """Attempts until the run is done; their seconds, and what ended each."""
-    rng, seconds, ends, run_folder = random.Random(seed), 0.0, list[str](), folder / "broken"
+def broken_run(folder: Path, mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> Costs:
+    """Attempts until the run is done: each is killed at a point of its start or of some step, or by the death of random processes."""
+    rng, costs, run_folder = random.Random(seed), Costs(), folder / "broken"
+    points = POINTS | ({} if mode == "sync" else {"kept": 12})
     for number in range(4 * STEPS):
-        newest = newest_step(run_folder) if run_folder.exists() else 0
-        victim, step = rng.choice(VICTIMS[mode]), newest + rng.randint(1, KILL_EVERY)
-        point = rng.choice(list(POINTS))
-        is_point = rng.random() < 0.5
-        monkeypatch.setenv("MRL_KILL_AT", f"{point}:{rng.randint(1, POINTS[point])}" if is_point else "")
-        start = time.monotonic()
+        step = newest_step(run_folder) if run_folder.exists() else 0
+        point = rng.choice(list(points)) if rng.random() < 0.5 else None
+        monkeypatch.setenv("MRL_KILL_AT", f"{point}:{rng.randint(1, points[point])}" if point else "")
+        end, start = "", time.monotonic()
         with attempt(folder, "broken", number, mode) as current:
-            killed = not is_point and step <= STEPS and kill_once(current, victim, step)
+            while current.process.poll() is None:
+                victim, step = rng.choice(VICTIMS[mode]), step + rng.randint(1, 2 * KILL_EVERY - 1)
+                if step > STEPS or not kill_after(current, victim, step, rng.random()):
+                    break
+                end += f"{victim} after step {step}, "
             code = current.finish()
             current.assert_nothing_survives()
-        seconds += time.monotonic() - start
         found = re.search(r"killed at (\S+),", current.text())
-        ends.append(f"{found[1]}" if found else f"{victim} after step {step}" if killed else f"exit {code}")
-        assert code in (0, 1, -signal.SIGKILL), current.text()[-4000:]
+        costs.note(time.monotonic() - start, current.text(), f"{end}{found[1] if found else f'exit {code}'}")
+        assert code in (0, 1, ENDED_EARLY, -signal.SIGKILL), current.text()[-4000:]
         if code == 0:
-            return seconds, ends
-    raise AssertionError(f"the run is not done after {len(ends)} attempts: {ends}")
+            return costs
+    raise AssertionError(f"the run is not done after {len(costs.ends)} attempts: {costs.ends}")
+
+
+@dataclass
+class Costs:
+    """Seconds of the attempts of a run."""
+
+    ends: list[str] = field(default_factory=list)
+    total_s: float = 0.0
+    unborn_s: float = 0.0
+    """Seconds of attempts that ended before their first step."""
+    starts: list[dict[str, float]] = field(default_factory=list)
+
+    def note(self, seconds: float, text: str, end: str) -> None:
+        self.ends.append(end)
+        self.total_s += seconds
+        if laps := {phase: float(value) for value, phase in re.findall(r"Start: +([\d.]+) s  (\S+)  ", text)}:
+            self.starts.append(laps)
+        else:
+            self.unborn_s += seconds
+
+    def lines(self, run_folder: Path) -> list[str]:
+        """The share of the time in steps that count; what a restart costs, and the share that it leaves to longer steps."""
+        rows, _ = read_rows(run_folder / METRICS, METRIC_KEYS)
+        effective = sum(row["time/total"] or 0.0 for row in rows if row["step"])
+        num_trained = sum(event["event"] == "trained" for event in ledger(run_folder))
+        mean = {phase: sum(laps.get(phase, 0.0) for laps in self.starts) / len(self.starts) for phase in self.starts[0]}
+        start_s = sum(mean.values())
+        # Steps that were trained and not saved, and on average half of the one under way.
+        lost = (num_trained - STEPS) / max(1, len(self.ends) - 1) + 0.5
+        rest_s = self.total_s - effective - self.unborn_s - start_s * len(self.starts)
+
+        def share(step_s: float) -> float:
+            return KILL_EVERY * step_s / (KILL_EVERY * step_s + start_s + lost * step_s)
+
+        parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in sorted(mean.items(), key=lambda item: -item[1]) if seconds >= 0.1)
+        longer = ", ".join(f"{share(step_s):.1%} with steps of {step_s} s" for step_s in (30, 60, 120, 300))
+        return [
+            f"{len(self.ends)} attempts of {self.total_s:.0f} s: {'; '.join(self.ends)}",
+            f"in steps that count: {effective:.0f} s ({effective / self.total_s:.0%}), of {effective / STEPS:.2f} s each; in "
+            f"{len(self.starts)} starts: {start_s * len(self.starts):.0f} s; in {len(self.ends) - len(self.starts)} that ended before: "
+            f"{self.unborn_s:.0f} s; in lost steps and ends: {rest_s:.0f} s",
+            f"a restart costs {start_s:.1f} s ({parts}) and {lost:.2f} steps; with a kill every {KILL_EVERY} steps: {longer}",
+        ]
 
 
 @pytest.mark.long("soak")
@@ -94,24 +149,17 @@ def broken_run(folder: Path, mode: str, seed: int, monkeypatch: pytest.MonkeyPat
 def test_a_run_whose_attempts_are_all_killed_ends_as_if_nobody_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(test_kill, "STEPS", STEPS)
     with attempt(tmp_path, "unbroken", 0, mode) as whole:
         assert whole.finish() == 0, whole.text()[-4000:]
-    seconds, ends = broken_run(tmp_path, mode, 0, monkeypatch)
-    rows, _ = read_rows(tmp_path / "broken" / METRICS, METRIC_KEYS)
-    effective = sum(row["time/total"] or 0.0 for row in rows if row["step"])
-    parts = Counter[str]()
-    for row in rows:
-        parts.update({name: value for name, value in row.items() if name.startswith("time/start/") and value is not None})
+    costs = broken_run(tmp_path, mode, 0, monkeypatch)
+    broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
     with capsys.disabled():
-        print(f"\n{mode}: {len(ends)} attempts ({'; '.join(ends)}) of {seconds:.0f} s, {effective:.0f} s of them in steps that count:")
-        print(f"effective {effective / seconds:.0%}; starts whose first step counts: { ({k: round(v, 1) for k, v in parts.items()}) }")
+        print("", *(f"{mode}: {line}" for line in costs.lines(broken)), sep="\n")
     regenerated = [path.read_text().count("kept rollouts are used again") for path in tmp_path.glob("broken-*.log")]
     assert mode == "sync" or sum(regenerated) > 0
-    broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
     assert sorted(lineage(broken)) == list(range(1, STEPS + 1)) and lineage(broken) == lineage(unbroken)
     assert test_kill.rows(broken) == test_kill.rows(unbroken)
-    assert test_kill.weights(broken, tmp_path) == test_kill.weights(unbroken, tmp_path)
+    assert test_kill.weights(broken, tmp_path, STEPS) == test_kill.weights(unbroken, tmp_path, STEPS)
 
 
 @pytest.mark.long("soak")

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from mrl import replay
 from mrl.data.recorded import read_record, write_record
 from mrl.loop.recording import RecordedStep
 from mrl.replay import config_of, differences, lay_out, main
+from mrl.retrain import records_of
+from tests.faults.attempts import tiny_inputs
 from tests.sources import ROOT
 from tests.stack.ahead.conftest import AHEAD
 
@@ -60,7 +63,10 @@ def test_the_config_is_that_of_the_attempt_that_made_the_step(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("step", "config", "reason"),
-    [(3, "", "has no step 3; it has 1, 2 ... 2"), (2, "grpo: {async_grpo: {enabled: true}}", "steps without lag can be made again")],
+    [
+        (3, "", "has no step 3; it has 1, 2 ... 2"),
+        (2, "{algorithm: grpo, grpo: {async_grpo: {enabled: true}}}", "missing: step_1.mrl, step_2.mrl"),
+    ],
 )
 def test_what_cannot_be_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, config: str, reason: str):
     run = record(tmp_path / "a")
@@ -68,6 +74,42 @@ def test_what_cannot_be_made_again(tmp_path: Path, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as caught:
         main([str(run), "--step", str(step), "cluster.cpu_units_per_node=2"])
     assert caught.value.code == 2 and reason in capsys.readouterr().err
+
+
+def test_records_without_a_critic_or_pairs_are_not_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Their steps are made again as a whole, which with lag they cannot be."""
+    run = record(tmp_path / "a")
+    (run / "recorded").mkdir()
+    for step in (1, 2):
+        (run / f"recorded/step_{step}.mrl").touch()
+    monkeypatch.setattr(replay, "replay_training", lambda *_: 7)
+    monkeypatch.setattr(replay, "run_command", lambda *_: 8)
+    for algorithm, lag, ways in (("grpo", True, (7, 2)), ("grpo", False, (7, 8)), ("ppo", True, (2, 2)), ("dpo", False, (8, 8))):
+        (run / "config.yaml").write_text(json.dumps({"algorithm": algorithm, "grpo": {"async_grpo": {"enabled": lag}}}))
+        for words, way in zip(([], ["--sample"]), ways, strict=True):
+            try:
+                code = main([str(run), "--step", "2", *words])
+            except SystemExit as ended:
+                code = ended.code
+                assert "without --sample; missing: none" in capsys.readouterr().err
+            assert code == way, (algorithm, lag, words)
+
+
+def test_a_step_that_ended_its_run_has_a_record_and_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = record(tmp_path / "a")
+    (run / "recorded").mkdir()
+    (run / "recorded/not_finite_step_3.mrl").touch()
+    assert [path.name for path in records_of(run, range(2, 4), {1, 2})] == ["step_2.mrl", "not_finite_step_3.mrl"]
+    # A later attempt has made the step, and another one has recorded it.
+    assert [path.name for path in records_of(run, range(2, 4), {1, 2, 3})] == ["step_2.mrl", "step_3.mrl"]
+    (run / "recorded/step_2.mrl").touch()
+    assert [path.name for path in records_of(run, range(2, 3), {1})] == ["step_2.mrl"]
+    for step, reason in ((3, "config.yaml is missing: nothing says how the step was made"), (4, "has no step 4; it has 1, 2 ... 2")):
+        with pytest.raises(SystemExit) as caught:
+            main([str(run), "--step", str(step)])
+        assert caught.value.code == 2 and reason in capsys.readouterr().err
 
 
 def test_nothing_is_removed_but_what_a_replay_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -84,7 +126,8 @@ def test_nothing_is_removed_but_what_a_replay_made(tmp_path: Path, capsys: pytes
 
 @pytest.mark.long("replay")
 def test_the_training_of_recorded_steps_is_made_again_with_lag_and_at_another_layout(tmp_path: Path):
-    run, settings = tmp_path / "run", [*AHEAD, "grpo.max_num_steps=5", "checkpointing.save_period=2", "checkpointing.metric_name=null"]
+    run = tmp_path / "run"
+    settings = [*AHEAD, *tiny_inputs(), "grpo.max_num_steps=5", "checkpointing.save_period=2", "checkpointing.metric_name=null"]
     settings = [word for word in settings if word != "checkpointing.enabled=false"]
 
     def command(*words: str) -> tuple[int, str]:
@@ -101,7 +144,7 @@ def test_the_training_of_recorded_steps_is_made_again_with_lag_and_at_another_la
     assert code == 0 and "within 0.0001, as the layout is another" in said, said[-4000:]
     assert {path: path.read_bytes() for path in before} == before
     code, said = command("mrl.replay", str(run), "--step", "2")
-    assert code == 2 and "logger.record_steps records, for which step_1.mrl is missing" in said, said[-4000:]
+    assert code == 2 and "without --sample; missing: step_1.mrl, step_2.mrl" in said, said[-4000:]
     record = read_record(run / "recorded/step_4.mrl", RecordedStep)
     changed = record.batches[0][3]
     changed.rollout.token_ids[1] ^= 1
@@ -117,7 +160,8 @@ def test_the_training_of_recorded_steps_is_made_again_with_lag_and_at_another_la
 
 @pytest.mark.long("replay")
 def test_a_step_of_a_run_is_made_again_and_a_changed_byte_is_found(tmp_path: Path):
-    run, settings = tmp_path / "run", ["grpo.max_num_steps=5", "checkpointing.save_period=2", "checkpointing.metric_name=null"]
+    run = tmp_path / "run"
+    settings = [*tiny_inputs(), "grpo.max_num_steps=5", "checkpointing.save_period=2", "checkpointing.metric_name=null"]
 
     def command(*words: str) -> tuple[int, str]:
         done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -78,3 +78,23 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as caught:
         main([word.format(tmp_path) for word in words])
     assert caught.value.code == 2 and ("no run" in (error := capsys.readouterr().err) or "required" in error)
+
+
+def test_runs_that_cannot_be_read_are_in_the_way_of_no_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    odd = run(tmp_path / "odd", 0.001, losses=(2.0, 1.5), accuracy=0.5)
+    with (odd / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "train/loss": NaN}\n{"step": "x"}\n{"step": 1e400}\n{"step": 4, "train/loss": "abc"}\n{"step": 5, "train')
+    (odd / "ledger.jsonl").write_bytes(b"\xff\xdd")
+    (odd / "logs/exp_001/config.yaml").write_bytes(b"\xff\xdd")
+    (odd / "logs/exp_x").mkdir()
+    blocked = run(tmp_path / "blocked", 0.001, losses=(2.0,), accuracy=0.5)
+    (blocked / "metrics.jsonl").unlink()
+    (blocked / "metrics.jsonl").mkdir()
+    _, first, second = said(capsys, tmp_path)
+    assert " ".join(first.split()).startswith(f"{odd} finished 4 of 3 grpo m 1 val/accuracy 0.25 -> 0.5 2")
+    assert second.startswith(f"{blocked} cannot be read: {blocked}/metrics.jsonl is a folder")
+    assert "rolled back: the ledger is damaged from here on" in said(capsys, "show", odd)
+    assert any("common steps (5)" in line for line in said(capsys, "compare", odd, odd))
+    with pytest.raises(SystemExit) as caught:
+        main(["show", str(blocked)])
+    assert caught.value.code == 2 and "metrics.jsonl is a folder" in capsys.readouterr().err

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,24 @@ from ray.cluster_utils import Cluster
 from tests.sources import ROOT
 
 
-@pytest.fixture
-def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two nodes of one processor each, whose processes find modules in the test's folder."""
+@contextmanager
+def ray_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *processors: int) -> Iterator[None]:
+    """Nodes of so many processors, inside the `with` block, whose processes find modules in the test's folder."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     # An earlier test of this process may have had a cluster, whose token is gone.
     (token := tmp_path / "token").write_text(secrets.token_hex(32))
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
     AuthenticationTokenLoader.instance().reset_cache()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    cluster.add_node(num_cpus=1)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": processors[0], "include_dashboard": False})
+    for number in processors[1:]:
+        cluster.add_node(num_cpus=number)
     monkeypatch.setenv("RAY_ADDRESS", str(cluster.address))
     yield
     cluster.shutdown()
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two nodes of one processor each."""
+    with ray_nodes(tmp_path, monkeypatch, 1, 1):
+        yield

@@ -33,7 +33,8 @@ def test_a_step_with_a_nan_is_recorded_and_skipped(live: LiveRun, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(run.session.policies, "call", poisoned)
         train_step(run, state)
-    assert state.metrics["train/num_skipped_updates"] == 1 and math.isnan(state.metrics["train/loss"])
+    assert state.metrics["train/num_skipped_updates"] == state.metrics["train/num_skipped_in_a_row"] == 1
+    assert math.isnan(state.metrics["train/loss"])
     assert live.on_engines(lambda engine: engine.live_digest()) == before
     path = run.folder.path / "recorded" / f"not_finite_step_{state.step}.mrl"
     assert str(path) in caplog.text
@@ -46,4 +47,5 @@ def test_a_step_with_a_nan_is_recorded_and_skipped(live: LiveRun, monkeypatch: p
     # By name of the rank: one that answers for the second data-parallel rank.
     assert any(is_poisoned) and not all(is_poisoned) and {one.rank for one, bad in zip(sequences, is_poisoned, strict=True) if bad} == {2}
     train_step(run, state)
-    assert state.metrics["train/num_skipped_updates"] == 0 and math.isfinite(state.metrics["train/loss"])
+    assert state.metrics["train/num_skipped_updates"] == state.metrics["train/num_skipped_in_a_row"] == 0
+    assert math.isfinite(state.metrics["train/loss"])

@@ -65,6 +65,7 @@ def test_the_last_steps_are_kept_and_so_many_that_are_not_finite(tmp_path: Path,
     assert len(list((tmp_path / "recorded").glob("not_finite_*"))) == MAX_NOT_FINITE
     assert f"the batch of step {MAX_NOT_FINITE} is not recorded" in caplog.text
     assert (tmp_path / "recorded" / "step_3.mrl").exists()
+    assert write_step(tmp_path, step(0, "NaN again"), keeps=0) is not None  # by another attempt
 
 
 def differences(made: list[dict], tolerance: float | None = None, **metrics: float) -> list[str]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import json
 import time
 from functools import partial
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import cast
 import pytest
 
 from mrl.loop import run
-from mrl.loop.run import Budget, Stopped
+from mrl.loop.run import Budget, Step, Stopped, TooManySkipped
+from mrl.metrics import SKIPPED_IN_A_ROW, metrics_of_passes
 from mrl.signals import STOP_SIGNALS, Listener
+from mrl.store.summary import Clock
+from mrl.types import RunState
 
 
 def test_a_run_ends_before_the_step_that_would_end_too_late():
@@ -60,7 +64,7 @@ def test_a_step_is_recorded_before_the_run_ends_if_all_ranks_say_that_it_is_not_
     monkeypatch.setattr(run, "record_step", lambda *_, problem, **__: problem)
     monkeypatch.setattr(run, "write_step", lambda folder, problem, keeps: found.append(problem))
     parts = SimpleNamespace(
-        config=SimpleNamespace(logger=SimpleNamespace(record_steps=record_steps)),
+        config=SimpleNamespace(logger=SimpleNamespace(record_steps=record_steps), policy=SimpleNamespace(max_skipped_steps=10)),
         supplier=SimpleNamespace(data=SimpleNamespace(pad_token_id=0)),
         folder=SimpleNamespace(path=Path()),
         session=None,
@@ -68,7 +72,7 @@ def test_a_step_is_recorded_before_the_run_ends_if_all_ranks_say_that_it_is_not_
     parts._record = partial(run.Run._record, cast("run.Run", parts))
 
     def step() -> None:
-        with run.Run.recorded(cast("run.Run", parts), 3, []) as metrics:
+        with run.Run.recorded(cast("run.Run", parts), Step(3, Clock()), []) as metrics:
             metrics["train/num_skipped_updates"] = skipped
             if error:
                 raise RuntimeError(error)
@@ -79,3 +83,41 @@ def test_a_step_is_recorded_before_the_run_ends_if_all_ranks_say_that_it_is_not_
     else:
         step()
     assert len(found) == len(recorded) and all(part in problem for part, problem in zip(recorded, found, strict=True))
+
+
+def skipping_steps(state: RunState, limit: int, skipped: list[float], *, is_over: bool = False) -> None:
+    """Makes steps with so many skipped updates each, as the loop does."""
+    parts = SimpleNamespace(
+        config=SimpleNamespace(logger=SimpleNamespace(record_steps=0), policy=SimpleNamespace(max_skipped_steps=limit)),
+        folder=SimpleNamespace(path=Path("run")),
+        is_over=is_over,
+        _record=lambda *_: None,
+    )
+    for count in skipped:
+        step = Step.after(state)
+        with run.Run.recorded(cast("run.Run", parts), step, []) as metrics:
+            metrics["train/num_skipped_updates"] = count
+        step.metrics |= metrics
+        state.step, state.metrics = step.number, step.metrics
+        run.Run.check_skipped(cast("run.Run", parts), step)
+
+
+def test_a_run_whose_every_step_is_skipped_ends_also_over_several_attempts(caplog: pytest.LogCaptureFixture):
+    state = RunState()
+    skipping_steps(state, 3, [1, 1, 0, 2, 1])
+    assert state.metrics[SKIPPED_IN_A_ROW] == 2 and "in a row: 2 of at most policy.max_skipped_steps=3" in caplog.text
+    for step in (6, 7):  # of two attempts: neither counts anew, and each looks at one more step
+        state = RunState(step - 1, 0, json.loads(json.dumps(state.metrics)))
+        with pytest.raises(Stopped) as caught:
+            skipping_steps(state, 3, [1, 1])
+        cause = caught.value.__cause__
+        assert isinstance(cause, TooManySkipped) and f"step {step}: loss or gradient of {step - 3} steps in a row" in str(cause)
+        assert "policy.max_skipped_steps=3 ends the run: look at the batches in run/recorded" in str(cause)
+    skipping_steps(state, 3, [1], is_over=True)  # which a signal ends, or which has made its last step
+    skipping_steps(state, 3, [0, 1, 1])
+    skipping_steps(state, 9, [1, 1])
+
+
+def test_skipped_updates_of_all_passes_are_counted():
+    updates = [{"train/loss": float(index), "train/num_skipped_updates": float(index < 3)} for index in range(4)]
+    assert metrics_of_passes(updates, 2) == {"train/loss": 2.5, "train/num_skipped_updates": 3.0}

@@ -9,17 +9,25 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
 
 from mrl import env
+from mrl.config.load import load_config
 from mrl.data.recorded import read_record, write_record
+from mrl.loop.keeping import open_kept, reviver
 from mrl.store import kept
 from mrl.store.kept import KeptFile, KeptGroup, KeptRollouts, WholeGroup, conditions_of, drop_kept
 from mrl.types import Flaw, Prompt, Proposals, Rollout, RolloutInfo, RolloutRequest, SamplingParams, Turn, Verdict
 from tests.unit.store.test_run_folder import config
 from tests.waiting import HANG_S, wait_until
+
+if TYPE_CHECKING:
+    from mrl.cluster.rollouts import RolloutCollector
+    from mrl.store.run_folder import RunFolder
 
 SAMPLING = SamplingParams(0.7, 0.9, None, 8, (258,), ("stop",))
 CONDITIONS = {"policy.generation.temperature": "a", "model": "b"}
@@ -219,9 +227,40 @@ def test_a_full_folder_and_a_lost_payload_cost_no_run(tmp_path: Path, caplog: py
     small.note(whole("a", 5))
     wait_until(lambda: "keep_rollouts_gb" in caplog.text, "a message")
     small.note(whole("b", 5))
-    small.prepare(0)  # waits for nothing
+    small.prepare(0)  # waits for nothing that cannot be written
+    assert written(tmp_path) == [] and caplog.text.count("some rollouts are not kept") == 1
+    small._limit = 1e9
+    write(small, tmp_path, ["c"])  # later there is room
+    small.published(0)
+
+    def lost(infos: Sequence[RolloutInfo]) -> list[Rollout]:
+        small._pull = payloads
+        raise RuntimeError("an engine has died")
+
+    small._pull = lost
+    small.note(whole("d", 5))
+    small.prepare(0)
+    assert caplog.text.count("some rollouts are not kept") == 2 and "an engine has died" in caplog.text
+    write(small, tmp_path, ["e"])
     small.close()
-    assert written(tmp_path) == [] and caplog.text.count("rollouts are not kept any more") == 1
+    assert written(tmp_path) == ["c", "e"]
+
+
+def test_a_file_system_without_an_answer_is_not_asked_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    def hang(*_: object) -> int:
+        raise TimeoutError("write of kept_000001.mrl")
+
+    monkeypatch.setattr(kept, "write_record", hang)
+    found = attempt(tmp_path)
+    found.note(whole("a", 5))
+    wait_until(lambda: "rollouts are not kept any more" in caplog.text, "a message")
+    monkeypatch.undo()
+    found.note(whole("b", 5))
+    found.prepare(0)
+    found.close()
+    assert written(tmp_path) == [] and caplog.text.count("kept any more") == 1
 
 
 def test_no_part_of_a_file_stays_and_an_attempt_that_keeps_nothing_leaves_nothing(tmp_path: Path):
@@ -295,3 +334,14 @@ def test_what_other_code_of_the_users_has_judged_is_not_kept(tmp_path: Path, mon
     # The same by another spelling of the path; an agent's code counts as well.
     run.env.own.functions, run.env.own.agents = {}, {"mine": "kept_rewards.mine"}
     assert conditions()["code of kept_rewards.mine"] and key not in conditions()
+
+
+@pytest.mark.parametrize("setting", ["checkpointing.keep_rollouts_gb=0", "checkpointing.enabled=false"])
+def test_a_run_that_keeps_nothing_neither_writes_nor_reads(tmp_path: Path, setting: str):
+    first = attempt(tmp_path / "rollouts")
+    write(first, tmp_path / "rollouts", ["a"])
+    first.close()
+    run, collector = load_config("grpo_tiny.yaml", [setting]), SimpleNamespace(on_whole=None)
+    with open_kept(run, cast("RunFolder", SimpleNamespace(path=tmp_path)), {}, cast("RolloutCollector", collector), last_step=9) as found:
+        assert found is None and collector.on_whole is None and written(tmp_path / "rollouts") == []
+        assert reviver(found)(0, prompt("a")) is None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import multiprocessing
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,11 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from mrl.config.load import load_config
 from mrl.config.schema.data import DataConfig, TrainDataConfig
 from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
 from mrl.config.schema.run import CheckpointingConfig, LoggerConfig, RunConfig
 from mrl.recipes.tokenizer import byte_tokenizer
-from mrl.store.checkpoints import Checkpoint, CheckpointStore
+from mrl.store.checkpoints import Checkpoint, CheckpointStore, check_models
 from mrl.store.ledger import replay
 from mrl.store.ownership import FolderLost
 from mrl.store.run_folder import RunFolder
@@ -89,6 +91,39 @@ def test_a_run_does_not_resume_from_checkpoints_that_lack_one_of_its_models(tmp_
     with folder:
         saved.commit(saved.begin(RunState(step=20), ppo.trained_models), {})
     RunFolder(ppo, {**identity, "critic": {"config.json": "1"}}).open()
+
+
+ADAPTED = ["policy.megatron_cfg.peft.enabled=true", "policy.megatron_cfg.peft.dim=4"]
+
+
+@pytest.mark.parametrize(
+    ("saved_with", "settings", "refused"),
+    [
+        ({"model": {}}, [], None),
+        ({"model": {}, "optimizer": {}}, ["policy.megatron_cfg.optimizer.use_distributed_optimizer=false"], None),
+        ({"model": {}}, ADAPTED, "peft was not enabled, and is {'dim': 4, 'alpha': 32.0}"),
+        ({"peft": {"dim": 4, "alpha": 32, "layers": []}}, ADAPTED, None),
+        ({"peft": {"dim": 8, "alpha": 32, "layers": []}}, ADAPTED, "peft was {'dim': 8, 'alpha': 32}, and is {'dim': 4, 'alpha': 32.0}"),
+        ({"peft": {"dim": 4, "alpha": 32, "layers": []}}, [], "peft was {'dim': 4, 'alpha': 32}, and is not enabled"),
+        ({"optimizer": {"use_distributed_optimizer": False}}, [], "optimizer.use_distributed_optimizer was False, and is True"),
+        (None, ADAPTED, None),  # not written, or damaged: the ranks say more
+    ],
+)
+def test_a_run_does_not_resume_with_weights_of_another_form(
+    tmp_path: Path, saved_with: dict | None, settings: list[str], refused: str | None
+):
+    run = load_config("grpo_tiny.yaml", [*settings, f"checkpointing.checkpoint_dir={tmp_path}/run"])
+    store = CheckpointStore(tmp_path / "run", run.checkpointing)
+    pending = store.begin(RunState(step=20))
+    weights = pending.weights_of("policy") / "iter_0000000"
+    weights.mkdir(parents=True)
+    (weights / "run_config.yaml").write_text("{" if saved_with is None else json.dumps(saved_with))
+    store.commit(pending, {})
+    if refused is None:
+        check_models(Checkpoint(20, tmp_path / "run/step_20"), run)
+        return
+    with pytest.raises(ValueError, match=re.escape(f"policy.megatron_cfg: {refused}: weights and optimizer state in {tmp_path}/run")):
+        check_models(Checkpoint(20, tmp_path / "run/step_20"), run)
 
 
 def test_a_checkpoint_has_the_tokenizer_and_no_weights_of_any_format(tmp_path: Path):
