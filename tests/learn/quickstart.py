@@ -35,7 +35,7 @@ class Quickstart:
     console: str
     """Output of the training command."""
     kind: str = "tiny"
-    """What was prepared; grpo_KIND.yaml was trained, or another config that writes into its folder."""
+    """Name of the prepared folder; grpo_KIND.yaml was trained, or another config that writes into its run folder."""
 
     @property
     def run_folder(self) -> Path:
