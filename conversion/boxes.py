@@ -100,7 +100,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 
 
 def place(box: Box, inside: Box, local: Box) -> Box:
-    """Returns the place of `box`, a part of `inside`, in a tensor that keeps `inside` at `local`."""
+    """Returns the indices of `box`, a part of `inside`, in a tensor that keeps `inside` at `local`."""
     extra = len(local) - len(inside)
     moved = tuple(
         (start - low + base, stop - low + base) for (start, stop), (low, _), (base, _) in zip(box, inside, local[extra:], strict=True)
@@ -109,7 +109,7 @@ def place(box: Box, inside: Box, local: Box) -> Box:
 
 
 def counted_from(box: Box, origin: Box) -> Box:
-    """`box` with places counted from the start of `origin`."""
+    """Shifts `box` so that its indices count from the start of `origin`."""
     return tuple((start - low, stop - low) for (start, stop), (low, _) in zip(box, origin, strict=True))
 
 

@@ -130,7 +130,7 @@ def open_cache(root: Path) -> None:
 
 
 def check_entry(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
-    """Returns if a checkpoint in the cache is, byte for byte, what its builder wrote. Several processes can each check a part."""
+    """Raises ValueError unless a cached checkpoint is, byte for byte, what its builder wrote. Several processes can each check a part."""
     entry = read_entry(folder.parent)
     if entry is None or not (folder / MANIFEST).exists() or sha256_file(folder / MANIFEST) != entry.manifest_sha256:
         raise ValueError(f"{folder / MANIFEST} is not the one that was published; remove {folder.parent}: it will be converted again")

@@ -31,7 +31,7 @@ class AxisRank:
     axis: str = "tensor_model_parallel_size"
 
     def part(self, total: int, what: str) -> tuple[int, int]:
-        """(start, stop) of this part of `total`."""
+        """Range (start, stop) of this rank's part of `total`."""
         if total % self.size:
             raise ValueError(f"{self.axis}={self.size} does not divide the {total} {what}; use a divisor of {total}")
         step = total // self.size
@@ -74,7 +74,7 @@ class Cut(ABC):
 
 @dataclass(frozen=True)
 class Replicated(Cut):
-    """Every rank holds all of it."""
+    """A tensor that every rank holds whole."""
 
     tensor: Canonical
 
@@ -85,7 +85,7 @@ class Replicated(Cut):
 
 @dataclass(frozen=True)
 class ColumnParallel(Cut):
-    """Rows (the first dimension, outputs of a linear layer) are cut. `transform` is vLLM's."""
+    """A tensor cut by rows (first dimension, outputs of a linear layer). `transform` is vLLM's."""
 
     tensor: Canonical
     transform: str | None = None
@@ -101,7 +101,7 @@ class ColumnParallel(Cut):
 
 @dataclass(frozen=True)
 class RowParallel(Cut):
-    """Columns (the second dimension, inputs of a linear layer) are cut."""
+    """A tensor cut by columns (second dimension, inputs of a linear layer)."""
 
     tensor: Canonical
 
@@ -114,7 +114,7 @@ class RowParallel(Cut):
 
 @dataclass(frozen=True)
 class Vocabulary(Cut):
-    """Rows are cut after padding; padding rows have no source."""
+    """An embedding cut by rows after padding; padding rows have no source."""
 
     tensor: Canonical
     padded_rows: int | None = None
@@ -150,7 +150,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Sections(Cut):
-    """Rows are sections one after the other; each is cut on its own (Mamba's in_proj z|x|B|C|dt and conv1d x|B|C)."""
+    """A tensor of consecutive sections of rows, each cut on its own (Mamba's in_proj z|x|B|C|dt and conv1d x|B|C)."""
 
     tensor: Canonical
     sections: tuple[Section, ...]
@@ -285,7 +285,7 @@ class Experts:
 
 
 def _rows(*parts: tuple[Canonical, int, int]) -> Cutout:
-    """Row ranges (tensor, start, stop), one below the other."""
+    """Stacks row ranges (tensor, start, stop) one below the other."""
     tail = parts[0][0].shape[1:]
     columns = _full(tail)
     pieces, offset = [], 0

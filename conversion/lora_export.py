@@ -63,7 +63,7 @@ class MergedTensors:
     """The canonical tensors of a checkpoint with its adapters merged: what engines sampled from."""
 
     def __init__(self, tensors: CanonicalTensors, adapters: CheckpointAdapters) -> None:
-        """`tensors` are weights and factors."""
+        """Merges lazily; `tensors` are weights and factors."""
         self._tensors, self._adapters = tensors, adapters
         factors = {name for pair in adapters.factors.values() for name in pair}
         self.names = [name for name in tensors.names if name not in factors]
@@ -138,7 +138,7 @@ def write_peft(tensors: BoxSource, adapters: CheckpointAdapters, hf_config: Mapp
 
 
 def _check_expressible(modules: Sequence[str], canonical: Mapping[str, object]) -> None:
-    """Returns if PEFT (0.21 was tried) loads adapters of these modules, all of them."""
+    """Raises ValueError unless PEFT (0.21 was tried) loads adapters of all these modules."""
     last = {module.rpartition(".")[2] for module in modules}
     of_experts = {found[2] for module in modules if (found := _EXPERT.fullmatch(module))}
     is_mamba, is_gated = any(name.endswith("A_log") for name in canonical), any(_GATED.search(name) for name in canonical)

@@ -19,7 +19,7 @@ class Report(Protocol):
     """Counts bytes as they are done."""
 
     def __call__(self, num_bytes: int, *, is_kept: bool = False) -> None:
-        """`is_kept` means that an earlier attempt had done them."""
+        """Counts bytes; `is_kept`: an earlier attempt had converted them."""
         ...
 
 

@@ -123,7 +123,7 @@ def _sources(sources: Mapping[int, Layout], node_of: Mapping[int, int]) -> _Sour
                 holders.setdefault(source_class, other if other == holding else holding)
             fault = tiling_fault(content.shape, [*(piece.local for piece in content.pieces), *content.padding])
             if fault is not None:
-                raise ScheduleError(f"{source}: {fault}, so that the table does not say what all of it is")
+                raise ScheduleError(f"{source}: {fault}, so that some of its elements have no meaning")
     return _Sources(class_of, ranks, holdings, on_node)
 
 
@@ -169,7 +169,7 @@ def _drafts(
 
 
 def _copies(layout: Layout, holdings: _Holdings, own: int | None, near: frozenset[int]) -> list[Copy]:
-    """Every piece of a layout in parts that sources hold, the nearest first."""
+    """Splits each piece of a layout into the parts that sources hold, the nearest source first."""
     copies = []
     for slot, content in layout.items():
         for piece in content.pieces:

@@ -32,7 +32,7 @@ class Bin:
     num_bytes: int = 0
 
     def add(self, copy: Copy) -> None:
-        """Puts a copy behind the others."""
+        """Appends a copy."""
         self.copies.append(copy)
         self.num_bytes += copy.num_bytes
 

@@ -132,7 +132,7 @@ class EngineWorker:
 
 
 class Delivery(NamedTuple):
-    """One message on its way."""
+    """One message from its sender to its receiver."""
 
     round: int
     rank: int
@@ -145,7 +145,7 @@ class Delivery(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """One copy as its worker carries it out."""
+    """One copy as its worker executes it."""
 
     copy: Copy
     rank: int
@@ -225,9 +225,10 @@ class Schedule:
         num_copies = sum(copies_of[worker.class_index] for worker in self.workers.values())
         moved = {link: f"{num_bytes / 2**20:.1f} MiB" for link, num_bytes in self.link_bytes().items()}
         memory = max(self.body_bytes.values(), default=0) / 2**20
+        workers, rounds = len(self.workers), self.num_rounds
         return (
-            f"{num_copies} copies to {len(self.workers)} engine workers in {self.num_rounds} rounds: {moved['gpu']} from their own "
-            f"GPUs, {moved['node']} within nodes, {moved['network']} between nodes, exchange memory {memory:.1f} MiB"
+            f"{num_copies} copies to {workers} engine worker{'s' * (workers != 1)} in {rounds} round{'s' * (rounds != 1)}: {moved['gpu']} "
+            f"from their own GPUs, {moved['node']} within nodes, {moved['network']} between nodes, exchange memory {memory:.1f} MiB"
         )
 
     def casts(self) -> list[str]:
@@ -246,7 +247,7 @@ class Schedule:
         return lines
 
     def fingerprint(self) -> str:
-        """A digest of everything: two processes with the same one send and read the same messages."""
+        """Digest of the whole schedule: processes with equal digests send and read the same messages."""
         digest = hashlib.sha256(repr((self.num_rounds, self.source_class, self.workers, self.body_bytes)).encode())
         # Classes share most of their copies: each object is written out once, and named by its number from then on.
         numbers: dict[int, int] = {}

@@ -7,5 +7,5 @@ def second_try(turns: list[str], reference_answer: str, row: dict) -> dict[str, 
     if said.isdecimal() and int(said) == expected:
         return {"reward": 1.0 if len(turns) == 1 else row.get("second_try_reward", 0.5)}
     hint = "too low" if said.isdecimal() and int(said) < expected else "too high" if said.isdecimal() else "no number"
-    # An observation continues the conversation, up to grpo.max_rollout_turns; then the reward of the last turn stands.
+    # An observation continues the conversation, up to grpo.max_rollout_turns; then the reward of the last turn counts.
     return {"reward": 0.0, "observation": f"{hint}, again: "}

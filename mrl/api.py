@@ -78,7 +78,7 @@ class Loop:
         return self.run.is_over
 
     def step_under_way(self) -> Step:
-        """The step that `rollouts.take` has begun."""
+        """The step begun by `rollouts.take`."""
         if self.step is None:
             raise RuntimeError("no step is under way: loop.rollouts.take() begins one")
         return self.step
@@ -103,7 +103,7 @@ class Policy:
         from mrl.train import update_policy
 
         if not sequences:
-            raise ValueError("policy.train: no sequences")
+            raise ValueError("policy.train got no sequences; give it those of loop.rollouts.sequences(groups)")
         run, step = self._loop.run, self._loop.step_under_way()
         return update_policy(run, step, run.supplier.pack(sequences, step))
 
@@ -146,7 +146,7 @@ class Rollouts:
         from mrl.loop.run import Step, Stopped
 
         if self._loop.step is not None:
-            raise RuntimeError("loop.refit.run() ends the step under way first")
+            raise RuntimeError("a step is under way: call loop.refit.run() to end it first")
         if self._loop.is_over:
             raise Stopped
         step = Step.after(self._loop.state)

@@ -126,14 +126,14 @@ class Checked:
 
     @property
     def provided(self) -> list[str]:
-        """Requirements that this machine lacks, and no rule needs."""
+        """Files and disks that this machine lacks, though no rule needs them."""
         return [problem for problem in self.problems if isinstance(problem, Unprovided) and not isinstance(problem, Unchecked)]
 
 
 def examine(
     name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False, is_strict: bool = False, secrets: set[str] | None = None
 ) -> Checked:
-    """All that can be said of a config file on this machine without starting anything; `is_strict` reads all rows."""
+    """Checks a config file as far as possible without starting anything; `is_strict` reads all rows."""
     try:
         path = find_config(name)
         config, migration, problems = read_run(path, overrides, to_evaluate=to_evaluate, secrets=secrets)
@@ -166,7 +166,7 @@ def examine(
 def check_run(
     name: str, overrides: Sequence[str], *, to_evaluate: bool = False, strict: bool = False, secrets: set[str] | None = None
 ) -> int:
-    """Prints what the config says and all that is wrong with it. Exit code 0; 2 if something is refused.
+    """Prints the resolved run and every fault of its config. Exit code 0; 2 if something is refused.
 
     Files, models and disks that this machine lacks are listed as to be provided, and are a reason to refuse only if `strict`.
     """
@@ -201,7 +201,7 @@ def _changes(config: RunConfig) -> list[str]:
 
 
 def describe_run(config: RunConfig) -> list[str]:
-    """The run in a dozen lines: model, layout, batch, lengths, data, optimizer, checkpoints."""
+    """Describes the run in a dozen lines: model, layout, batch, lengths, data, optimizer, checkpoints."""
     lines = []
     for name, text in ROWS.items():
         try:
@@ -243,7 +243,7 @@ def _batch(config: RunConfig) -> str:
 def _slots(config: RunConfig) -> str:
     cluster = config.cluster
     what = "GPUs" if cluster.gpus_per_node else "policy ranks without GPUs"
-    return f"{cluster.num_nodes} nodes x {cluster.slots_per_node} = {cluster.num_slots} {what}"
+    return f"{cluster.num_nodes} node{'s' * (cluster.num_nodes != 1)} x {cluster.slots_per_node} = {cluster.num_slots} {what}"
 
 
 def _trainer(config: RunConfig) -> str:
@@ -375,7 +375,7 @@ def find_target(name: str, config: str | None) -> Target:
         return Target(name, Path(name).stem)
     if (folder / "config.json").is_file():
         if config is None:
-            raise ValueError(f"{name} is a model; say with --config which config's data, environments and sampling it is asked with")
+            raise ValueError(f"{name} is a model; name with --config the config whose data, environments and sampling to use")
         return Target(config, folder.resolve().name, model=folder.resolve())
     run = folder if (folder / RUN_CONFIG).is_file() else folder.resolve().parent
     if not (run / RUN_CONFIG).is_file():

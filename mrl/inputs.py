@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at the rows of a run that is not started: some or all of them are read, rendered and judged as a run does it."""
+"""Checks the rows of a run before it starts: reads, renders and judges some or all of them as the run will."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mrl.data.records import Record
     from mrl.envs.task import Score, Task
 
-# Of the processor. A look at a few rows takes a second, unless a row, its template or its judge never ends.
+# Processor seconds. A look at a few rows takes a second, unless a row, its template or its judge never ends.
 CPU_S = 30
 MAX_JUDGED_ROWS = 64
 MAX_FILES = 4
@@ -133,7 +133,7 @@ def tokenizer_of(config: RunConfig, look: Look) -> PreTrainedTokenizerBase | Non
 
 
 def data_identities(config: RunConfig, look: Look) -> list[Callable[[], dict[str, str] | None]]:
-    """Ways to know the data of a run by their checksums: without rendering them, then exactly. None: they are too many, or not all here."""
+    """Checksums that identify the data of a run: a quick one, then the exact one. None: too large, or not all here."""
     from mrl.data.fields import optional_text
     from mrl.data.files import find_data_files, is_here
     from mrl.data.gym import REQUEST
@@ -301,7 +301,7 @@ def _score(env_name: str, config: RunConfig, look: Look) -> Score | None:
 
 
 def _fault(score: Score, task: Task, *, has_reply: bool) -> str:
-    """Reason why no reply can be right; "" if one can, as far as one reply tells. With `has_reply`, the task's is the expected answer."""
+    """Reason why no reply can be right; "" if the tried one is. With `has_reply`, the task holds the expected answer."""
     from mrl.envs.task import RowFault
 
     try:

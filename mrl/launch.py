@@ -93,7 +93,7 @@ def launch_lepton(options: argparse.Namespace) -> None:
 
 
 def check_mounted(config: RunConfig, options: argparse.Namespace) -> None:
-    """ValueError where the run folder or the config file would lie in a container: it is lost with it, and no other node sees it."""
+    """Raises ValueError if the run folder or config file is on a container's own disk, which no other node sees."""
     mount = Path(options.mount)
     places = {f"checkpointing.checkpoint_dir={config.checkpointing.checkpoint_dir}": Path(config.checkpointing.checkpoint_dir)}
     if (file := Path(options.config)).is_file():
@@ -106,7 +106,7 @@ def check_mounted(config: RunConfig, options: argparse.Namespace) -> None:
 
 
 def check_nodes(config: RunConfig, options: argparse.Namespace) -> list[str]:
-    """Compares the plan of the run with what a pod gets; ValueError: it does not fit. Returns what could not be compared."""
+    """Checks that the planned run fits a pod's memory and GPUs; ValueError if not. Returns what could not be compared."""
     node, limit = NODES.get(options.instance_type), kubernetes.in_bytes(options.memory)
     if node and (config.cluster.gpus_per_node > node.num_gpus or limit > node.memory_gib * GIB):
         raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of metrics: what is shown of each on the console and in the report, and NeMo RL's names. How parts of one are combined."""
+"""The table of metrics: where each is shown (console, report), its name in NeMo RL, and how its parts are combined."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 
 class Metric(NamedTuple):
-    """Places where a metric is shown. A metric that stands in no table is written to files and loggers, under its own name."""
+    """Places where a metric is shown. A metric in no table is written to files and loggers, under its own name."""
 
     line: str = ""
     """Line of the step's block on the console that shows it; see `mrl.store.console`."""
@@ -79,13 +79,13 @@ METRICS: dict[str, Metric] = {
     "time/generation_hidden": Metric("hidden", "gen={:.1f}s", HIDDEN),
     "time/reward_hidden": Metric("hidden", "reward={:.1f}s", HIDDEN),
     "time/checkpoint_hidden": Metric("hidden", "ckpt={:.1f}s", HIDDEN),
-    "rollout/tokens_per_s": Metric(chart="Tokens a second"),
-    "performance/tokens_per_sec_per_gpu": Metric(chart="Tokens a second"),
+    "rollout/tokens_per_s": Metric(chart="Tokens per second"),
+    "performance/tokens_per_sec_per_gpu": Metric(chart="Tokens per second"),
     "val/mean_length": Metric(nemo_rl="validation/avg_length"),
 }
 
 PREFIXES = {"time/": "timing/train/", "val/": "validation/", "train/mtp_": "train/mtp/mtp_"}
-"""NeMo RL's for ours, of metrics whose NeMo RL's name is not in the table."""
+"""NeMo RL's prefix by ours, for metrics whose NeMo RL's name is not in the table."""
 
 PERCENTAGES = re.compile(r"train/mtp/mtp_\d+_acceptance_rate")
 """Metrics that NeMo RL logs in percent, by its names; ours are shares."""

@@ -45,7 +45,7 @@ class Residency:
     critic_optimizer: Place = "host"
 
     def of(self, model: ModelName) -> Residency:
-        """The same as a model sees it: where its own weights, gradients and optimizer are."""
+        """Residency as one model sees it: where its own weights, gradients and optimizer are."""
         match role_of(model):
             case "policy":
                 return self

@@ -131,7 +131,7 @@ def tell(different: Iterable[str], what: str) -> int:
 
 
 def lay_out(into: Path, run: Path, base: Checkpoint | None) -> None:
-    """Makes a run folder that stands where the run stood at a checkpoint; None: at its start. Checkpoints are links."""
+    """Makes a run folder in the state of the run at a checkpoint; None: at its start. Checkpoints are links."""
     if into.exists():
         shutil.rmtree(into)
     into.mkdir(parents=True)
@@ -143,13 +143,13 @@ def lay_out(into: Path, run: Path, base: Checkpoint | None) -> None:
 
 
 def config_of(run: Path, step: int) -> Path:
-    """The config of the attempt that made a step, as far as its rollouts tell; else that of the last attempt."""
+    """The config of the attempt whose rollouts of the step are here; else that of the last attempt."""
     made = next((dump.path.parent for dump in list_dumps(run) if dump.step == step), run)
     return next(path for folder in (made, run) if (path := folder / RUN_CONFIG).exists())
 
 
 def until(step: int) -> Callable[[Run[Supplier], Checkpoint | None], RunState]:
-    """A training loop that ends after a step, with the schedule of the whole run."""
+    """Makes a training loop that ends after a step but keeps the schedule of the whole run."""
 
     def train(run: Run[Supplier], checkpoint: Checkpoint | None) -> RunState:
         state = run.begin(checkpoint)
@@ -175,7 +175,7 @@ def rollout_differences(step: int, one: Dump, other: Dump | None) -> Iterator[st
     found = [] if other is None else read_dump(other.path)
     recorded = read_dump(one.path)
     if len(found) != len(recorded):
-        yield f"step {step}: {len(recorded)} rollouts are recorded, {len(found)} were made"
+        yield f"step {step}: rollouts recorded {len(recorded)}, made {len(found)}"
     for index, (row, made) in enumerate(zip(recorded, found, strict=False)):
         key = next((key for key in COMPARED if row.get(key) != made.get(key)), None)
         if key is None:

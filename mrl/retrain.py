@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training of recorded steps once more, from the checkpoint before them: no engine, no sampling, whatever the layout of the ranks."""
+"""Trains recorded steps again from the checkpoint before them, without engines, at any layout of the ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def records_of(run: Path, steps: range) -> list[Path]:
 
 
 def check_replayed(config: RunConfig, base: Checkpoint | None, paths: Sequence[Path]) -> list[RecordedStep]:
-    """The records of steps, once all is there that their training needs; ValueError: something is not."""
+    """Reads the records of steps; ValueError: something that their training needs is missing."""
     if config.has_critic:
         raise ValueError("algorithm=ppo: a record holds nothing of the critic; `--sample` makes the steps again with their rollouts")
     if base is not None and (damage := find_damage(base.folder)):

@@ -25,7 +25,7 @@ from mrl.view.rows import METRIC_KEYS, METRICS, Row, read_rows
 from mrl.view.run_data import Json, about_lines, checkpoints_of, owner_state, progress_lines, read_config, read_json, setting
 
 RESULTS = ("val/accuracy", "val/val_loss", "val/validation-default_loss", "train/reward", "train/loss")
-"""The first of these that a run has tells how far it got."""
+"""Metrics of a run's result; the first that it has counts."""
 NOTHING = "-"
 
 
@@ -57,7 +57,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def listing(folders: Sequence[Path]) -> list[str]:
-    """A line a run."""
+    """One line for each run."""
     table = [("run", "state", "step", "algorithm", "model", "attempts", "result", "changed")]
     for folder in folders:
         config, rows = read_config(folder / "config.yaml"), rows_of(folder)
@@ -71,7 +71,7 @@ def listing(folders: Sequence[Path]) -> list[str]:
 
 
 def show(folder: Path) -> list[str]:
-    """A run: its settings and progress, its attempts, rollbacks and checkpoints."""
+    """Describes a run: settings, progress, attempts, rollbacks and checkpoints."""
     config, rows = read_config(folder / "config.yaml"), rows_of(folder)
     lines = aligned([*about_lines(config, read_json(folder / "about.json")), *progress_lines(rows, config, folder, owner_state(folder))])
     before: Json = {}
@@ -87,7 +87,7 @@ def show(folder: Path) -> list[str]:
 
 
 def compare(one: Path, other: Path) -> list[str]:
-    """Keys in which two configs differ, where two curves part, and both results."""
+    """Compares two runs: keys that differ, the step at which the curves part, and both results."""
     settings = differences(*(flat(read_config(folder / "config.yaml")) for folder in (one, other)))
     lines = [f"A = {one}", f"B = {other}", *(settings or ["the configs are equal"])]
     rows, others = ({row["step"]: row for row in rows_of(folder)} for folder in (one, other))
@@ -101,7 +101,7 @@ def compare(one: Path, other: Path) -> list[str]:
 
     parts = next((step for step in steps if differing(step)), None)
     if parts is None:
-        lines.append(f"equal metrics in all {len(steps)} steps that both have")
+        lines.append(f"equal metrics in all common steps ({len(steps)})")
     else:
         lines.append(f"the metrics part at step {parts}: {', '.join(differing(parts)[:5])}")
     shared = [name for name in SHOWN if repeats(name) and all(any(name in row for row in each.values()) for each in (rows, others))]
@@ -134,16 +134,13 @@ def attempts_of(folder: Path) -> list[Path]:
 
 
 def rolled_back(ledger: Path) -> Iterator[str]:
-    """Each time that an attempt went on from a step before the last one trained, or asked prompts again."""
+    """Lists rollbacks: attempts that resumed before the last trained step, or asked prompts again."""
     state = LedgerState()
     for line in read_file(ledger).decode().splitlines() if ledger.exists() else []:
         try:
             event = json.loads(line)
             if event["event"] == "rolled_back":
-                yield (
-                    f"to step {event['to_step']} after step {len(state.trained)} was trained; "
-                    f"{len(state.taken)} prompts that were asked are asked again"
-                )
+                yield (f"to step {event['to_step']} after step {len(state.trained)} was trained; prompts asked again: {len(state.taken)}")
             apply_event(state, event)
         except (ValueError, KeyError, TypeError, AttributeError):
             yield "the ledger is damaged from here on"

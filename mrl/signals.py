@@ -70,12 +70,12 @@ class Listener:
         threading.Thread(target=self._listen, args=(awaited,), name="signals", daemon=True).start()
 
     def hold(self, ending: str) -> None:
-        """From now on the first signal is for the run, which sees it in `first`; `ending` says what that does then."""
+        """Leaves the next signal to the run, which sees it in `first`; `ending` describes what the run then does."""
         with self._lock:
             self._ending = ending
 
     def let_go(self) -> None:
-        """The run has ended: from now on a signal ends the process."""
+        """Lets a signal end the process again, as the run has ended."""
         with self._lock:
             self._ending, self.first = "", None
 
@@ -120,7 +120,7 @@ LISTENER = Listener()
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Blocks the stop signals for all that starts inside the `with` block. Puts back handlers that a library replaces meanwhile."""
+    """Blocks the stop signals for every process and thread started inside the `with` block. Restores replaced handlers."""
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -133,7 +133,7 @@ def shielded() -> Iterator[None]:
 
 
 def shield_process(*, passes_on: bool) -> None:
-    """Lets this process live through stop signals, also where threads that it has already block none. Only its main thread can."""
+    """Keeps stop signals from ending this process, even if its older threads do not block them. Call it in the main thread."""
     own = os.getpid()
 
     def ignore(number: int, _: FrameType | None) -> None:
@@ -148,7 +148,7 @@ def shield_process(*, passes_on: bool) -> None:
 
 
 def wait_for_reaper(pid: int) -> None:
-    """Returns once the child `pid` has ended, or does not end."""
+    """Waits for the child `pid` to end, up to a limit."""
     end = time.monotonic() + REAPER_TIMEOUT_S
     while time.monotonic() < end and os.waitpid(pid, os.WNOHANG) == (0, 0):
         time.sleep(0.02)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timeline of each process of a run: one file a process, in Chrome's trace event format, which Perfetto opens.
+"""Timeline of each process of a run: one file per process, in Chrome's trace event format, which Perfetto opens.
 
 Times are those of the host's clock. Without `record_in`, a process records nothing. `show_in` keeps the last span beside that in a small
 file in memory, a sign of life that other processes of the host read even while this one hangs.
@@ -208,7 +208,7 @@ def stop() -> None:
 
 
 def begin(name: str, phase: str = "") -> None:
-    """Shows in the sign of life what this process is at, until `add` or `stretch` ends it."""
+    """Notes in the sign of life what this process does, until `add` or `stretch` ends it."""
     if _sign is not None:
         _sign.show(name, is_open=True, phase=phase)
 
@@ -237,7 +237,7 @@ def _show_end(name: str, lane: str, facts: Mapping[str, Fact]) -> None:
 
 
 def end(name: str) -> None:
-    """Shows in the sign of life that what `begin` has shown is done, where no span is recorded."""
+    """Notes in the sign of life that the work noted by `begin` is done, where no span is recorded."""
     _show_end(name, MAIN, {})
 
 
@@ -260,7 +260,7 @@ def process_key() -> str:
 
 
 def memory_facts() -> dict[str, int]:
-    """Bytes that this process holds on the host; if it uses a GPU, also its tensors' peak since the last call, and all in use there."""
+    """Bytes that this process holds on the host and, on a GPU, its tensors' peak since the last call and all memory in use."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     facts = {"host_bytes": pages * os.sysconf("SC_PAGE_SIZE")}
     # Asking a GPU that this process does not use would cost memory there.

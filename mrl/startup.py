@@ -50,6 +50,6 @@ def take() -> dict[str, float]:
 
 
 def lines(laps: Mapping[str, float]) -> list[str]:
-    """The budget for people, one line a phase, and the sum."""
+    """The budget for people, one line per phase, and the sum."""
     rows = [f"Start: {seconds:7.1f} s  {phase:<15} {PHASES[phase]}" for phase, seconds in laps.items()]
     return [*rows, f"Start: {sum(laps.values()):7.1f} s  from the command to the first step's rollouts"]

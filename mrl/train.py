@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def train(run: Run[Supplier], checkpoint: Checkpoint | None) -> RunState:
-    """Trains from `checkpoint`, or from the starting weights, to the last step or until the run has to end; returns where it stands."""
+    """Trains from `checkpoint` or the starting weights until the run ends; returns its progress."""
     state = run.begin(checkpoint)
     with run.saved(state):
         while not run.is_over:
@@ -74,7 +74,7 @@ def update_policy(run: Run[Supplier], step: Step, batches: Sequence[Batch]) -> d
 
 
 def learn(session: Session, config: RunConfig, batches: Sequence[Batch], step: int, critic: Critic | None = None) -> dict[str, float]:
-    """Has the ranks compute what the losses need, and make an optimizer step on each batch of `step`; returns the metrics."""
+    """Makes the ranks compute logprobs, then take an optimizer step on each batch of `step`; returns the metrics."""
     policies = session.policies
     judged = critic.judge(batches) if critic is not None else None
     session.enter("logprob")

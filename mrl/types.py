@@ -115,7 +115,7 @@ class RolloutRequest:
 
     @property
     def transcript(self) -> Transcript | None:
-        """`earlier`, in the engine's process."""
+        """The earlier turns, in the engine's process."""
         assert self.earlier is None or isinstance(self.earlier, Transcript), "a reference that was not resolved"
         return self.earlier
 
@@ -208,7 +208,7 @@ class RolloutInfo:
 
     @property
     def key(self) -> PromptKey:
-        """Its group."""
+        """Key of its group."""
         return self.epoch, self.prompt_id
 
     @property
@@ -227,7 +227,7 @@ class RolloutInfo:
 
     @property
     def pulled(self) -> Rollout:
-        """`payload`, in a process that has pulled it."""
+        """The payload, in a process that has pulled it."""
         assert isinstance(self.payload, Rollout), "a reference that was not resolved"
         return self.payload
 

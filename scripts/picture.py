@@ -19,7 +19,7 @@ from scripts.chromium import Tab, open_tab
 
 WIDTH, HEIGHT = 1280, 860
 # A short rollout, and a few lanes, leave most of a screen empty.
-HEIGHTS = {"tokens": 260, "timeline": 800}
+HEIGHTS = {"tokens": 400, "timeline": 800}
 NUM_COLOURS = 96
 MAX_BYTES = 200_000
 
@@ -38,7 +38,7 @@ def show(tab: Tab, name: str) -> None:
         tab.evaluate("document.querySelector('[data-tokens]').click()")
         tab.move_to(".token:not(.given)")
     if name == "timeline":
-        tab.move_to(".lane:nth-child(3) .bar")
+        tab.move_to(".lane:nth-child(4) .bar:nth-child(4)")
     if name == "overview":
         tab.wait("document.querySelectorAll('.chart canvas').length > 5")
 

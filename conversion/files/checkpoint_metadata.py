@@ -143,7 +143,7 @@ class CheckpointMetadata:
         numbers = (offset, length, *(offsets or ()), *(sizes or ()))
         is_sound = offsets is not None and sizes is not None and len(offsets) == len(sizes)
         if not is_sound or not all(isinstance(number, int) and number >= 0 for number in numbers):
-            raise ValueError(f"{self._path} places {key} at numbers that are none; it is not read")
+            raise ValueError(f"{self._path} places {key} at offsets that are no numbers; it is not read")
         assert isinstance(offset, int) and isinstance(length, int) and offsets is not None and sizes is not None
         return StoredChunk(tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True)), path, offset, length)
 

@@ -114,7 +114,7 @@ def stored_tensors(hf: Path) -> dict[str, tuple[Path, HeaderTensor]]:
 
 
 def listed(names: Collection[str]) -> str:
-    """Some of the names, for a message."""
+    """Joins the first few names for a message, and counts the others."""
     shown = ", ".join(sorted(names)[:6])
     return f"{shown} and {len(names) - 6} more" if len(names) > 6 else shown or "none"
 
@@ -125,7 +125,7 @@ def has_reward_head(hf: Path) -> bool:
 
 
 def without_mtp(missing: Collection[str]) -> str:
-    """Returns the way out as the end of a message, if all missing tensors are of MTP layers; otherwise ""."""
+    """Returns advice to end a message with if only tensors of MTP layers are missing; otherwise ""."""
     if not missing or not all(name.startswith("mtp.") for name in missing):
         return ""
     return (

@@ -50,13 +50,13 @@ def check_hf(hf: Path) -> dict[str, tuple[int, ...]]:
     if REWARD_HEAD in stored:
         shapes[REWARD_HEAD] = (1, int(str(config["hidden_size"])))
     if left_out := [name for name in stored if family(config).is_left_out(config, name)]:
-        logger.warning("%s: %d tensors of multi-token prediction are neither trained nor exported: %s", hf, len(left_out), listed(left_out))
+        logger.warning("%s: multi-token prediction is neither trained nor exported (tensors: %d): %s", hf, len(left_out), listed(left_out))
     check_tensors(hf, {name: tensor for name, (_, tensor) in stored.items() if not is_unused(name, config)}, shapes)
     return shapes
 
 
 def check_tensors(hf: Path, stored: Mapping[str, HeaderTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Returns if the weight files hold exactly these tensors, unquantised."""
+    """Raises ValueError unless the weight files hold exactly these tensors, unquantised."""
     for name in sorted(stored):
         if stored[name].dtype not in DTYPES:
             raise ValueError(f"{hf}: {name} has dtype {stored[name].dtype}; only unquantised weights are supported ({sorted(DTYPES)})")

@@ -66,7 +66,7 @@ class LimitedThread:
 
 
 def within(limit_s: float, what: str, call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """Does the same as `LimitedThread.within`, in a thread for this call alone."""
+    """Runs one call in a thread of its own under a limit; see `LimitedThread.within`."""
     thread = LimitedThread(what)
     try:
         return thread.within(limit_s, what, call, *arguments, **options)
@@ -111,7 +111,7 @@ class LimitedOutput(io.RawIOBase):
         return len(text)
 
     def settle(self) -> bool:
-        """Waits until the console has taken all output, up to the limit; whether it has, and has lost nothing that it was not told of."""
+        """Waits, up to the limit, until the console has taken all output; True if it has, and nothing is lost unreported."""
         try:
             self._thread.within(CONSOLE_TIMEOUT_S, "console", self._write_waiting)
         except TimeoutError:
@@ -147,7 +147,7 @@ _consoles: list[tuple[str, TextIO, LimitedOutput]] = []
 
 
 def limit_console() -> None:
-    """Lets nothing that this process prints hold it up for longer than a limit, or end it. `settle_console` comes at its end."""
+    """Limits how long a print may block this process, and keeps it from ending it. Call `settle_console` at the end."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -161,14 +161,14 @@ def limit_console() -> None:
 
 
 def flush_console() -> bool:
-    """Waits, up to the limit, until the console has taken what all threads have printed; whether it has."""
+    """Waits, up to the limit, until the console has taken what all threads have printed; True if it has."""
     sys.stdout.flush()
     sys.stderr.flush()
     return all([output.settle() for _, _, output in _consoles])
 
 
 def settle_console() -> bool:
-    """Gives Python its own streams back once the console has taken all output; False: it does not, and they would hang, or fail."""
+    """Gives Python its own streams back once the console has taken all output; False if it has not, and they would hang."""
     is_settled = flush_console()
     while is_settled and _consoles:
         name, stream, _ = _consoles.pop()

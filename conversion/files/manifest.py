@@ -72,7 +72,7 @@ class FileChecksums:
         self._sha256, self._crc32 = hashlib.sha256(), 0
 
     def add(self, content: memoryview) -> None:
-        """Goes on with these bytes."""
+        """Adds these bytes to the checksums."""
         self._sha256.update(content)
         self._crc32 = crc32(content, self._crc32)
 
@@ -120,7 +120,7 @@ class HashedFile(AbstractContextManager["HashedFile"]):
         """Does nothing: the kernel has all data already. torch.save calls it."""
 
     def tell(self) -> int:
-        """Number of bytes that were written."""
+        """Number of bytes written so far."""
         return self._size
 
     def record(self) -> FileRecord:
@@ -219,7 +219,7 @@ def seal(folder: Path, source: Mapping[str, object], tensors: Mapping[str, Tenso
 
 
 def check_same_tensors(source: Path, tensors: Mapping[str, TensorRecord]) -> None:
-    """Returns if tensors read from a folder match its manifest, or if it has none. Compares only tensors of the same dtype."""
+    """Raises ValueError if tensors read from a folder differ from its manifest, if it has one. Compares only equal dtypes."""
     if not (source / MANIFEST).exists():
         return
     expected = read_manifest(source).tensors
@@ -229,7 +229,7 @@ def check_same_tensors(source: Path, tensors: Mapping[str, TensorRecord]) -> Non
 
 
 def check_files(folder: Path, names: Iterable[str]) -> None:
-    """Returns if these files of a folder, by relative path, match its manifest. For loading: reads them once, by CRC-32."""
+    """Raises ValueError unless these files of a folder match its manifest. For loading: reads them once, by CRC-32."""
     files = read_manifest(folder).files
     _refuse(folder, [fault for name in names if (fault := _fault(folder, name, files.get(name), with_sha256=False))])
 

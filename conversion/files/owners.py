@@ -168,7 +168,7 @@ def heartbeat(path: Path) -> Iterator[None]:
 
 
 def time_of_folder(folder: Path) -> float:
-    """Now, by the clock that stamps the files of `folder`: a file server's clock may differ from ours."""
+    """Current time by the clock that stamps the files of `folder`: a file server's clock may differ from ours."""
     probe = folder / owned_name("clock")
     probe.touch()
     try:
@@ -198,7 +198,7 @@ def answer_canary(canary: Path, answer: str, *, patience_s: float = PATIENCE_S) 
 
 
 def is_answered(canary: Path, answer: str, *, patience_s: float = PATIENCE_S) -> bool:
-    """Tells whether this process sees another process's answer."""
+    """Tells whether another process's answer is visible here."""
     return _appears(canary.with_name(f"{canary.name}-{answer}"), patience_s)
 
 

@@ -69,7 +69,7 @@ def file_state(path: Path) -> list[int]:
 
 
 def check_plain_folder(folder: Path) -> None:
-    """Returns if a folder holds only files, links to files, and folders. Libraries that read it would wait for a FIFO's writer."""
+    """Raises ValueError if a folder holds a FIFO or a device: a library that reads it would wait for a writer."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ValueError(f"{path} is a FIFO or a device, not a file; remove it")

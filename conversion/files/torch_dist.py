@@ -125,7 +125,7 @@ class TorchDistFolder:
                 raise ValueError(f"{self.folder}: {key} cannot be read: {error}") from error
 
     def check(self, layout: Layout) -> None:
-        """Returns if the checkpoint holds exactly these weights. Ignores the state of optimizers, schedules and generators."""
+        """Raises ValueError unless the checkpoint holds exactly these weights. Ignores optimizers, schedules and generators."""
         wanted = {slot.name: content.shape for slot, content in layout.items()}
         legacy = sorted(key for key in self.keys if key.endswith(_GROUPED_MLP_KEYS))
         if legacy:
@@ -171,7 +171,7 @@ class TorchDistFolder:
         if offset is None or not tensor.is_contiguous() or tensor.storage_offset() or storage.nbytes() != tensor.nbytes:
             return None
         if offset + tensor.nbytes > chunk.length:
-            raise ValueError(f"{what} is damaged: the content ends behind the archive")
+            raise ValueError(f"{what} is damaged: the content exceeds its archive")
         return StoredTensor(self.folder / chunk.file, chunk.offset + offset, tensor.dtype, tuple(tensor.shape))
 
     def _torch_load(self, chunk: StoredChunk, device: str) -> Tensor:

@@ -64,7 +64,7 @@ _MODULES_WITH_EXTRA_STATE = (
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Part of a global tensor that is stored, and later read, as one."""
+    """Part of a global tensor that is stored and read as a unit."""
 
     key: str
     offsets: tuple[int, ...]
@@ -72,7 +72,7 @@ class Chunk:
 
     @property
     def num_bytes(self) -> int:
-        """Size of its content."""
+        """Bytes of the chunk."""
         return math.prod(self.content.shape) * DTYPE_BYTES[self.content.dtype]
 
 
@@ -146,7 +146,7 @@ def files_of_ranks(family: Family, hf_config: HfConfig, parallel: MegatronParall
 
 
 def _joined_up(boxes: list[Box], *, stacked: bool) -> list[Box]:
-    """The same elements in fewer boxes: those that follow each other along one dimension become one. Experts stay apart."""
+    """Joins boxes that follow each other along one dimension. Boxes of different experts stay apart."""
     found: list[Box] = []
     for box in sorted(boxes):
         last = found[-1] if found else box
@@ -224,7 +224,7 @@ def write_torch_dist(
 
 
 def _write_file(file: HashedFile, head: bytes, chunks: Sequence[Chunk], source: BoxSource, report: Report) -> list[tuple[int, int]]:
-    """Offset and length of each chunk in the file, in bytes."""
+    """Writes one data file; returns offset and length of each chunk in it, in bytes."""
 
     def like(chunk: Chunk) -> tuple[tuple[int, ...], torch.dtype]:
         return chunk.content.shape, torch_dtype(chunk.content.dtype)

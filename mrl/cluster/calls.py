@@ -40,7 +40,7 @@ Ts = TypeVarTuple("Ts")
 Key = TypeVar("Key")
 
 LOSSES = (RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, LocalRayletDiedError)
-"""All that Ray calls the death of a process."""
+"""Ray's errors for the death of a process."""
 # Reducing what a node holds is the way out, not Ray's threshold: beyond it the kernel kills, and not always the right process.
 SHORT_OF_MEMORY = "Ray's memory monitor killed it, as its node is short of memory (fewer slots or engines a node, or more memory, help)"
 # A reference that ray.wait calls ready is fetched from local memory; this only bounds a broken store.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carries what the processes of a run write from the local disk to the run folder, so that none of them waits for its file system.
 
-A process writes to a file of `outbox`, and a link beside it says where that belongs. The carrier is a child of the run's reaper: it
+A process writes to a file of `outbox`, and a link next to it says where that belongs. The carrier is a child of the run's reaper: it
 outlives driver and actors, so that their last words arrive, and it removes the folder of the run. Standard library only.
 """
 
@@ -53,7 +53,7 @@ class Carrier:
             except OSError as error:
                 if name not in self._failed:
                     self._failed.add(name)
-                    print(f"{target} cannot be written, and waits on the local disk: {error}. Said once.", file=sys.stderr, flush=True)
+                    print(f"{target} cannot be written, and waits on the local disk: {error}", file=sys.stderr, flush=True)
 
     def _carry(self, name: str, target: Path) -> None:
         local = self._outbox / name

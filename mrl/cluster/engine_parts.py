@@ -43,7 +43,7 @@ class EnginePartActor:
         start_actor_process(log_file, secrets)
 
     def run(self, config: RunConfig, device_ids: Sequence[int], nodes: EngineNodes) -> None:
-        """Starts the workers of this node, and ends with any of them."""
+        """Runs the workers of this node; ends as soon as one of them ends."""
         self._temporary = own_temporary_folder()
         meet_at_the_first_node()
         with importing():
@@ -87,7 +87,7 @@ def end_with_part(running: ray.ObjectRef[None], log_file: Path) -> None:
 
 
 def meet_at_the_first_node() -> None:
-    """Has the workers of this node use the store of the engine's process, and listen at the address by which other nodes know this one."""
+    """Makes this node's workers use the store of the engine's process, and listen at the node's cluster address."""
     # torch's name for a store that somebody else holds; without it worker 0 makes one.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     # vLLM would guess the address by a route to the Internet.

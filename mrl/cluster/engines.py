@@ -166,7 +166,7 @@ class EngineActor:
 
 
 class EngineGroup(Actors[EngineVerbs]):
-    """All engines. `book` carries requests to them and rollouts back; one that died is sent nothing until `serve_again`."""
+    """All engines. `book` carries requests to them and rollouts back; a dead engine gets none until `serve_again`."""
 
     def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, news: News | None = None) -> None:
         super().__init__(ENGINE, deadline_s=config.deadlines.refit_s)
@@ -229,7 +229,7 @@ class EngineGroup(Actors[EngineVerbs]):
         self.news.tell(GENERATION)
 
     async def look_after(self, index: int) -> None:
-        """Asks an engine, which a client could not reach, for a sign of life, as nobody else may be asking it for anything."""
+        """Pings an engine that a client could not reach, as no other call may notice its death."""
         handle = self.handles[index]
         try:
             await answered(handle.apply.remote(_sign_of_life), actor=self.name(index), what="sign of life")
@@ -239,7 +239,7 @@ class EngineGroup(Actors[EngineVerbs]):
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Begins no poll inside the `with` block: engines that are being refitted step only before and after it."""
+        """Pauses polling inside the `with` block: engines that are being refitted must not step."""
         in_loop(self.book.hold, True)
         try:
             yield
@@ -249,7 +249,7 @@ class EngineGroup(Actors[EngineVerbs]):
     def restart(self, index: int) -> None:
         """Starts a dead engine again; it refuses to generate until it is refitted. RuntimeError: it dies too often without a rollout."""
         num_requests = in_loop(self.book.end, index, self._log_file(index))
-        logger.warning("%s died; starting it again (%d requests will be asked again)", self.name(index), num_requests)
+        logger.warning("%s died; starting it again, with its requests (%d)", self.name(index), num_requests)
         ray.kill(self.handles[index])
         self.handles[index] = self._start(self.placement.engines[index])
         self.wait_until_built()
@@ -291,4 +291,4 @@ class EngineGroup(Actors[EngineVerbs]):
 
 
 def _sign_of_life(_: object) -> None:
-    """Says nothing."""
+    """Returns at once; its answer shows that the engine is alive."""

@@ -179,7 +179,7 @@ def keep_caches_private() -> str:
 
 
 def find_writable_by_others(folder: Path) -> Path | None:
-    """The folder itself or the one above it that lets another user (not root) put files into `folder`, or another in its place."""
+    """Finds `folder`, or a folder above it, that another user (not root) may write to; None if there is none."""
     for place in (folder, *folder.parents):
         found = place.lstat()
         # Of a folder with the sticky bit, others rename only what is theirs.

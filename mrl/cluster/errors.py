@@ -19,7 +19,7 @@ MEMORY_MESSAGES = ("CUDA out of memory", "No available memory for the cache bloc
 
 
 class NoCluster(RuntimeError):
-    """There is no Ray cluster to join, or no longer; the message says where the driver looked and what to do, or what has died."""
+    """No Ray cluster can be joined, or it has died; the message says where the driver looked and what to do."""
 
 
 class DeadlineExceeded(RuntimeError):

@@ -58,11 +58,11 @@ def tasks_ended() -> Iterator[None]:
 
 
 class Silence(Exception):
-    """Nothing has been heard of what a thread waits for."""
+    """A wait ended because no news came in time."""
 
 
 class News:
-    """Tells a thread that waits what happens in the loop. All but `wait` is called there."""
+    """Wakes a waiting thread on events of the loop. All methods but `wait` are called in the loop."""
 
     def __init__(self) -> None:
         self.heard_at: dict[str, float] = {}
@@ -71,7 +71,7 @@ class News:
         self._waiting: asyncio.Future[None] | None = None
 
     def tell(self, what: str, heard_at: float | None = None) -> None:
-        """Something has come: now, or a moment from which on something is expected."""
+        """Notes news: it has come, or is expected from a given moment on."""
         moment = time.monotonic() if heard_at is None else heard_at
         self.heard_at[what] = max(moment, self.heard_at.get(what, 0.0))
         self._wake()

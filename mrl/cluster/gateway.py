@@ -139,11 +139,11 @@ class GatewayActor:
         return url
 
     def set_addresses(self, base_urls: Sequence[str]) -> None:
-        """The engines are elsewhere from now on."""
+        """Sets the engines' present addresses."""
         self.loop.call_soon_threadsafe(self.runs.runner.gateway.engines.set_addresses, base_urls)
 
     def run(self, tasks: Sequence[AgentTask]) -> tuple[Progress, Packed]:
-        """Begins tasks; then what has ended since the last answer, metadata and payload. Waits up to `ANSWER_S` for the first end.
+        """Begins tasks; returns rollouts ended since the last call, metadata and payload. Waits up to `ANSWER_S` for one.
 
         A later call ends the wait of an earlier one. RuntimeError: a function cannot be loaded any more.
         """
@@ -182,17 +182,17 @@ class AgentGateway(Actors[GatewayActor]):
         logger.info("Agents ask the gateway at %s: %s", self.url, ", ".join(names))
 
     def does(self, env_name: str) -> bool:
-        """Tells whether agents do the rows of an environment."""
+        """Tells whether an agent handles the rows of an environment."""
         return is_agent(env_name, self.config.env)
 
     def tell_addresses(self) -> None:
-        """The engines' addresses may have changed."""
+        """Sends the engines' addresses to the gateway, as they may have changed."""
         self.handles[0].set_addresses.remote(list(self.engines.base_urls))
 
     async def run_agent(
         self, prompt: Prompt, rollout_index: int, epoch: int, seed: int, sampling: SamplingParams, weight_version: int
     ) -> EndedRollout:
-        """Has an agent do the row."""
+        """Runs an agent on a row."""
         task = AgentTask(prompt, rollout_index, epoch, seed, sampling, weight_version)
         return await self.book.ask(task.request_id, task)
 
@@ -217,7 +217,7 @@ class AgentGateway(Actors[GatewayActor]):
 
     def _restart(self, index: int, lost: ActorLost) -> None:
         num_tasks = self.book.end(index, self._log_file)
-        logger.warning("%s; starting it again (%d rollouts of agents begin again)", lost, num_tasks)
+        logger.warning("%s; starting it again, with the rollouts of its agents (%d)", lost, num_tasks)
         ray.kill(self.handles[index])
         self.handles[index] = self._start()
         self.news.tell(GENERATION, time.monotonic() + start_s(self.config))
@@ -236,13 +236,13 @@ class AgentGateway(Actors[GatewayActor]):
 
 
 def start_s(config: RunConfig) -> float:
-    """Seconds in which the gateway is up, with all agents."""
+    """Seconds that the gateway may take to start with all agents."""
     gym = config.env.nemo_gym
     return start_deadline(config).seconds + (gym.start_s if config.env.has_gym_servers else 0.0)
 
 
 def as_one(sequences: Sequence[RolloutInfo]) -> RolloutInfo:
-    """The sequences of a rollout as its first one, with the others in it, and what holds of all of them."""
+    """Joins the sequences of a rollout: the first one, with the others in it and the totals of all."""
     first, *others = sequences
     return dataclasses.replace(
         first,

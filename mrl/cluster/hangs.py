@@ -68,7 +68,7 @@ class Hang:
 
     @property
     def key(self) -> tuple[bool, frozenset[tuple[str, int]]]:
-        """Equal for findings that say the same."""
+        """Key that is equal for equal findings."""
         return self.is_hang, frozenset(reading.key for reading, _ in self.suspects)
 
 
@@ -95,7 +95,7 @@ class HangJudge:
         self.moved_at: float | None = None
 
     def see(self, now: float, readings: Sequence[ProcessReading], waits: Sequence[Wait]) -> Hang | None:
-        """Takes the readings of a moment; who has hung for `notice_s`, if anybody has."""
+        """Adds readings; returns the process that has hung for `notice_s`, if any."""
         for reading in readings:
             self._note(now, reading)
         self._tracks = {reading.key: self._tracks[reading.key] for reading in readings}
@@ -150,7 +150,7 @@ class HangJudge:
         return [reading for reading in found if now - self._tracks[reading.key].moved_at >= self._notice_s]
 
     def _stuck(self, now: float | None, reading: ProcessReading) -> str:
-        """Reason why a process cannot go on; "" if it can, or has not been so for `notice_s` at the moment `now`, or for two readings."""
+        """Reason why a process is stuck; "" if it is not, or for less than `notice_s`, or for one reading only."""
         track = self._tracks[reading.key]
         if track.stuck_at is None or (track.samples[-1][0] == track.stuck_at if now is None else now - track.stuck_at < self._notice_s):
             return ""
@@ -173,7 +173,7 @@ _judge: HangJudge | None = None
 
 @contextmanager
 def waiting(what: str, who: Callable[[], Collection[str]], since: float) -> Iterator[None]:
-    """Inside the `with` block the driver waits for those whom `who` names, which the watchdog's thread calls."""
+    """Declares a wait of the driver inside the `with` block; the watchdog's thread calls `who` to name the processes."""
     wait = Wait(what, who, since)
     waits.append(wait)
     try:
@@ -183,18 +183,18 @@ def waiting(what: str, who: Callable[[], Collection[str]], since: float) -> Iter
 
 
 def ask(judge: HangJudge | None) -> None:
-    """Lets `explained` ask this judge from now on."""
+    """Registers this judge with `explained`."""
     global _judge
     _judge = judge
 
 
 def explained(names: Collection[str]) -> str:
-    """Processes of `names` that cannot answer, with reasons, for a message; "" if nothing speaks against any of them, or nobody watches."""
+    """Names processes of `names` that cannot answer, with reasons, for a message; "" if all can, or nobody watches."""
     return ", ".join(f"{reading} {reason}" for reading, reason in (_judge.blame(names) if _judge is not None else []))
 
 
 def who_is_to_blame(error: Exception, silent: Collection[str], *, what: str) -> str | None:
-    """The message to report in place of `error` if it is only another one's complaint of those that gave no answer at all."""
+    """Replaces `error`, if it only complains of silent processes, by a message that names those."""
     reason = explained(silent)
     if silent and (reason or COLLECTIVE_TIMEOUT.search(str(error))):
         told = f" ({reason})" if reason else ""

@@ -38,7 +38,7 @@ class Lookout:
         self._cleaner.wait(ANSWER_TIMEOUT_S)
 
     def look(self) -> list[ProcessReading]:
-        """Readings of the node's processes."""
+        """Reads the node's processes."""
         return read_all(os.getppid(), read_signs(self._folder))
 
     def stacks(self) -> Stacks:
@@ -61,7 +61,7 @@ class Lookouts:
         threading.Thread(target=self._ask, name="lookouts", daemon=True).start()
 
     def readings(self) -> list[ProcessReading]:
-        """The last readings of all nodes; of a node that does not answer, one that says so."""
+        """Last readings of all nodes; a silent node has one reading that says so."""
         return [reading for readings in list(self._readings.values()) for reading in readings]
 
     def stacks(self) -> Stacks:
@@ -91,7 +91,7 @@ class Lookouts:
 
 
 def _answer(get: Callable[[], list]) -> list:
-    """Returns the result of `get`; nothing if the actor has died, which Ray reports to those who wait for it."""
+    """Returns the result of `get`, or None if the actor has died; its waiters learn that from Ray."""
     try:
         return get()
     except RayError:

@@ -87,7 +87,7 @@ def _answer(question: Callable[..., object], name: str, arguments: tuple[object,
 
 
 def clock_offsets(nodes: list[Node], *, deadline_s: float) -> dict[str, tuple[float, float]]:
-    """Seconds, by node, by which its clock is ahead of this one, and their uncertainty; taken from the quickest answer."""
+    """Clock offset of each node from this host in seconds, and its uncertainty, by the quickest answer."""
     task = ray.remote(read_clock)
     offsets: dict[str, tuple[float, float]] = {}
     for node in nodes:

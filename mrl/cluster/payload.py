@@ -35,7 +35,7 @@ class Packed:
     """int64, of each item."""
 
     def item(self, index: int) -> object:
-        """The item at this place."""
+        """Restores the item at this index."""
         start = self.ends[index - 1] if index else 0
         return pickle.loads(self.content.data[start : self.ends[index]])
 
@@ -65,7 +65,7 @@ def pull(infos: Sequence[RolloutInfo], *, timeout_s: float) -> list[Rollout]:
 
 
 def pull_unless(is_over: threading.Event, infos: Sequence[RolloutInfo]) -> list[Rollout]:
-    """Does as `pull`, in a thread that leaves Ray alone once `is_over`: RuntimeError then."""
+    """Calls `pull` in a thread that leaves Ray alone once `is_over`; RuntimeError then."""
     missing = list(dict.fromkeys(info.payload.reference for info in infos if isinstance(info.payload, PayloadRef)))
     end = time.monotonic() + PULL_S
     while missing and time.monotonic() < end and not is_over.is_set():

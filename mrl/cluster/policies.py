@@ -224,7 +224,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         is_awaited: threading.Event,
         is_abandoned: threading.Event,
     ) -> dict[int, T]:
-        """Does as `call`, from another thread than the loop's: however long the ranks do what that asks of them, until `is_awaited`.
+        """Calls like `call`, from another thread than the loop's, without a limit until `is_awaited`.
 
         InterruptedError: `is_abandoned` before. Ray ends a process in which a thread calls it after it has been shut down.
         """
@@ -237,7 +237,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         return self.wait(pending, deadline_s=deadline_s, what=verb.__name__)
 
     def load(self, hf: Path, cached: Path | None, parallel: MegatronParallel) -> None:
-        """Has every rank load its part of the starting weights: from the checkpoint in the cache, repaired if damaged, or from `hf`."""
+        """Loads each rank's part of the starting weights: from the checkpoint in the cache, repaired if damaged, or from `hf`."""
         if cached is None:
             self.call(PolicyVerbs.load_hf, hf, deadline_s=self.start_s)
         else:
@@ -302,7 +302,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
 
 
 def convert_if_new(config: RunConfig) -> None:
-    """Converts the run's models into the cache, if there is one without them: here while engines start, later at once in `PolicyGroup`."""
+    """Converts the run's models into the cache, if that lacks them, while engines start; `PolicyGroup` would do it later."""
     if (root := env.cache_root()) is not None:
         for section in (config.of_model(model).policy for model in config.sections):
             cached_mcore(Path(section.model_name), root, parallel=section.megatron_cfg.parallel)
@@ -321,7 +321,7 @@ def repair_unless(check: Callable[[Path], None], hf: Path, cached: Path, paralle
 
 
 def check_shared(root: Path, actors: list, *, deadline_s: float, patience_s: float = PATIENCE_S) -> None:
-    """Returns if every actor (with a method as `PolicyActor.answer_canary`) and this process see each other's new files in `root`."""
+    """Raises unless every actor (with a method as `PolicyActor.answer_canary`) and this process see each other's new files in `root`."""
     canary, reason = release_canary(root), ""
     try:
         pending = {f"{index}": ask(actor, PolicyActor.answer_canary, canary, f"{index}", patience_s) for index, actor in enumerate(actors)}

@@ -163,7 +163,7 @@ class Refitter:
                         changed |= set(check_unchanged(before, after, self._rounded()))
             if changed:
                 logger.info(
-                    "Refit zero: %d tensors of the engines were in the files' wider dtype, now they are as the trainer rounds them: %s",
+                    "Refit zero: tensors that the files have in a wider dtype, now rounded as in the trainer (%d): %s",
                     len(changed),
                     listed(set(map(str, changed))),
                 )
@@ -181,7 +181,7 @@ class Refitter:
         return self.inputs.rounded({name: DTYPES[tensor.dtype] for name, (_, tensor) in stored_tensors(self.model).items()})
 
     def _run_rounds(self, engines: Sequence[int]) -> list[VerifyReport]:
-        """Has everybody run all rounds at the same time; reports of all workers. Those that take no part in an exchange are not asked."""
+        """Runs all rounds on all ranks and workers at once; returns the workers' reports. Skips ranks without a part."""
         self.attempt += 1
         limit_s = OWN_SHARE * self.deadline_s
         readers = frozenset(slot for index in engines for slot in self.slots[index])
@@ -205,7 +205,7 @@ class Refitter:
         return [report for name in copying for report in answers[name]]
 
     def _give_up(self) -> None:
-        """Has all ranks and workers leave the present attempt. Without the store, which rank 0 has, they leave when their time is up."""
+        """Makes all ranks and workers leave the attempt. Without rank 0's store they leave at their time limit."""
         assert self._address is not None
         try:
             self._address.give_up(self.attempt)

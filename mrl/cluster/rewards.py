@@ -99,12 +99,12 @@ class Judge:
         self._texts = ThreadPoolExecutor(1, "texts")
 
     async def start(self) -> None:
-        """Starts the environments that users name. Those that come with mrl start when the first row needs them."""
+        """Starts the user's environments. Built-in ones start when the first row needs them."""
         env = self.config.env
         await self.scorer.start(list(dict.fromkeys((*env.own.functions, *({self.config.data.default.env_name} - {NEMO_GYM, *env.agents})))))
 
     async def take(self, unjudged: Sequence[Unjudged]) -> tuple[Judged, Packed]:
-        """See `RewardActor.judge`."""
+        """Hands rollouts in and takes verdicts out; see `RewardActor.judge`."""
         if unjudged:
             self.work.begin(self._begin([(info, prompt) for info, prompt, verdict in unjudged if verdict is None]))
         for info, _, verdict in unjudged:
@@ -127,7 +127,7 @@ class Judge:
                 self.work.begin(self._judge(info.request_id, prompt.env_name, task, rollout, remarks))
 
     def _make_tasks(self, unjudged: Sequence[tuple[RolloutInfo, Prompt]]) -> list[tuple[Task, Rollout | None, Remarks | None]]:
-        """The task of each rollout; itself, if it may have further turns; and what is wrong with its form."""
+        """Makes each rollout's task, keeps it if further turns may follow, and lists faults of its form."""
         start = time.monotonic()
         tasks = []
         for (_, prompt), rollout in zip(
@@ -183,7 +183,7 @@ class RewardActor:
         return usable_cores()
 
     def judge(self, rollouts: Sequence[Unjudged]) -> tuple[Judged, Packed]:
-        """Begins to judge rollouts; then what was judged since the last answer, and the transcripts of rollouts that go on.
+        """Begins to judge rollouts; returns verdicts since the last call, and transcripts of rollouts that continue.
 
         Waits up to `ANSWER_S` for the first verdict. A later call ends the wait of an earlier one. RuntimeError: an environment failed.
         """
@@ -233,7 +233,7 @@ class Rewards(Actors[RewardActor]):
         starting, self._starting = self._starting, {}
         num_cores = self.wait({self.name(index): ready for index, ready in starting.items()}, deadline_s=self.start_s, what="start")
         for number, num_nodes in Counter(num_cores.values()).items():
-            logger.info("Rewards, on %d nodes: %s", num_nodes, describe_workers(self.config, num_cores=number))
+            logger.info("Rewards, on each of their nodes (%d): %s", num_nodes, describe_workers(self.config, num_cores=number))
 
     def wait_for(self, is_enough: Callable[[], bool]) -> None:
         """Waits for verdicts until there are enough, however many rollouts wait before them for a worker.
@@ -301,7 +301,7 @@ class Rewards(Actors[RewardActor]):
 
     def _restart(self, index: int, lost: ActorLost) -> None:
         num_unjudged = self.book.end(index, self._log_file(index))
-        logger.warning("%s; starting it again (%d rollouts will be judged again)", lost, num_unjudged)
+        logger.warning("%s; starting it again, with its unjudged rollouts (%d)", lost, num_unjudged)
         ray.kill(self.handles[index])
         self.handles[index] = self._start(index)
         self.news.tell(VERDICTS, time.monotonic() + self.start_s)

@@ -204,7 +204,7 @@ class RolloutCollector:
         self._note_judged(group, index, verdict)
 
     async def _agent_rollout(self, gateway: AgentGateway, group: AskedGroup, index: int, sampling: SamplingParams) -> None:
-        """Has an agent do the row in a session of the gateway, where what it sampled stays until a rank trains on it."""
+        """Runs an agent on the row in a session of the gateway, which keeps what it sampled until a rank trains on it."""
         seed = request_seed(self.seed, group.epoch, group.prompt.prompt_id, index)
         ended = await gateway.run_agent(group.prompt, index, group.epoch, seed, sampling, group.weight_version)
         for engine in ended.engines:
@@ -300,7 +300,7 @@ class RequestBook(Generic[Q, A]):
         return sum(len(self._actors[index].owed) for index in self.lost)
 
     def called(self) -> list[str]:
-        """Names of the actors that have not answered a call. Any thread may ask."""
+        """Names of actors with an unanswered call. Any thread may ask."""
         return [f"{self.kind} {index}" for index, actor in enumerate(self._actors) if actor.calls]
 
     def missing(self) -> str:
@@ -317,13 +317,13 @@ class RequestBook(Generic[Q, A]):
         return await answer
 
     def begin(self, index: int) -> None:
-        """Carries requests to an actor from now on; one that was started again gets all that it owes."""
+        """Starts carrying requests to an actor; after a restart it gets all unanswered ones again."""
         actor = self._actors[index]
         actor.unsent = [request for request, _ in actor.owed.values()]
         actor.task = asyncio.ensure_future(self._serve(index, actor))
 
     def end(self, index: int, log_file: Path) -> int:
-        """Stops carrying to a dead actor, which is to be started again; how many answers it owes. RuntimeError: it dies too often."""
+        """Stops carrying to a dead actor; returns its number of unanswered requests. RuntimeError: it dies too often."""
         actor = self._actors[index]
         if actor.task is not None:
             actor.task.cancel()
@@ -336,7 +336,7 @@ class RequestBook(Generic[Q, A]):
         return len(actor.owed)
 
     def note_answer(self, index: int) -> None:
-        """Notes that an actor has answered somebody else."""
+        """Notes that an actor has answered another call."""
         self._actors[index].num_fruitless = 0
 
     def hold(self, is_held: bool) -> None:
@@ -404,7 +404,7 @@ class ActorWork(Generic[A]):
         self._num_takes = 0
 
     def begin(self, work: Coroutine[None, None, None]) -> None:
-        """Works on something from now on. What it raises, whoever takes answers raises."""
+        """Starts work in the background; `take` raises its errors."""
         task = asyncio.ensure_future(self._run(work))
         self._running.add(task)
         task.add_done_callback(self._end)

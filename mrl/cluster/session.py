@@ -77,7 +77,7 @@ class RolloutSession:
         return {model: groups[model] for model in self.config.trained_models}
 
     def enter(self, phase: Phase, worker: ModelName | None = None) -> None:
-        """Brings all models into a phase in which one works, and colocated engines, which yield their memory. Dedicated ones go on."""
+        """Brings all models, and colocated engines, into the phase in which `model` works. Dedicated engines go on."""
         deadline_s = self.policies.deadline_s
         if self.engines.are_colocated:
             self.engines.enter(phase, deadline_s=deadline_s)
@@ -94,23 +94,23 @@ class RolloutSession:
             models[model].call(PolicyVerbs.enter, phase_of(model), deadline_s=deadline_s)
 
     def make_room(self) -> None:
-        """Has all models but the policy leave the devices, as engines need the memory from here on."""
+        """Moves all models but the policy off the devices, as engines need the memory now."""
         for group in self.models_beside.values():
             group.call(PolicyVerbs.enter, "refit")
 
     def skip_refit(self) -> None:
-        """Goes on to the next rollouts, of dedicated engines, from the weights that they have."""
+        """Lets dedicated engines sample the next rollouts with their present weights."""
         self.enter("refit")
         self.policies.call(PolicyVerbs.enter, "generate")
 
-    def taught(self, sequences: Sequence[TrainSequence], teachers: Sequence[ModelName]) -> list[TrainSequence]:
-        """The sequences of a step with what the teacher of each, by name, says of it. Teachers work one after another."""
+    def with_teacher_outputs(self, sequences: Sequence[TrainSequence], teachers: Sequence[ModelName]) -> list[TrainSequence]:
+        """Adds the teacher outputs of each sequence, by its teacher's name. Teachers work one after another."""
         taught = list(sequences)
         for model in sorted(set(teachers)):
             places = [place for place, teacher in enumerate(teachers) if teacher == model]
             self.enter("teacher", model)
-            said = self.models_beside[model].teach([sequences[place] for place in places], self.config.num_taught_logits)
-            for place, sequence in zip(places, said, strict=True):
+            outputs = self.models_beside[model].teach([sequences[place] for place in places], self.config.num_taught_logits)
+            for place, sequence in zip(places, outputs, strict=True):
                 taught[place] = sequence
         return taught
 

@@ -104,12 +104,12 @@ def read_all(root: int, signs: dict[int, spans.Sign]) -> list[ProcessReading]:
         return signs[found.pid].name if found.pid in signs else found.command if found.command in RAY_PROCESSES else ""
 
     def visit(pid: int, owner: str) -> tuple[float, int]:
-        """Seconds and bytes of a process and its children without names."""
+        """Adds up CPU seconds and bytes of a process and its unnamed children."""
         found = table[pid]
         name = name_of(found)
         spent = [visit(child, name or owner) for child in children.get(pid, [])]
         if pid == os.getpid():
-            # To look costs more than to hang.
+            # Looking takes processor time, which is not work of the driver.
             task = f"task/{threading.get_native_id()}/"
             mine = read_process(pid, task)
             spent.append((-(mine.cpu_s if mine is not None else 0.0), -read_io(pid, task)))
@@ -147,7 +147,7 @@ def read_stacks(folder: Path) -> Stacks:
 
 
 def writes_stacks(pid: int) -> bool:
-    """True when a process handles `STACK_SIGNAL`, which would end any other: one that has got the id of a process that has ended."""
+    """True when a process handles `STACK_SIGNAL`, which would kill a process that does not."""
     try:
         handled = re.search(r"^SigCgt:\s+(\w+)$", Path(f"/proc/{pid}/status").read_text(errors="replace"), re.MULTILINE)
     except OSError:
@@ -203,7 +203,7 @@ class Watchdog:
         self._lookouts = lookouts
 
     def look_after(self, dead_daemons: Callable[[], str]) -> None:
-        """Asks from now on for the daemons of Ray that have died; "" means none."""
+        """Sets the function that names dead daemons of Ray; "" means none."""
         self._dead_daemons = dead_daemons
 
     def stop(self) -> None:
@@ -233,7 +233,7 @@ class Watchdog:
             self._look_at_ray()
 
     def _look_at_ray(self) -> None:
-        """Has the run end, as a signal does, once a daemon of Ray has died: actors live on without the head, and can save."""
+        """Ends the run as a signal does once a daemon of Ray has died: actors live on without the head, and can save."""
         if self._dead_daemons is None or not (dead := self._dead_daemons()):
             return
         self._dead_daemons = None
@@ -269,7 +269,7 @@ class Watchdog:
             self._end(f"{self._asked[1]} asked the run to end {now - self._asked[0]:.0f} s ago, and it hangs: {reason}")
 
     def _never_ends(self, finding: Hang | None) -> bool:
-        """True when the driver is in a wait without a limit. A file system may answer yet, and let it save."""
+        """True when the driver is in a wait without a limit; a wait for a file system may still end, and let it save."""
         is_known = finding is not None and all(reading.state != UNINTERRUPTIBLE for reading, _ in finding.suspects)
         return is_known and not hangs.waits
 

@@ -43,7 +43,7 @@ class ConfigError(ValueError):
 
 
 class NotKnown(Exception):
-    """A rule read a value of the config that is not known."""
+    """A rule needs a value that could not be read or resolved."""
 
     def __init__(self, key: str) -> None:
         self.key = key

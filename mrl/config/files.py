@@ -101,7 +101,7 @@ def read_settings(path: Path, inherited_by: tuple[Path, ...] = ()) -> Settings:
             key = (*name.split("."), *key[1:])
             own[key] = setting
             if key[-1] == REPLACES and not isinstance(setting.value, bool):
-                raise ConfigError([f"{describe(key, setting)}: a mark; set it to true or false"])
+                raise ConfigError([f"{describe(key, setting)}: it marks a section to replace; set it to true or false"])
     own = _rename(own)
     settings: Settings = {}
     for base in [] if defaults is None else defaults if isinstance(defaults, list) else [defaults]:
@@ -117,7 +117,7 @@ def sections_of(settings: Settings) -> set[str]:
 
 
 def overlay(settings: Settings, top: Settings) -> None:
-    """Puts the settings of `top` over `settings`, in place: a section is merged unless it is marked to replace, anything else replaced."""
+    """Merges the settings of `top` into `settings` in place: a section is merged unless it is marked to replace, anything else replaced."""
     replaced = [key[:-1] for key, setting in top.items() if key[-1] == REPLACES and setting.value is True]
     for other in [other for other in settings if any(other[: len(section)] == section for section in replaced)]:
         del settings[other]
@@ -201,7 +201,7 @@ def _parse_value(text: str) -> object:
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, object], dict[Key, int]]:
-    """The content of a file without its interpolations resolved, and the line of each key."""
+    """Reads a YAML file, interpolations unresolved, and the line of each key."""
     try:
         text = read_file(path, MAX_FILE_BYTES).decode()
         check_yaml(text)
@@ -250,7 +250,7 @@ def check_yaml(text: str) -> None:
 
 
 def _rename(flat: Settings) -> Settings:
-    """The settings under their present names, and with references to present names, from the top."""
+    """Renames settings, and the references in them, to their present names."""
     renamed: Settings = {}
     for key, setting in flat.items():
         value, dotted = setting.value, ".".join(key)

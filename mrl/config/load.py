@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML files and overrides in, a typed `RunConfig` out, and a report of the keys that have other names in NeMo RL.
+"""Loads YAML files and overrides as a typed `RunConfig`, and reports keys that have other names in NeMo RL.
 
 OmegaConf reads files and resolves expressions, pydantic validates every value by the type of its field. Rules between keys are in
 `mrl.config.rules.checks`, NeMo RL's words in `mrl.config.dialect.translate`.
@@ -82,7 +82,7 @@ def read_run(
         return None, Migration(), [*problems, *unclear]
     if is_evaluation(settings):
         if not to_evaluate:
-            raise ConfigError([f"{name} says how to evaluate, and nothing of training; run `python -m mrl.evaluate {name}`"])
+            raise ConfigError([f"{name} is a file for evaluations, without training; run `python -m mrl.evaluate {name}`"])
         place_evaluation(settings)
     if to_evaluate:
         settings[("algorithm",)] = Setting("grpo", "python -m mrl.evaluate")
@@ -182,7 +182,7 @@ def choose_algorithm(settings: Settings) -> list[str]:
 
 
 def _sort_out(settings: Settings, problems: list[str]) -> tuple[Settings, Settings, set[str]]:
-    """The settings of known keys, those of unknown keys, and the known keys at which a section and a value are mixed up."""
+    """Splits settings into those of known and of unknown keys, and known keys where a section and a value are mixed up."""
     known: Settings = {}
     unknown: Settings = {}
     misplaced: set[str] = set()
@@ -210,7 +210,7 @@ def _sort_out(settings: Settings, problems: list[str]) -> tuple[Settings, Settin
 
 
 def _place(key: Key, value: object) -> tuple[bool, str, str]:
-    """Tells whether a setting fits into the schema; else returns the key with keys below a value, or with a value in place of a section."""
+    """Checks that a setting fits the schema; else returns the key at which a section and a value are mixed up."""
     section, hint = RunConfig, None
     for depth, name in enumerate(key, start=1):
         if name not in fields_of(section):

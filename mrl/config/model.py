@@ -203,7 +203,7 @@ def with_value(section: Section, key: str, value: object) -> Section:
 
 
 def with_section(config: RunConfig, model: ModelName, section: PolicyConfig | ValueConfig) -> RunConfig:
-    """A copy of the config in which a model has another section."""
+    """A copy of the config with another section for a model."""
     changed, name = copy.copy(config), model.partition(":")[2]
     if isinstance(section, ValueConfig):
         changed.value = section
@@ -429,7 +429,7 @@ def overridden_folder(folder: Path, overrides: Mapping[str, object], *, beside: 
 
 
 class _Reads(dict[str, object]):
-    """A config.json that remembers which of its keys are looked at."""
+    """A config.json that records which of its keys are read."""
 
     def __init__(self, content: Mapping[str, object]) -> None:
         super().__init__(content)

@@ -82,7 +82,7 @@ class SecretsFormatter(logging.Formatter):
         self.secrets = secrets
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, or all lines of a text, each with its prefix."""
+        """Formats a record; every line of its text gets the prefix."""
         text = safe_text(redact_text(super().format(record), self.secrets))
         now = datetime.fromtimestamp(record.created).astimezone()
         if self.style == "json":

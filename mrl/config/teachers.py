@@ -115,7 +115,7 @@ def _read(
         never_shared.append(("hf_config_overrides",))
 
     def is_own(key: Key) -> bool:
-        """Tells whether the teacher does not share the policy's value: it has its own, or has something in place of the section."""
+        """Tells whether the teacher has a value of its own, or something in place of the section."""
         return key[1:2] in never_shared or any(key[: len(other)] == other or other[: len(key)] == key for other in own.settings)
 
     def shared_value(key: Key, setting: Setting) -> Setting:

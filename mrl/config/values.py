@@ -109,7 +109,7 @@ class Tree:
             raise Unresolved(f"{reason}; correct the expression") from error
 
     def written(self, dotted: str) -> object:
-        """The value of a dotted key as it is written; None if there is none."""
+        """The unresolved value of a dotted key; None if there is none."""
         value = self._find(dotted)
         return None if value is _ABSENT else value
 
@@ -211,7 +211,7 @@ class ValueReader:
         return self.section(kind, f"{dotted}.")
 
     def _described(self, dotted: str, value: object) -> str:
-        """The key as it was set, with its origin. An item of a list has the list's origin; a default has none."""
+        """Describes a key as set, with its origin. A list's item has the list's origin; a default has none."""
         setting = self._settings.get(split_key(dotted))
         if setting is None:
             above = self._settings.get(split_key(dotted.partition("[")[0]))

@@ -42,7 +42,7 @@ def json_object(line: bytes) -> Fields:
 
 
 def text_of(fields: Fields, keys: Sequence[str]) -> str:
-    """The text under the first of `keys` that is there, with its white space; it has more than that. Numbers count as text."""
+    """The text under the first of `keys` that is there, with its white space; RowError if blank. Numbers count as text."""
     key = first_key(fields, keys)
     return checked_text(fields[key], key)
 
@@ -89,12 +89,12 @@ def plain_text(value: object, name: str) -> str:
 
 
 def said(role: str, text: str) -> Message:
-    """A message of this role."""
+    """Makes a message of this role."""
     return {"role": role, "content": text}
 
 
 def is_conversation(value: object) -> bool:
-    """Tells a list, or the JSON text of messages, as tables hold conversations, from a text."""
+    """Tells whether a value is a conversation: a list, or the JSON text of messages, as tables store it."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return isinstance(value, list)
     entries = _parsed(value)
@@ -114,7 +114,7 @@ def messages_of(value: object, name: str) -> list[Message]:
 
 
 def message_of(entry: object, name: str) -> Message:
-    """One message of a conversation, as `messages_of` has it."""
+    """Reads one message of a conversation; see `messages_of`."""
     if not isinstance(entry, dict):
         raise RowError(f"{name} must be an object with role and content, not {_kind(entry)}")
     if "role" not in entry and isinstance(entry.get("from"), str):
@@ -169,7 +169,7 @@ def content_text(content: object, name: str) -> str:
 
 
 def _parsed(text: str) -> object:
-    """Content of a text of JSON; the text itself, if it is none."""
+    """Parses a text as JSON; returns the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

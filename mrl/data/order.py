@@ -82,26 +82,26 @@ class LengthHints:
         return total / count if count else 0.0
 
     def longest_first(self, asked: Sequence[tuple[int, Prompt]]) -> list[tuple[int, Prompt]]:
-        """The (epoch, prompt) pairs by expected length of their rollouts, equals by length of the prompt, both falling; else as given."""
+        """Sorts (epoch, prompt) pairs by expected length of their rollouts, then by length of the prompt, longest first."""
         return sorted(asked, key=lambda pair: (-self.expected(pair[1]), -len(pair[1].token_ids)))
 
 
 def num_steps_of(config: RunConfig, num_rows: int) -> int:
-    """Steps that all epochs over so many training rows have. ValueError: they do not fill one."""
+    """Number of steps in all epochs over `num_rows` training rows. ValueError: they do not fill one step."""
     training, algorithm = config.training, config.algorithm
     key = f"{algorithm}.num_prompts_per_step" if config.has_engines else "policy.train_global_batch_size"
     size = config.rollouts.num_prompts_per_step if config.has_engines else config.policy.train_global_batch_size
     num_steps = training.max_num_epochs * num_rows // size
     if num_steps == 0:
         raise ValueError(
-            f"{key}={size}: {training.max_num_epochs} epochs of {num_rows} rows do not fill one step, and the run would train nothing; "
-            f"lower it, raise {algorithm}.max_num_epochs or give more rows"
+            f"{key}={size}: more than all rows ({num_rows} times {algorithm}.max_num_epochs={training.max_num_epochs}), and no step would "
+            "be trained; lower it, raise the latter or give more rows"
         )
     return num_steps
 
 
 def find_few_rows(config: RunConfig) -> list[str]:
-    """Says that the data sets that are here have fewer rows than one step takes. Reads no more rows than that takes."""
+    """Complains if the local data sets have fewer rows than one step takes. Reads no more rows than needed."""
     try:
         size = config.rollouts.num_prompts_per_step if config.has_engines else config.policy.train_global_batch_size
         sets = config.data.train_sets

@@ -157,7 +157,7 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
 
 
 def _with_question(fields: Fields, config: EnvConfig) -> Fields:
-    """The row with an empty question, if it has none and goes to an agent, which makes one of its other fields."""
+    """Adds an empty question to a row without one that goes to an agent: agents build theirs from other fields."""
     request, agent = fields.get(REQUEST), agent_of(fields)
     if agent is None or not isinstance(request, dict) or request.get("input") or not is_agent(route_of(agent, config) or "", config):
         return fields
@@ -172,7 +172,7 @@ def _check_answer(answer: str, fields: Fields, dataset: DatasetConfig) -> None:
     if answer.lower() == "nan":
         raise RowError("the answer is nan, as tables write where none was given; give one, or remove the row")
     if GOLD_MARK in answer:
-        raise RowError(f"of the lines that follow {GOLD_MARK} in the answer none is the only one; give the answer alone as expected_answer")
+        raise RowError(f"{GOLD_MARK} in the answer is followed by no line, or by different ones; give the answer as expected_answer")
 
 
 def sampling_params(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:

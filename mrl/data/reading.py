@@ -83,7 +83,7 @@ class Reader(Generic[Value]):
 
 
 def with_processor(processor: str, parse: Callable[[Fields], Parsed[Value]]) -> Callable[[Fields], Parsed[Value]]:
-    """`parse` of what the user's own processor makes of a row; for one of NeMo RL's names, `parse` itself."""
+    """Wraps `parse` so that the user's processor converts each row first; NeMo RL's names change nothing."""
     if processor in PROCESSORS:
         return parse
     function = find(processor)
@@ -184,7 +184,7 @@ class LeftOut:
 
 @dataclass
 class Names:
-    """The ids of rows that are asked together: `<stem of the file>:<line>`, or those that rows give themselves, with their places."""
+    """Ids of rows used together, with their places: the row's own `id`, else `<stem of the file>:<line>`."""
 
     stems: set[str] = field(default_factory=set)
     places: dict[str, str] = field(default_factory=dict)
@@ -262,7 +262,7 @@ def read_rows(
 def sort_out(
     reader: Reader[Value], names: Names, spool: Spool[Value], read: Callable[[Path, str], Iterable[Record]] | None = None
 ) -> tuple[list[str], array[int], LeftOut]:
-    """Ids and places in `spool` of the rows of a data set that can be used, and the others. `read` gives the rows of a file, or some.
+    """Sorts the rows of a data set into good ones (ids, places in `spool`) and bad ones. `read` yields rows of a file.
 
     A row without an id of its own is called `<file stem>:<line>`; one that takes another row's name is a bad row.
     """
@@ -305,7 +305,7 @@ def hold_out(num_rows: int, size: float, *, seed: int) -> tuple[list[int], list[
     """Indices of the rows that stay, and of those held out: a share below 1, or a number of rows, drawn by `seed`; both in rising order."""
     num_held = int(size) if size >= 1 else math.ceil(size * num_rows)
     if num_held >= num_rows:
-        raise ValueError(f"split_validation_size={size:g} holds out all of the {num_rows} rows of a training set; lower it")
+        raise ValueError(f"split_validation_size={size:g} holds out all rows ({num_rows}) of a training set; lower it")
     order = epoch_order(num_rows, seed=seed, epoch=0)
     return sorted(order[num_held:].tolist()), sorted(order[:num_held].tolist())
 
@@ -333,7 +333,7 @@ def _with_progress(path: Path, setting: str) -> Iterator[Record]:
 
 
 def _by_reason(bad: Sequence[BadRow]) -> Iterator[str]:
-    """A line for each reason, with the places of its first rows; and the number of reasons that are too many to show."""
+    """Groups bad rows by reason: a line each with the first places, and the number of reasons not shown."""
     places: dict[str, list[str]] = {}
     for row in bad:
         places.setdefault(row.reason, []).append(row.place)

@@ -102,7 +102,7 @@ def table_record(row: Fields) -> bytes:
 
 
 class _Budget:
-    """Counts the bytes that a file unpacks to, and refuses more than rows need."""
+    """Limits the bytes that a compressed file may unpack to."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations to text, the one way for all algorithms: in the form that the chat template takes, and with every message in the text.
 
-Templates drop what they do not know without a word: roles, calls of tools, texts beside calls.
+Templates drop what they do not know without a word: roles, calls of tools, texts next to calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MARK = "the-tool-stands-here"
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and the tools that the assistant may call; a template hears nothing of an empty list."""
+    """Messages, and the tools that the assistant may call. An empty list of tools is not passed to the template."""
 
     messages: Sequence[Message]
     tools: Sequence[Fields] = ()
@@ -80,7 +80,7 @@ def write(
 
 
 def _forms(given: Conversation, template: str) -> Iterator[Conversation]:
-    """The conversation in the forms that templates take, the commonest first.
+    """Yields the conversation in each form that templates accept, the commonest first.
 
     Most walk through the arguments of calls as objects, some join them as JSON text; some want a text with calls, if only an empty one;
     many know fewer roles than a row may have, one name for thoughts, and tools and calls only as OpenAI writes them.
@@ -111,7 +111,7 @@ def _with_known_thoughts(messages: Sequence[Message], template: str) -> Sequence
 def _writes_none(
     conversation: Conversation, text: str, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, object] | None
 ) -> bool:
-    """True if the template writes a missing content of a message with calls as Python's None: GLM 4.5's does."""
+    """True if the template writes the missing content of a tool call's message as Python's None, as GLM 4.5's does."""
     if all(message["content"] is not None for message in conversation.messages):
         return False
     blank = Conversation(_blank(conversation.messages), conversation.tools)
@@ -230,5 +230,5 @@ def _shows_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     except (jinja2.TemplateError, TypeError, ValueError, AttributeError):
         return True  # rows that have tools say why
     if not shown:
-        logger.warning("The chat template knows no tools: the model is not told of those that rows have")
+        logger.warning("The chat template ignores tools: the model does not see the tools of the rows")
     return shown

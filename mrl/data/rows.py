@@ -35,7 +35,7 @@ INSTRUCTION_KEY = "instruction"
 """Alpaca's rows have the task here, and what it is about, if anything, under `input`."""
 ANSWER_KEYS = ("expected_answer", "answer", "output", "completion")
 NEEDED = ("context", "passage", "choices", "options", "image", "images", "video", "videos", "audio")
-"""Keys of question answering: a question is seldom one without what stands here."""
+"""Keys of question answering: few questions make sense without their values."""
 GOLD_MARK = "####"
 """GSM8K writes the solution, this mark, and the gold answer."""
 _THOUSANDS = re.compile(r"[-+$€£ ]*\d{1,3}(,\d{3})+(\.\d+)?[^\d,()\[\]{}]*")
@@ -152,7 +152,7 @@ def _parse_pair_format(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
 
 
 def other_kind(fields: Fields, dataset: DatasetConfig, *, reads_pairs: bool, reads_gym: bool) -> str:
-    """Kind of row that the algorithm does not read, as the end of a message; "" if the keys do not tell."""
+    """Describes, to end a message, the other kind of row that these keys suggest; "" if none."""
     is_pair = {dataset.chosen_key, dataset.rejected_key} <= fields.keys() or bool({"overall_preference", "completions"} & fields.keys())
     if is_pair and not reads_pairs:
         return "; it looks like a pair of replies, which algorithm=dpo and algorithm=rm read"

@@ -86,7 +86,7 @@ def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenize
         add_bos=data.add_bos,
         add_eos=data.add_eos,
         add_generation_prompt=data.add_generation_prompt,
-        # Of a pair, it is the answers that are compared.
+        # The answers of a pair are compared, not its prompts.
         only_unmask_final=config.learns_pairs or config.sft.only_unmask_final,
         template_kwargs=template_kwargs or {},
     )
@@ -131,7 +131,7 @@ def answers_of(conversation: Conversation) -> list[int]:
 
 
 def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how: ConversationFormat) -> TokenSequence:
-    """The tokens of a conversation, and which of them the assistant's messages consist of.
+    """The tokens of a conversation, and which of them belong to the assistant's messages.
 
     A message consists of the difference between the chat template's text up to its end and the text before it. A RowError says that there
     is nothing to learn, or that the template cannot render the conversation.

@@ -92,7 +92,7 @@ def _rows_of(batch: pyarrow.RecordBatch | pyarrow.Table) -> Iterator[Fields]:
 
 
 def _parsed(value: object, kind: pyarrow.DataType) -> object:
-    """A value of a type that contains `datasets`' Json feature: objects that Arrow stores as texts."""
+    """Parses a value whose type contains `datasets`' Json feature: Arrow stores such objects as texts."""
     if isinstance(kind, pyarrow.JsonType) and isinstance(value, str):
         return json.loads(value)
     if isinstance(kind, pyarrow.ListType | pyarrow.LargeListType) and isinstance(value, list):

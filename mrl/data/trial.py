@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Of the processor, so that a busy host changes nothing; templates take milliseconds.
+# Processor seconds, so that a busy host changes nothing; templates take milliseconds.
 CPU_S = 5
 MEMORY_BYTES = 2**31
 """Memory on top of this process's own."""
@@ -34,7 +34,7 @@ CONVERSATIONS = ([_USER], [{"role": "system", "content": "Be brief."}, _USER], [
 
 
 class Overrun(Exception):
-    """A trial takes more processor time or memory than it may."""
+    """A trial exceeded its limit of processor time or memory."""
 
 
 def try_template(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, object] | None) -> None:

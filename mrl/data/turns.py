@@ -95,7 +95,7 @@ class TurnFormat:
             tail = text.rpartition(_ANSWER)[2]
             if (lost := lost_part(answers, tail)) is None:
                 if "tool" in roles and not self._has_warned:
-                    logger.warning("The chat template knows no tools: results of tools are written as the user's messages")
+                    logger.warning("The chat template ignores tools: results of tools are written as the user's messages")
                     self._has_warned = True
                 return tail
             reason = reason or f"it leaves {lost} out"

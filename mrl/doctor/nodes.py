@@ -30,7 +30,7 @@ class NodeLook:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Everything that the head knows about one node; `error` says why there is no look."""
+    """Everything that the head knows about one node; `error` says why its own report is missing."""
 
     name: str
     look: NodeLook | None = None

@@ -188,7 +188,7 @@ def probe_host(folders: Mapping[str, Path], *, is_in_cluster: bool, tries_import
 
 
 def find_module(name: str) -> Path | None:
-    """The folder that `import name` would take a package from, without importing it; None if there is none."""
+    """Finds the folder that `import name` would load, without importing it; None if there is none."""
     spec = importlib.util.find_spec(name)
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 

@@ -106,7 +106,7 @@ class RefitOutcome:
 
 
 class Failed(Exception):
-    """A check failed, so later checks would be meaningless. Its outcome is on record."""
+    """A check failed and its outcome is recorded; later checks would be meaningless."""
 
 
 def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[RefitOutcome]:
@@ -171,7 +171,7 @@ def changed_tensors(before: Mapping[int, Sequence[Mapping[Slot, int]]], after: M
     workers = [pair for index, digests in after.items() for pair in zip(before[index], digests, strict=True)]
     kept = sorted({str(slot) for old, new in workers for slot in new if new[slot] == old[slot]})
     if kept:
-        raise RuntimeError(f"tensors of the engines that are as before: {', '.join(kept)}")
+        raise RuntimeError(f"tensors of the engines that did not change: {', '.join(kept)}")
     return f"{sum(len(new) for _, new in workers)} tensors, all changed"
 
 

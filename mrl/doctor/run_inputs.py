@@ -36,7 +36,7 @@ def check_inputs(config: RunConfig) -> list[Finding]:
 
         try:
             data = load_prompts(config) if config.has_engines else load_examples(config)
-            text = f"{len(data.train):,} rows to train on, {len(data.validation):,} held out"
+            text = f"rows to train on: {len(data.train):,}, held out: {len(data.validation):,}"
             findings.append(Finding("data", "ok", text))
         except ValueError as error:
             findings.append(Finding("data", "problem", str(error)))

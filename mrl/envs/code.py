@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 UNCONFINED = "unconfined"
 """Flag of a program that ran where the kernel could not confine it."""
-# What a child may take beyond the time that its function allows a program, before it is the child that hangs.
+# Extra seconds of a child beyond the limit of its program; after them it is the child that hangs.
 GRACE_S = 10.0
 
 # How often a running program's files and threads are counted: between two looks a disk takes a few hundred MB more.
@@ -155,7 +155,7 @@ def run_test(program: str, given: str, expected: str, function: str, seconds: fl
 def _try_test(
     program: str, stdin_text: str, expected: str, right: object, function: str, seconds: float, *, may_escape: bool
 ) -> tuple[str | None, bool]:
-    """Reason why the program fails the test (None if it passes), and whether other processes may have caused it."""
+    """Runs one test; returns why the program fails (None: it passes), and whether other processes may be the cause."""
     share = spawn.share()
     with scratch_folder() as folder:
         (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
@@ -196,7 +196,7 @@ def _compare(data: bytes, most: int, expected: str, right: object, function: str
 def _run(
     folder: Path, function: str, seconds: float, share: spawn.Share, files: Sequence[IO[str] | IO[bytes]], *, may_escape: bool
 ) -> tuple[str | None, bool]:
-    """Reason why the program in `folder` failed (None if it ended with exit code 0), and whether others had taken what it needed."""
+    """Runs the program in `folder`; returns why it failed (None: exit code 0), and whether the host was full."""
     stdin, stdout, stderr, result = files
     started, starting = os.pipe()
     limits = [str(seconds), str(share.num_bytes), str(share.num_tasks)]
@@ -238,7 +238,7 @@ def _run(
 
 
 def _watch(process: subprocess.Popen[bytes], folder: Path, end: float, seconds: float, share: spawn.Share) -> tuple[str | None, bool]:
-    """Waits for the program. Why it must be killed before its end (None if it ended by itself), and whether the host was full meanwhile."""
+    """Waits for the program; returns why it must be killed (None: it ended), and whether the host was full."""
     is_starved = False
     while (left := end - time.monotonic()) > 0:
         with suppress(subprocess.TimeoutExpired):

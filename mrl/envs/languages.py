@@ -45,7 +45,7 @@ SHARED: Mapping[str, tuple[str, ...]] = {
 
 
 def detect(text: str) -> str:
-    """ISO 639-1 code of a text's language, judged by its beginning; empty if it cannot be told."""
+    """ISO 639-1 code of a text's language, judged by its beginning; "" if unclear."""
     text = text[:READ_CHARACTERS]
     scripts = Counter(unicodedata.name(character, "").split(" ")[0].split("-")[0] for character in text if character.isalpha())
     if not scripts:

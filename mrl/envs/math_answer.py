@@ -39,7 +39,7 @@ MEANT = dict.fromkeys(("all real numbers", "all reals", "real numbers"), "R") | 
 UNIT_POWERS = {"2": "2", "square": "2", "squared": "2", "sq": "2", "3": "3", "cubic": "3", "cubed": "3"}
 ARTICLES = frozenset(("a", "an", "the", "on", "in", "at", "it", "is"))
 INDEX = re.compile(r"(?:_(?:\w|\{\w+\}))?")
-# Of a date no difference or quotient is meant.
+# The signs in a date mean no difference or quotient.
 DATE = re.compile(r"\d{4}-\d\d?-\d\d?|\d\d?[/.-]\d\d?[/.-]\d{4}")
 GAP = re.compile(r"(?<!\d) | (?!\d)")
 MATRIX = re.compile(r"begin\{([pbB]?(small)?matrix|array)")
@@ -79,7 +79,7 @@ class Reading:
 
     @property
     def is_word(self) -> bool:
-        """True if it is no mathematics but words."""
+        """True if the text is words and no mathematics."""
         return bool(self.values) and self.values[0].kind == "word"
 
 
@@ -107,7 +107,7 @@ def read(text: str, *, takes_units: bool = False) -> Reading:
 
 
 def _without_parameter(tokens: list[Token]) -> list[Token]:
-    """The tokens without what an integer runs over, which is called k: `n\\pi (n \\in Z)`, `n\\pi` for any integer n."""
+    """Removes the range of an integer parameter, which is called k: `n\\pi (n \\in Z)`, `n\\pi` for any integer n."""
     for at, (letter, sign, *others) in enumerate(zip(tokens, tokens[1:], [*tokens[2:], Token("sign", "")], strict=False)):
         runs_over = sign.text == "in" and others[0].text in ("Z", "N") and all(token.text == ")" for token in tokens[at + 3 :])
         if letter.kind == "letter" and runs_over or letter.text in ("integer", "integers") and at == len(tokens) - 2:
@@ -119,7 +119,7 @@ def _without_parameter(tokens: list[Token]) -> list[Token]:
 
 
 def split(tokens: Sequence[Token], texts: Iterable[str]) -> list[list[Token]]:
-    """The tokens between separators that stand outside of brackets."""
+    """Splits tokens at separators outside of brackets."""
     parts: list[list[Token]] = [[]]
     depth = 0
     for token in tokens:
@@ -223,7 +223,7 @@ def _equation(sides: list[list[Token]], signs: list[str], reading: Reading) -> l
 
 
 def _contradicts(left: Sum | None, tokens: Sequence[Token], value: Value, reading: Reading) -> bool:
-    """True if an equation says of two different numbers that they are the same; decimals may be rounded."""
+    """True if an equation equates two different numbers; decimals may be rounded."""
     mine, right = None if left is None else rational(left), rational(value.sum) if value.kind == "sum" else None
     if mine is None or right is None or mine == right or (reading.is_percent and 100 * mine == right):
         return False

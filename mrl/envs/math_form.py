@@ -62,7 +62,7 @@ class Expression:
         return found
 
     def need(self, text: str) -> None:
-        """Takes this token."""
+        """Takes this token; Unreadable if the next one is another."""
         if not self.take(text):
             self._refuse()
 
@@ -70,7 +70,7 @@ class Expression:
         raise Unreadable(f"{self.tokens[min(self.at, len(self.tokens) - 1)].text!r} is not expected")
 
     def leave(self, kind: str, *, is_left: bool) -> None:
-        """Notes work that is left."""
+        """Notes arithmetic that the answer leaves to do."""
         if is_left:
             self.left.add(kind)
 
@@ -153,7 +153,7 @@ class Expression:
         return token.kind == "letter" or token.text in ("(", "{") or (token.kind == "command" and token.text in _BASES)
 
     def without_expanding(self, read: Callable[[], Sum]) -> Sum:
-        """Reads what is divided by, where a sum in parentheses needs no expansion."""
+        """Reads a divisor, in which a sum in parentheses needs no expansion."""
         before = self.left & {"expand"}
         value = read()
         self.left -= {"expand"} - before
@@ -224,7 +224,7 @@ class Expression:
         return term(powers, coefficient)
 
     def factor(self) -> Sum:
-        """A base with what stands behind it: powers, factorials, degrees."""
+        """A base with its powers, factorials and degrees."""
         if self.take("+"):
             return self.factor()
         if self.take("-"):

@@ -16,7 +16,7 @@ TEMPERATURES = ({"degree", "Celsius"}, {"degree", "Fahrenheit"})
 CHOICE = re.compile(r"\(?([A-Z])\)?[.:]?")
 CHOSEN = re.compile(r"(?i:choice|option|answer)?\(?([A-Z])(?:\)?$|\)[.:]?|[.:])")
 LETTER = re.compile(r"(?<![A-Za-z])[A-Z](?![A-Za-z])")
-# Of decimals that stand for other numbers, as 0.333333; math-verify rounds to six places.
+# Places of decimals that are rounded, as 0.333333 for 1/3; math-verify rounds to six.
 PLACES, DECIMAL_TOLERANCE, RELATIVE_TOLERANCE = 6, 5.1e-7, 1e-5
 EXACT_TOLERANCE = 1e-12
 
@@ -96,13 +96,13 @@ def _candidates(answer: Reading, expected: Reading) -> list[Value]:
 
 
 def _same(mine: Value, theirs: Value) -> bool:
-    """True if two values say the same; brackets may be missing, and what is in no order may be in any."""
+    """True if two values are equal; brackets may be missing, and unordered parts may be in any order."""
     mine, theirs = _unwrapped(mine), _unwrapped(theirs)
     return mine == theirs or _is_written_as(mine, theirs) or _is_loosely(mine, theirs) or _is_loosely(theirs, mine)
 
 
 def _is_written_as(mine: Value, theirs: Value) -> bool:
-    """True if an answer is another way to write the expected value, which may not be written like the answer."""
+    """True if the answer is an accepted other notation of the expected value (not the other way round)."""
     match theirs, mine:
         case Value("seq", (Value("sum", sum=above), Value("sum", sum=below)), ":"), Value("sum", sum=quotient):
             divisor = rational(below) or 10

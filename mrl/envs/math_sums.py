@@ -62,7 +62,7 @@ def scaled(value: Sum, factor: Fraction | int) -> Sum:
 
 
 def order(value: object) -> str:
-    """A text by which equal values stand at the same place; sets have no order of their own."""
+    """Sort key that is equal for equal values; sets have no order of their own."""
     if isinstance(value, frozenset):
         return f"{{{','.join(sorted(map(order, value)))}}}"
     return f"({','.join(map(order, value))})" if isinstance(value, tuple) else str(value)

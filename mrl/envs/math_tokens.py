@@ -100,7 +100,7 @@ class Token(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its text, if it is no word."""
+        """The token's text; "" for a word."""
         return "" if self.kind == "word" else self.text
 
 

@@ -150,7 +150,7 @@ def score(text: str, expected: str, *, is_strict: bool = False) -> tuple[float, 
 
 
 def score_value(text: str, expected: str, size: Size) -> tuple[float, str]:
-    """The verdict of math-verify, but for words, bases of numbers, and small numbers."""
+    """The verdict of math-verify, corrected for words, number bases and small numbers."""
     gold, num_digits = _parse_expected(expected)
     values = find_answer(text, size, expected)
     if not values:

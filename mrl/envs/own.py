@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions of the user's own, called the way they are written. Runs in `mrl.envs.child`."""
+"""The user's own reward functions, called by their parameters' names. Runs in `mrl.envs.child`."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ MAX_REMEMBERED = 20_000
 # Longer rollouts hardly repeat, and would fill the memory.
 MAX_REMEMBERED_CHARACTERS = 1_000
 LONG_CHARACTERS = 20_000
-# The machine did not keep a child from its work if the child computed for this share of its deadline.
+# A child that computed for this share of its deadline was not held up by the machine.
 GUILTY_CPU_SHARE = 0.5
 MAX_EXTRACTED_CHARACTERS = 1_000
 
@@ -242,7 +242,7 @@ class RewardPool:
         return job
 
     async def _work(self, place: int) -> None:
-        """Judges one job after another with the child at this place. When children do not start any more, nobody gets a verdict."""
+        """Judges one job after another with one child. If children no longer start, every job gets the error."""
         lane = f"{self.environment.name} worker {place}"
         try:
             while True:
@@ -277,7 +277,7 @@ class RewardPool:
         return job
 
     def _wake(self) -> None:
-        """Has idle children look for work, as many as there is work for."""
+        """Wakes as many idle children as there are jobs."""
         woken, self._idle = self._idle[: len(self._queue)], self._idle[len(self._queue) :]
         for idle in woken:
             if not idle.done():
@@ -346,7 +346,7 @@ class RewardPool:
 
 
 async def _within(seconds: float, work: Coroutine[None, None, T]) -> T:
-    """The result of `work`, even one that came in time while other work kept this process from reading it.
+    """Waits for `work` up to a limit; a result that came in time counts even if this process reads it late.
 
     Else a TimeoutError. `asyncio.timeout` drops such a result, and so would blame a text that was judged in time.
     """
@@ -364,12 +364,12 @@ async def _within(seconds: float, work: Coroutine[None, None, T]) -> T:
 
 
 def goes_last(task: Task) -> bool:
-    """True if the text is long: what makes a grader slow is long, or odd, and odd ones are refused before they are parsed."""
+    """True if the text is long: long texts make graders slow, and odd ones are refused before parsing."""
     return len(task.text) > LONG_CHARACTERS
 
 
 def _verdict(environment: Environment, task: Task, answer: dict[str, object]) -> Verdict:
-    """The verdict of a child's answer; a child that a text has taken over sends whatever it likes."""
+    """Reads a verdict from a child's answer, which may be anything if a text has taken the child over."""
     if "error" in answer:
         reason, culprit = str(answer["error"]), answer.get("culprit")
         if culprit == "text" and environment.blames_text:
@@ -446,7 +446,7 @@ class Scorer:
         await asyncio.gather(*map(self._environment, names))
 
     async def judge(self, request_id: str, env_name: str, task: Task) -> Verdict:
-        """The verdict on a rollout. What its environment raises says that this does not start, or not any more."""
+        """Judges a rollout. Raises if its environment cannot be started, or not again."""
         queued_at = time.monotonic()
         self._note_unjudged(1)
         environment = self.environments.get(env_name) or await self._environment(env_name)

@@ -19,7 +19,7 @@ RETRY_S = 0.02
 
 
 def start(popen: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """`popen()`, again and again while the user's or the container's limit of processes is reached, for MAX_WAIT_S.
+    """Calls `popen()`, again while the user's or the container's process limit is reached, up to MAX_WAIT_S.
 
     The threads of one hostile program may fill that limit until the program is killed, and cost no other program its verdict.
     A BlockingIOError says that the limit stays reached.

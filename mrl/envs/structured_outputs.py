@@ -147,7 +147,7 @@ def _xml(text: str, schema: object) -> object:
 
 
 def _of_schema(data: object, schema: object) -> object:
-    """Texts of XML with the types of the schema; where that has a list, the one element of an object is it."""
+    """Gives texts of XML the types of the schema; a single element becomes a list where the schema has one."""
     kind = schema.get("type") if isinstance(schema, dict) else None
     if not isinstance(schema, dict) or kind is None:
         return data

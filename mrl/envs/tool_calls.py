@@ -31,7 +31,7 @@ Types = Mapping[str, Mapping[str, object]]
 
 
 def declared_tools(fields: Mapping[str, object]) -> list[object]:
-    """The tools of a row, which has them among its other fields, or in the request of NeMo Gym's form."""
+    """The tools of a row, from its own fields or its NeMo Gym request."""
     request = fields.get("responses_create_params")
     tools = fields.get("tools") or (request.get("tools") if isinstance(request, dict) else None)
     return tools if isinstance(tools, list) else []
@@ -80,7 +80,7 @@ def _call(block: str, types: Types) -> ToolCall:
 
 
 def _json_calls(entries: Sequence[object], keys: Sequence[str] = ("arguments",)) -> list[ToolCall]:
-    """Calls that are objects with a name and arguments. As in vLLM, one that is neither undoes all."""
+    """Reads calls that are objects with a name and arguments. As in vLLM, one malformed call discards all."""
     calls = []
     for entry in entries:
         key = next((key for key in keys if isinstance(entry, dict) and key in entry), None)
@@ -101,7 +101,7 @@ def _hermes(text: str, types: Types) -> list[ToolCall]:
 
 
 def _nemotron_json(text: str, types: Types) -> list[ToolCall]:
-    """The first list of calls; an object in it that is no call is passed over."""
+    """Reads the first list of calls; skips objects in it that are no calls."""
     block, mark, _ = text.partition("<TOOLCALL>")[2].partition("</TOOLCALL>")
     if not mark:
         return []
@@ -112,7 +112,7 @@ def _nemotron_json(text: str, types: Types) -> list[ToolCall]:
 
 
 def _llama_json(text: str, types: Types) -> list[ToolCall]:
-    """Objects with a name, wherever they stand in the text; another brace undoes all."""
+    """Reads objects with a name anywhere in the text; any other brace discards all."""
     entries, position = list[object](), text.find("{")
     while position >= 0:
         try:
@@ -126,7 +126,7 @@ def _llama_json(text: str, types: Types) -> list[ToolCall]:
 
 
 def _mistral(text: str, types: Types) -> list[ToolCall]:
-    """A list of objects behind the mark (until v7), or a name and an object behind each (since v11)."""
+    """Reads a list of objects after the mark (until v7), or a name and an object after each mark (since v11)."""
     calls = []
     for part in map(str.strip, text.split("[TOOL_CALLS]")[1:]):
         if part.startswith(("[", "{")):

@@ -38,7 +38,7 @@ def num_workers(name: str, config: RunConfig, *, num_cores: int) -> int:
 def describe_workers(config: RunConfig, *, num_cores: int) -> str:
     """Workers of each environment on a node with these cores; says so if the config asks for more of them than it has cores."""
     workers = {name: num_workers(name, config, num_cores=num_cores) for name in environments_of(config)}
-    text = f"an actor a node; workers on a node of {num_cores} cores: {', '.join(f'{name} {given}' for name, given in workers.items())}"
+    text = f"one actor; workers on {num_cores} core{'s' * (num_cores != 1)}: {', '.join(f'{name} {num}' for name, num in workers.items())}"
     for name, given in workers.items():
         asked = _asked(name, config)
         if asked is not None and asked > given:

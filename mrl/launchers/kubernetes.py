@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as a Kubernetes Indexed Job: one pod a node, each with all GPUs of its node, the head found by a headless service."""
+"""A run as a Kubernetes Indexed Job: one pod per node, each with all GPUs of its node, the head found by a headless service."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Critic:
     session: RolloutSession
 
     def judge(self, batches: Sequence[Batch]) -> JudgedStep:
-        """Has the critic compute the values of all tokens of a step."""
+        """Makes the critic compute the values of all tokens of a step."""
         group = self.session.models_beside["critic"]
         own = make_batches(list(chain.from_iterable(batch.sequences for batch in batches)), self.config.of_model("critic"))
         self.session.enter("value")
@@ -46,7 +46,7 @@ class Critic:
         return JudgedStep(own, group.call_on_tokens("compute_values", own))
 
     def learn(self, judged: JudgedStep, batches: Sequence[Batch]) -> dict[str, float]:
-        """Has the policy compute advantages, and the critic learn the returns that come of them."""
+        """Makes the policy compute advantages, and the critic learn the resulting returns."""
         group = self.session.models_beside["critic"]
         returns = self.session.policies.call_on_tokens("compute_advantages", batches, judged.values)
         self.session.enter("train_value")

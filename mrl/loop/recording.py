@@ -36,7 +36,7 @@ PULL_S = 600.0
 
 @dataclass(frozen=True)
 class RecordedSequence:
-    """A sequence as the driver hands it out, and what the rank that answers for it has of it."""
+    """A sequence as the driver sends it, and the tensors that its rank computed."""
 
     info: RolloutInfo
     rollout: Rollout
@@ -66,7 +66,7 @@ class RecordedStep:
 
 
 def layout_of(config: RunConfig) -> str:
-    """The keys that decide the order in which a step adds up."""
+    """The keys that decide in which order a step sums floats."""
     policy = config.policy
     parts = (policy.megatron_cfg, policy.sequence_packing, policy.dynamic_batching)
     sizes = (config.num_policy_ranks, policy.train_micro_batch_size, policy.logprob_batch_size)
@@ -95,7 +95,7 @@ def record_step(
     pad_token_id: int,
     problem: str = "",
 ) -> RecordedStep:
-    """Fetches a step's sequences and what the ranks have of them, before these let them go."""
+    """Fetches a step's sequences, and the ranks' tensors of them before the ranks free those."""
     from mrl.cluster.payload import pull, pull_teacher
 
     tensors, recorded = tensors_of(session), []
@@ -113,7 +113,7 @@ def record_step(
 
 
 def write_step(folder: Path, record: RecordedStep, *, keeps: int) -> Path | None:
-    """Writes a record below the run folder, and removes those that are `keeps` steps older; None: there is no room, which is said.
+    """Writes a record below the run folder and removes those `keeps` steps older; None, with a warning, if the disk is full.
 
     Of steps that are not finite there are at most `MAX_NOT_FINITE`.
     """

@@ -81,7 +81,7 @@ class RolloutSupplier:
         """The judged groups of the step after `state`."""
         supplied = self.queue.take(state, step.clock)
         if supplied is None:
-            logger.info("All prompts of %d epochs are consumed", self.config.rollouts.max_num_epochs)
+            logger.info("All prompts are consumed (grpo.max_num_epochs=%d)", self.config.rollouts.max_num_epochs)
             raise Stopped
         step.groups, step.trained, step.dropped = supplied.groups, supplied.trained, supplied.dropped
         restarts = self.session.engines.book.num_restarts
@@ -110,7 +110,7 @@ class RolloutSupplier:
         return {name for name in names if self.config.compares_rollouts and is_agent(name, self.config.env)}
 
     def pack(self, sequences: Sequence[TrainSequence], step: Step) -> list[Batch]:
-        """Sequences of the step, with what their teachers say of them, in packed batches. Stopped: too many steps have no signal."""
+        """Packs the sequences of a step, with teacher outputs, into batches. Stopped: too many steps have no signal."""
         config = self.config
         if not step.batches and config.algorithm != "distillation" and (config.compares_rollouts or config.has_critic):
             if problem := self.watch.note(step.number, step.groups, sequences):
@@ -120,7 +120,7 @@ class RolloutSupplier:
             if missing := [sequence.rollout.request_id for sequence in sequences if sequence.rollout.key not in teachers]:
                 raise ValueError(f"rollout {missing[0]} is of none of the step's groups, of which alone the teachers are known")
             with step.clock.phase("teacher"):
-                sequences = self.session.taught(sequences, [teachers[sequence.rollout.key] for sequence in sequences])
+                sequences = self.session.with_teacher_outputs(sequences, [teachers[sequence.rollout.key] for sequence in sequences])
         return make_batches(sequences, config)
 
     def refit(self, state: RunState) -> dict[str, float]:
@@ -165,7 +165,7 @@ class NoSignal(ValueError):
 
 @dataclass(frozen=True)
 class QueuePlan:
-    """The numbers in which runs differ."""
+    """Numbers of a run that size its rollout queue."""
 
     num_prompts: int
     """Groups of a step."""
@@ -302,7 +302,7 @@ class RolloutQueue:
             }
         # Where generation goes on meanwhile, all the time since the last step counts, else that of the phase.
         before, self._taken_at = self._taken_at, time.monotonic()
-        # Where an earlier attempt has sampled all of them, that is no time.
+        # 0 where an earlier attempt has sampled all of them.
         seconds = max(1e-9, self._taken_at - before if plan.lag > 0 else clock.seconds("generation"))
         busy_s = self._source.take_busy_s()
         if plan.lag > 0 and num_batches > 0:
@@ -328,7 +328,7 @@ class RolloutQueue:
         return self._judge(groups, clock)
 
     def pause(self) -> dict[str, float]:
-        """Call it before the engines get new weights: waits for the rollouts under way, if the plan wants that."""
+        """Waits for the rollouts under way, if the plan wants that. Call it before the engines get new weights."""
         if not self.plan.waits_for_refit:
             return {}
         start = time.monotonic()
@@ -336,7 +336,7 @@ class RolloutQueue:
         return {"refit/drain_seconds": time.monotonic() - start}
 
     def go_on(self, state: RunState) -> None:
-        """Call it after the engines got new weights: asks for prompts of later steps."""
+        """Asks for prompts of later steps. Call it after the engines got new weights."""
         if self.plan.lag > 0 and state.step < self._last_step:
             self._fill(state.step + 1, state.weight_version)
 

@@ -63,7 +63,7 @@ class Step:
         return [sequence for batch in self.batches for sequence in batch.sequences]
 
     def note_update(self, batches: Sequence[Batch], metrics: Mapping[str, float], tokens: TokenSamples) -> None:
-        """Adds what an update of the policy has learned from, and found."""
+        """Adds the batch and the metrics of an update of the policy."""
         self.batches += batches
         self.metrics |= metrics
         self.tokens = {**self.tokens, **tokens}

@@ -55,7 +55,7 @@ class CheckpointSaver:
         self._saved_step = 0
 
     def load(self, checkpoint: Checkpoint | None, *, last_step: int) -> RunState:
-        """Has the policy load `checkpoint`, or the newest whole one before it; the state of the run then, at step 0 if there was none.
+        """Loads `checkpoint`, or the newest whole one before it, into the policy; returns the run's state, of step 0 without one.
 
         The driver has compared sizes. Here every rank compares the content of a share of the shards, before any rank loads one, and before
         ledger and metrics are taken back to the step of the checkpoint.
@@ -139,7 +139,7 @@ class CheckpointSaver:
         return [(model, group.call_behind(verb, *arguments, **limits)) for model, group in self._session.trained_models.items()]
 
     def _publish(self, pending: Checkpoint) -> None:
-        """Has the ranks finish what they write, and publishes the whole. OSError: it cannot be written."""
+        """Waits until all ranks have written, and publishes the checkpoint. OSError: it cannot be written."""
         files: dict[str, FileRecord] = {}
         hidden_s, problems = 0.0, list[str]()
         for model, parts in self._ask(PolicyVerbs.finish_save, self._deadline_s):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps whose rewards teach nothing: it is said when they come, and a key ends the run after some in a row."""
+"""Warns of steps whose rewards teach nothing; a key ends the run after a number of them in a row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SignalWatch:
         self._num_steps = 0
 
     def note(self, step: int, groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence]) -> str | None:
-        """Says that a step has no signal; why the run has to end, if so many steps in a row had none."""
+        """Warns if a step has no signal; returns why the run must end if too many in a row had none."""
         counted = [sequence for sequence in sequences if sequence.is_valid]
         rewards = {sequence.reward for sequence in counted}
         if len(rewards) > 1 or any(sequence.fixed_advantages for sequence in counted):

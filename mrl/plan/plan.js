@@ -52,7 +52,7 @@ function layouts(plan) {
   return h("section", {}, h("h2", {}, plan.layouts.length ? "Layouts that fit, fastest first" : "No layout fits"),
     sortable(table([...names, "GiB", "low s", "high s", "overrides"], plan.layouts.map((one) => [
       ...names.map((name) => one.values[name] ?? "none"), (one.memory / GIB).toFixed(1), one.seconds.low.toFixed(1), one.seconds.high.toFixed(1),
-      h("details", {}, h("summary", {}, `${one.overrides.length} keys`), one.overrides.join(" "))]))),
+      h("details", {}, h("summary", {}, `${one.overrides.length} key${one.overrides.length === 1 ? "" : "s"}`), one.overrides.join(" "))]))),
     h("h2", {}, "Others"), sortable(table(["layouts", "not, because"], Object.entries(plan.refused).map(([reason, number]) => [number, reason]))));
 }
 

@@ -196,7 +196,7 @@ def _engine_lines(plan: Plan, engine: EngineMemory) -> list[str]:
 
 
 def describe_candidates(title: str, candidates: list[Candidate]) -> list[str]:
-    """Layouts, one a line."""
+    """Lists layouts, one per line."""
     lines = [title]
     for found in candidates:
         sizes = " ".join(f"{name}={value}" for name, value in found.values.items() if value is not None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes of a rank for other models than the policy: a teacher's scores of tokens, a critic's values, and the returns that it learns.
+"""Passes for models other than the policy: a teacher's scores of tokens, a critic's values, and the returns that it learns.
 
 Collective over all ranks. Each function takes the rank of one model, and makes that current.
 """

@@ -273,7 +273,7 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
         state.scheduler.num_steps = common["opt_param_scheduler"]["num_steps"]
         state.scheduler.step(0)
     elif not is_start:
-        logger.warning("%s does not say where the learning rate's schedule was: it begins anew", source.folder)
+        logger.warning("%s has no state of the learning rate's schedule, which starts from its beginning", source.folder)
     if has_optimizer and common["parallel"] == _parallel_sizes():
         rng = _rng_state()
         checkpoint_entries.read_tensors(source, rng.values())

@@ -86,7 +86,7 @@ def read_optimizer_state(source: TorchDistFolder, optimizers: list[DistributedOp
     wanted = [part for *_, by_kind in shards for parts in by_kind.values() for part in parts]
     if missing := sorted({part.key.removeprefix(f"{_PREFIX}param.") for part in wanted if part.key not in source.keys}):
         raise ValueError(
-            f"{source.folder} has no optimizer state of {missing[0]} (and of {len(missing) - 1} others), which was not trained when this "
+            f"{source.folder} has no optimizer state of {missing[0]} (tensors without: {len(missing)}), which was not trained when this "
             "was saved; leave it as it is (policy.megatron_cfg.freeze_config, freeze_moe_router, mtp_num_layers), or start a run from what "
             "`python -m mrl.convert mcore-to-hf` makes of it"
         )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _NO_SETTINGS = ("params", "step")
-# What no setting of a run changes in a group of parameters.
+# Entries of a parameter group that no setting of a run changes.
 _OF_GROUP = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 CLIP_EPSILON = 1e-6
 """Constant that Megatron adds to a norm by which it divides."""

@@ -71,7 +71,7 @@ class PolicyRank:
         """Builds process groups, model, DDP, arena and optimizer, in this order: the optimizer keeps views into the arena.
 
         Weights are random until `load_hf`, `load_mcore` or `load_checkpoint`. `timeout_s` bounds every wait for another rank. A model
-        beside the policy has no arena, because no engine maps it, and a teacher nothing to train with.
+        other than the policy has no arena, because no engine maps it, and a teacher nothing to train with.
         """
         vocab_size = vocab_size_of(config, model)
         self._config = config = config.of_model(model)
@@ -138,7 +138,7 @@ class PolicyRank:
 
     @property
     def phase(self) -> Phase | None:
-        """The phase that it has entered last. Not collective."""
+        """The current phase. Not collective."""
         return self._phase
 
     def device_name(self) -> str:

@@ -169,7 +169,7 @@ class CopyCheck:
             if len(ranks_by_sum) > 1:
                 errors.append(f"{copies[0][0]} ({name} {box}): ranks {' / '.join(map(str, ranks_by_sum.values()))}")
         if errors:
-            raise RuntimeError(f"copies of {len(errors)} weights differ between ranks: {'; '.join(errors[:10])}")
+            raise RuntimeError(f"copies of weights differ between ranks ({len(errors)}): {'; '.join(errors[:10])}")
         spans.add("compare copies", start, weights=len(self._shared), copies=sum(map(len, self._shared.values())))
 
 

@@ -89,7 +89,7 @@ def prepare_nano3(sources: Sequence[Path], out: Path, *, num_validation: int) ->
     num_train = survey.num_rows - num_validation
     for name, first, stop in ((TRAIN_FILE, 0, num_train), (VALIDATION_FILE, num_train, survey.num_rows)):
         write_rows(blend, problems, out / name, first, stop)
-    logger.info("%d rows to train on, %d for validation", num_train, num_validation)
+    logger.info("Rows to train on: %d, for validation: %d", num_train, num_validation)
     for agent, count in survey.agents.most_common():
         environment = route_of(agent, EnvConfig()) or "no environment (data.drop_rows_without_environment leaves them out)"
         logger.info("  %6d rows (%4.1f %%) of %s: %s", count, 100 * count / survey.num_rows, agent or "no agent", environment)
@@ -125,7 +125,7 @@ def read_problems(name: str, wanted: set[int], files: Sequence[Path]) -> dict[in
     origin = ORIGINS[name]
     if not files:
         raise ValueError(
-            f"{len(wanted)} rows of the blend are placeholders of {origin.hub_id}, and no --source has its files; "
+            f"the blend has placeholders of {origin.hub_id} ({len(wanted)}), and no --source has its files; "
             f"download it (hf download {origin.hub_id} --repo-type dataset --local-dir DIR) and add --source DIR"
         )
     problems: dict[int, Problem] = {}
@@ -148,7 +148,7 @@ def read_problems(name: str, wanted: set[int], files: Sequence[Path]) -> dict[in
             num_rows += 1
     if missing := sorted(wanted - problems.keys()):
         raise ValueError(
-            f"{origin.hub_id} in {files[0].parent} has {num_rows} rows; the blend asks for row {missing[-1]}: download it again"
+            f"{origin.hub_id} in {files[0].parent} ends at row {num_rows - 1}; the blend asks for row {missing[-1]}: download it again"
         )
     return problems
 

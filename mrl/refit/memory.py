@@ -179,7 +179,7 @@ class MappedMemory:
         return f"memory {self.handle.name!r} of process {self.handle.pid}"
 
     def check(self) -> None:
-        """Returns if the owner lives and the handle is of its current epoch."""
+        """Raises RefitError unless the owner lives and the handle is of its current epoch."""
         magic, epoch, start_time, num_bytes = _HEADER.unpack_from(self._map, 0)
         if magic != _MAGIC or num_bytes != self.handle.mapped_bytes - _HEADER_BYTES:
             raise RefitError(f"{self} is not shared memory of ours")

@@ -215,7 +215,7 @@ def _addresses(tensors: Mapping[Slot, Tensor]) -> dict[Slot, int]:
 
 
 def check_devices(tensors: Mapping[Slot, Tensor], device: torch.device, *, gpu: int) -> None:
-    """Returns if all live tensors are on `device`, where the memory of their GPU is."""
+    """Raises RefitError unless all live tensors are on `device`, where the memory of their GPU is."""
     for slot, tensor in tensors.items():
         if tensor.device != device:
             raise RefitError(
@@ -225,7 +225,7 @@ def check_devices(tensors: Mapping[Slot, Tensor], device: torch.device, *, gpu: 
 
 
 def check_coverage(tensors: Mapping[Slot, Tensor], pulls: Sequence[Pull], padding: Mapping[Slot, Sequence[Box]]) -> None:
-    """Returns if pulls and padding together write every element of every live tensor exactly once.
+    """Raises unless pulls and padding together write every element of every live tensor exactly once.
 
     The schedule was proven against tables; this proves it against the live model.
     """

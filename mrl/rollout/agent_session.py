@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One agent's session: what it asks becomes what an engine is asked, and every answer is kept token by token. Needs neither vLLM nor HTTP.
+"""One agent's session: turns its requests into an engine's and keeps every answer token by token. Needs no vLLM, no HTTP.
 
 A session takes any request of OpenAI's protocol. What would change the distribution that tokens are drawn from, which the trainer compares
 with, is replaced by the run's own value, and counted.
@@ -42,7 +42,7 @@ OWN = (
 )  # fmt: skip
 """Fields that are for the gateway, or for nobody. All others are left out, and counted, unless they ask for what the run does."""
 CONTEXT = ("tools", "documents", "chat_template_kwargs", "reasoning_effort")
-"""Parts that a chat template writes beside the messages: where they differ, a conversation does not go on from the same tokens."""
+"""Parts that a chat template writes besides the messages: where they differ, a conversation does not go on from the same tokens."""
 MAX_TEXT_CHARACTERS = 20_000
 """Limit of a session's texts that are kept for readers."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs agents: each does one row in a session of the gateway's, says its reward, and leaves training sequences.
+"""Runs agents: each handles a row in a session of the gateway, gives a reward, and leaves training sequences.
 
 An agent is a URL. `POST {row, base_url, api_key, model, deadline_s}`; it answers `{reward, components, mask, metrics}`, or `{error}`. A
 user's function has a URL too, that of processes of ours. An agent or server that dies under way is another attempt, in a new session.
@@ -78,7 +78,7 @@ class AgentTask:
         )
 
     def empty_rollout(self) -> Rollout:
-        """The place of a rollout in which nothing was sampled: the prompt with one token, which is masked."""
+        """Stands in for a rollout in which nothing was sampled: the prompt and one masked token."""
         prompt_ids = self.prompt.token_ids
         nothing, no_routes = np.zeros(1, dtype=np.float32), np.zeros((0, 0, 0), dtype=np.uint8)
         token_ids = np.array(prompt_ids[-1:], dtype=np.int32)
@@ -104,7 +104,7 @@ class FunctionAgent:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        # Ours for good: what comes between two processes waits for the next one.
+        # Stays open in this process: requests that come between two children wait for the next one.
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self._key = secrets.token_urlsafe(32)
         self._remote = RemoteAgent(f"http://127.0.0.1:{self._listener.getsockname()[1]}/", api_key=self._key)
@@ -166,7 +166,7 @@ class FunctionAgent:
         self._broken.set_exception(RuntimeError(f"env.own.agents: the process of {self.path} died {times}; see gateway.log"))
 
     async def _look_for_life(self) -> None:
-        """Notes that the process answers; nothing of one that ends before, which `_keep_alive` sees."""
+        """Notes when the process answers; if it ends first, `_keep_alive` notices."""
         with suppress(aiohttp.ClientError):
             async with (
                 aiohttp.ClientSession(trust_env=False, timeout=aiohttp.ClientTimeout(total=None)) as client,
@@ -205,7 +205,7 @@ class AgentRunner:
         self._url, self._timeout_s, self._masks_flagged = url, timeout_s, masks_flagged
 
     async def run(self, task: AgentTask) -> Ran:
-        """One rollout, as often as it takes."""
+        """Runs one rollout, with new attempts if the agent is lost."""
         end, reason = time.monotonic() + self._timeout_s, ""
         for attempt in range(MAX_ATTEMPTS):
             session = self.gateway.open_session(sampling=task.sampling, seed=task.seed)

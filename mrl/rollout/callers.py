@@ -59,7 +59,7 @@ class Callers:
     def ask(self, question: Question) -> None:
         """Queues a question. ValueError: it wants more answers than there are slots, and would block all others for ever."""
         if question.params.n > self._num_slots:
-            raise ValueError(f"n={question.params.n}: there are {self._num_slots} slots")
+            raise ValueError(f"n={question.params.n} is more than the {self._num_slots} slots of http_server_share; ask for fewer")
         self._coming.put(question)
 
     def withdraw(self, question_id: str) -> None:
@@ -95,11 +95,11 @@ class Callers:
         return taken, withdrawn
 
     def note(self, question: Question, vllm_id: str, *, weight_version: int, num_refits: int) -> None:
-        """Records that the engine has taken a question in, by an id of vLLM's, at this version and after so many refits."""
+        """Records that the engine has accepted a question: vLLM's id of it, weight version, and number of refits."""
         self._asked[question.question_id] = (question, vllm_id, weight_version, num_refits)
 
     def answer(self, output: RequestOutput, *, num_refits: int, take_routes: TakeRoutes = lambda ids, output: None) -> bool:
-        """Passes an output of vLLM to whoever asked for it; False if it answers no question. `num_refits` is as in `note`, now."""
+        """Passes an output of vLLM to its asker; False if it answers no question. `num_refits`: refits so far; see `note`."""
         found = self._asked.pop(output.request_id, None)
         if found is not None:
             question, vllm_id, weight_version, earlier = found

@@ -322,7 +322,7 @@ class EnginePatch:
 
     name: str
     what: str
-    """Stands there instead."""
+    """Replacement that runs instead."""
     why: str
     until: str
     """The condition under which the patch can go."""

@@ -97,7 +97,7 @@ class Engine:
             self._workers("limit_vocabulary", num_tokens)
         self._keeps_kv_cache = keeps_kv_cache
         self.callers = Callers(config.vllm_cfg.num_http_slots)
-        """Requests of other threads, which steps take in and answer beside the rollouts."""
+        """Requests of other threads, which steps take in and answer together with the rollouts."""
         self._unfinished: dict[str, _Unfinished] = {}
         self._finished: list[Rollout] = []
         self._expert_layers: list[int] | None = None
@@ -213,12 +213,12 @@ class Engine:
         return facts | ({"gpu_used_bytes": max(used)} if used else {})
 
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
-        """Lets each worker compute its part of the schedule; `workers` are in the order of TP ranks."""
+        """Makes each worker compute its part of the schedule; `workers` are in the order of TP ranks."""
         self._workers("prepare_refit", list(workers))
         self._is_prepared = True
 
     def refit(self, attempt: int, is_reader: bool, timeout_s: float) -> list[VerifyReport]:
-        """Takes part in an attempt at a refit, beside the policy. Per worker: what was verified; nothing of an engine that is no reader.
+        """Takes part in an attempt at a refit, with the policy. Per worker: what was verified; nothing of an engine that is no reader.
 
         A reader copies all rounds into the live model, compares them with the trainer's checksums as they come, proves that every live byte
         was reached, and refuses to step from here on. A dedicated engine that is no reader only lets the exchange go on.
@@ -293,7 +293,7 @@ class Engine:
         self._awake = wanted
 
     def die_with_workers(self) -> None:
-        """From here on, ends this process when a worker process ends before `shutdown`: only as a whole can its owner start it again."""
+        """Ends this process, from now on, when a worker ends before `shutdown`: its owner can only restart the whole engine."""
         executor = self.llm.model_executor
 
         if isinstance(executor, MultiprocExecutor):
@@ -444,5 +444,5 @@ def _rollout(
 
 
 def _accepted(histogram: Sequence[int]) -> int:
-    """Tokens that were accepted, from how often each number of them was."""
+    """Number of accepted tokens, from the counts of passes that accepted so many."""
     return sum(number * count for number, count in enumerate(histogram))

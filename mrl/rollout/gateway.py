@@ -85,18 +85,18 @@ class EngineServers:
             await asyncio.sleep(RETRY_S)
 
     def join(self, session: AgentSession, index: int) -> None:
-        """The session asks this engine from now on."""
+        """Assigns the session to this engine."""
         self.leave(session)
         session.asks, self._loads[index] = index, self._loads.get(index, 0) + 1
 
     def leave(self, session: AgentSession) -> None:
-        """The session asks its engine no more."""
+        """Takes the session from its engine."""
         if session.asks is not None:
             self._loads[session.asks] -= 1
             session.asks = None
 
     def _in_order(self, session: AgentSession | None) -> list[int]:
-        """The session's engine first: it has the conversation in its cache. Then those with the fewest sessions."""
+        """Orders engines: the session's own first, whose cache has the conversation, then those with the fewest sessions."""
         first = session.asks if session is not None else None
         return sorted(range(len(self._addresses)), key=lambda index: (index != first, self._loads.get(index, 0)))
 
@@ -140,7 +140,7 @@ class Gateway:
         return session
 
     def close_session(self, session: AgentSession) -> None:
-        """Ends a session: what it still waits for is not answered, and not kept."""
+        """Ends a session; its pending requests get no answer and are not kept."""
         del self._sessions[session.session_id]
         self.engines.leave(session)
         for task in self._waiting.pop(session.session_id):
@@ -282,7 +282,7 @@ async def _body(request: Request) -> Json:
 
 
 async def _while_connected(request: Request, answer: Coroutine[None, None, Reply], waiting: set[asyncio.Task[Reply]]) -> Reply | None:
-    """The answer; None if the client goes first, or the owner of `waiting`, in which it stands meanwhile, cancels it."""
+    """Waits for the answer; None if the client leaves first, or the owner of `waiting` cancels the request."""
     task = asyncio.ensure_future(answer)
     waiting.add(task)
     gone = asyncio.ensure_future(_until_gone(request))
@@ -310,7 +310,7 @@ def _response(status: int, body: Json) -> Response:
 
 
 def _shape(response: Json, nodes: Sequence[TreeNode], *, wants_ids: bool, wants_logprobs: bool) -> None:
-    """Makes an engine's answer the client's: without the record, with token ids, also of the message, only if it has asked for them."""
+    """Turns an engine's answer into the client's: drops the record, and token ids that it did not ask for."""
     response.pop(RECORD, None)
     response["model"] = MODEL
     for name in ("prompt_token_ids", "prompt_logprobs", "kv_transfer_params"):

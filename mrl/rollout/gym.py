@@ -45,7 +45,7 @@ class GymServers:
     up: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Done while the servers are up. Rows wait for it."""
     process: object = None
-    """Keeps what starts them, which lasts as long."""
+    """The process that starts them; it lives as long as they do."""
     _agents: dict[str, RemoteAgent] = field(default_factory=dict)
     _may_have_moved: bool = False
     _warn_at: float = 0.0
@@ -107,17 +107,17 @@ class GymServers:
         return found
 
     def set_up(self) -> None:
-        """The servers are up."""
+        """Marks the servers as up."""
         if not self.up.done():
             self.up.set_result(None)
 
     def set_down(self) -> None:
-        """The servers have ended, and others will come."""
+        """Marks the servers as down until others start."""
         if self.up.done():
             self.up = asyncio.get_running_loop().create_future()
 
     async def wait_for_head(self, limit_s: float) -> None:
-        """Notes that servers of the user's are up, once the head server answers. RuntimeError: it does not within so long."""
+        """Marks the user's servers as up once the head server answers. RuntimeError: it does not in time."""
         end, reason = time.monotonic() + limit_s, AgentUnreached()
         while time.monotonic() < end:
             try:
@@ -136,7 +136,7 @@ class GymServers:
         await asyncio.sleep(RETRY_S)
 
     async def look_for_life(self, limit_s: float) -> None:
-        """Notes that the servers are up, once each accepts connections; looks for so long."""
+        """Marks the servers as up once each accepts connections; gives up after a limit."""
         addresses, end = dict[str, str](), time.monotonic() + limit_s
         while time.monotonic() < end:
             await asyncio.sleep(RETRY_S)

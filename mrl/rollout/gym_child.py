@@ -28,7 +28,7 @@ RAY = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""Gives their Ray more time than its own 15 to 60 s, which are too few on a busy host where a run starts beside it, and less to do."""
+"""Gives their Ray less to do, and more time than its own 15 to 60 s, which are too few while a run starts on the host."""
 GRACE_MS = 15_000
 """For the servers to end by themselves."""
 MAX_SESSION_FOLDER_BYTES = 107 - 68 - len("/g12345678")

@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 3
 """Servers that end so often in a row before they are up do not start."""
 RAY_GAVE_UP = b"timed out during startup"
-"""Part of what Ray says where it is not up within 30 s, which nothing sets (ray/_private/node.py). On a busy host it is, the next time."""
+"""Part of Ray's message if it is not up within a fixed 30 s (ray/_private/node.py); on a busy host the next try succeeds."""
 NOT_THEIRS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-"""Environment variables that are about our Python. Those of our Ray are not theirs, either."""
+"""Environment variables of this Python, which the servers must not inherit; those of this Ray neither."""
 # As NeMo RL gives them (nemo_rl/environments/nemo_gym.py): Gym's own defaults let few rollouts run at once.
 CONNECTIONS = {"global_aiohttp_connector_limit": 65_536, "global_aiohttp_connector_limit_per_host": 16_384}
 

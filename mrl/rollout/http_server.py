@@ -189,7 +189,7 @@ class Handlers:
             answers = self.engine.take_answers(request.request_id)
         if session_id is not None:
             self._keep(session_id, answers[0], [*messages, response.choices[0].message.model_dump()])
-        # Who gives the beginning knows the routes of its tokens, but for the last.
+        # A client that sends the first tokens knows their routes, but not the last one's.
         known = 0 if prefix is None else len(prefix) - 1
         return response.model_dump() | _versions(answers) | (_record(answers[0], known) if is_recorded else {})
 
@@ -276,7 +276,7 @@ def _logprobs(completion: CompletionOutput) -> list[float]:
 
 
 def _record(answered: Answered, routes_start: int) -> Json:
-    """The field of an answer that says its tokens, and their routes from a token on, for the gateway, which trains on them."""
+    """The answer's field with its tokens, and their routes from one token on, for the gateway."""
     answers = [
         {"token_ids": list(completion.token_ids), "logprobs": _logprobs(completion), "finish_reason": completion.finish_reason}
         for completion in answered.output.outputs
@@ -288,7 +288,7 @@ def _record(answered: Answered, routes_start: int) -> Json:
 
 
 def _read(kind: type[Parsed], body: Json) -> Parsed:
-    """The request as vLLM reads it; its validators take a field for a mapping before they look whether it is one."""
+    """Reads a request as vLLM does. Its validators assume that fields are mappings, so that this checks it first."""
     try:
         return kind.model_validate(body)
     except (AttributeError, KeyError, RecursionError) as error:
@@ -303,7 +303,7 @@ def _successful(response: object, kind: type[Response]) -> Response:
 
 
 class HttpEngine:
-    """The part of vLLM's `EngineClient` that its handlers use: each request becomes a question to the engine that this process steps."""
+    """The part of vLLM's `EngineClient` that its handlers use; passes each request to this process's engine."""
 
     errored = False
 
@@ -319,7 +319,7 @@ class HttpEngine:
         self._answers: dict[str, Answered] = {}
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Takes every request: they wait in the engine's queue."""
+        """Admits every request, as requests wait in the engine's queue."""
 
     async def generate(
         self, prompt: EngineInput, sampling_params: VllmSampling, request_id: str, *, session_id: str | None = None, **_: object

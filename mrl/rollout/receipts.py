@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receipts of answers to agents that have no session: what was sampled, found again by its tokens. Needs neither vLLM nor HTTP.
+"""Receipts of answers to agents without a session: finds what was sampled by its tokens. Needs neither vLLM nor HTTP.
 
 NeMo Gym's `/run` cannot pass a session on. Its servers ask the gateway, and the rollout that comes back says prompt and answer of every
 turn in token ids. Those with a receipt were sampled here; all else is not trained.
@@ -39,7 +39,7 @@ class Receipt:
 
 @dataclass
 class Receipts:
-    """Answers that no rollout has claimed, as long as one is under way that may."""
+    """Unclaimed answers, kept while a rollout that may claim them is running."""
 
     _kept: dict[bytes, list[Receipt]] = field(default_factory=dict)
     _under_way: Counter[SamplingParams] = field(default_factory=Counter)
@@ -55,7 +55,7 @@ class Receipts:
             self._under_way += Counter()  # without those that are at 0
             if not self._under_way:
                 if num_left := sum(map(len, self._kept.values())):
-                    logger.info("%d answers to NeMo Gym's servers came back in no rollout, and are not trained", num_left)
+                    logger.info("Answers to NeMo Gym's servers that came back in no rollout, and are not trained: %d", num_left)
                 self._kept.clear()
 
     def sampling_of(self, body: Mapping[str, object]) -> SamplingParams | None:

@@ -22,7 +22,7 @@ class AgentLost(Exception):
 
 
 class AgentUnreached(AgentLost):
-    """Nobody listens at the agent's address: it has got no task."""
+    """Nothing listens at the agent's address, so that it has got no task."""
 
 
 class RemoteAgent:

@@ -104,7 +104,7 @@ class Sessions:
 
 
 def _num_bytes(session_id: str, turns: Sequence[SessionTurn], messages: Sequence[Said]) -> int:
-    """About what a session takes in memory."""
+    """Approximate bytes of a session in memory."""
     texts = [session_id, *(text for role, content, calls in messages for text in (role, content, *sum(calls, ())))]
     num_numbers = sum(len(turn.prompt_token_ids) + len(turn.token_ids) + len(turn.logprobs) for turn in turns)
     # An object has some hundred bytes besides its numbers or characters, of which each takes up to 4.

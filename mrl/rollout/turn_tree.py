@@ -118,7 +118,7 @@ class TurnTree:
         The one with the latest of these turns comes first: its last answer is the rollout's. What branches share, the later one trains.
         """
         taken, places = set[TreeNode](), {node: place for place, node in enumerate(self.nodes)}
-        # Before what must not be trained a path ends.
+        # A path ends before a turn that must not be trained.
         ends = {own[-1] for node in self.nodes if not node.children and (own := [one for one in node.path if not one.untrained])}
         found = [_sequence(end.path, taken) for end in sorted(ends, key=places.__getitem__, reverse=True)]
         return [sequence for sequence in found if sequence is not None]
@@ -136,7 +136,7 @@ class TurnTree:
         while waiting:
             for child in _continued(waiting.pop(), ids):
                 waiting.append(child)
-                # Children are in the order of their coming.
+                # Children are in order of arrival.
                 if child.length >= best.length:
                     best = child
         return best

@@ -58,7 +58,7 @@ class RefitWorker:
         return tuple((slot.name, str(tensor.dtype).removeprefix("torch.")) for slot, tensor in tensors.items())
 
     def memory_facts(self) -> tuple[str, dict[str, int]]:
-        """This process, and the memory that it holds."""
+        """Memory that this process holds, with its process id."""
         return process_key(), memory_facts()
 
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
@@ -86,7 +86,7 @@ class RefitWorker:
         self.addresses = self.puller.addresses
 
     def wait_for_room(self, attempt: int, timeout_s: float) -> RefitError | None:
-        """Returns when this worker's weights have room beside the policy's; errors as in `run_refit`."""
+        """Waits until this worker's weights have room next to the policy's; errors as in `run_refit`."""
         try:
             self._prepared().wait_for_room(attempt, timeout_s=timeout_s)
         except RefitError as error:
@@ -114,7 +114,7 @@ class RefitWorker:
         return None
 
     def limit_vocabulary(self, num_tokens: int) -> None:
-        """No token from this id on is drawn any more. Rows of the embedding that no token of the tokenizer has stand for no text."""
+        """Forbids tokens from this id on: the embedding has more rows than the tokenizer has tokens."""
         config = self.model_runner.vllm_config
         if num_tokens >= config.model_config.get_vocab_size():
             return

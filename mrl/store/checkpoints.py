@@ -35,7 +35,7 @@ MANIFEST = "manifest.json"
 MARKER = "COMPLETE"
 STATE = "training_info.json"
 LEDGER = "ledger.jsonl"
-"""The run's, and in each checkpoint the part that led to its step."""
+"""File of the run's ledger; a checkpoint holds the part up to its step."""
 DAMAGED, REMOVED = "damaged_", "tmp_old_"
 """Begin the names of folders that are no checkpoints any more."""
 MODEL_FOLDERS: Mapping[ModelName, str] = {"policy": "policy", "critic": "value"}
@@ -58,7 +58,7 @@ class Checkpoint:
         return self.weights_of("policy")
 
     def weights_of(self, model: ModelName) -> Path:
-        """The same of any model that the run trains."""
+        """Folder of any trained model in Megatron's layout."""
         return self.folder / MODEL_FOLDERS[model] / "weights"
 
     def shards(self, num_ranks: int) -> list[dict[Path, str]]:
@@ -148,7 +148,7 @@ class CheckpointStore:
         try:
             self._prune(pending.step)
         except (OSError, ValueError) as error:
-            logger.warning("%s is saved, but of those before it not all that should go could be removed: %s", final, error)
+            logger.warning("%s is saved, but older checkpoints could not be removed: %s", final, error)
         return Checkpoint(pending.step, final)
 
     def newest(self, *, before: float = math.inf, with_shards: bool = False, sets_aside: bool = False) -> Checkpoint | None:
@@ -242,7 +242,7 @@ def find_lost_run(folder: Path, *, before: float = math.inf) -> str:
 
 
 def _was_complete(folder: Path) -> bool:
-    """True when a folder seems to be the rest of a whole checkpoint, and not of an interrupted save."""
+    """True when a folder seems left of a complete checkpoint rather than of an interrupted save."""
     try:
         return not {MARKER, MANIFEST}.isdisjoint(os.listdir(folder))
     except OSError:

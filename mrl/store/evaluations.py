@@ -116,4 +116,4 @@ def consensus_at_k(answers: Sequence[str], correct: Sequence[bool], k: int) -> f
 
 def _check_count(num_rollouts: int, k: int) -> None:
     if num_rollouts < k:
-        raise ValueError(f"{num_rollouts} rollouts of a prompt cannot give a score at {k}; sample more, or lower k")
+        raise ValueError(f"a score at k={k} needs as many rollouts of a prompt, not {num_rollouts}; sample more, or lower k")

@@ -30,7 +30,7 @@ Identity = dict[str, dict[str, str]]
 """For model, tokenizer and data, and for teachers and a critic if there are any: the parts that it consists of, and a checksum of each."""
 
 IDENTITY = "identity.json"
-"""In the run folder, and a copy in each checkpoint."""
+"""File in the run folder, copied into each checkpoint."""
 KEYS = {
     "model": "policy.model_name",
     "tokenizer": "policy.tokenizer",
@@ -46,7 +46,7 @@ OTHER = {
     "critic": "another critic",
 }
 UNKNOWN = ""
-"""In place of the checksum of what was not read."""
+"""Stands for the checksum of what was not read."""
 _ALWAYS = ("model", "tokenizer", "data")
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_template*")
 _NOT_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
@@ -75,7 +75,7 @@ def memory_of(config: RunConfig) -> Path:
 
 
 def data_of(config: RunConfig, rows: Rows[Example], read: Sequence[LeftOut]) -> dict[str, str]:
-    """The part `data` of an identity."""
+    """Section `data` of an identity."""
     order = epoch_order(len(rows), seed=config.training.seed, epoch=0, shuffle=config.data.shuffle)
     data = {
         "rows": _digest([part.digest for part in read if part.setting.startswith("data.train")]),

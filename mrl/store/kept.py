@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts beside the ledger: whole groups that a checkpoint has not trained on, so that the next attempt need not sample them again.
+"""Kept rollouts: whole groups that a checkpoint has not trained on, so that the next attempt need not sample them again.
 
 A cache by prompt: which prompts are trained is for the ledger alone to say. A thread writes, at most one file a second.
 """
@@ -63,7 +63,7 @@ class KeptGroup:
 
 @dataclass(frozen=True)
 class KeptFile:
-    """One file: what one write holds."""
+    """Contents of one file."""
 
     conditions: dict[str, str]
     """Digests of everything besides the weights that rollouts and verdicts depend on, by key."""
@@ -129,7 +129,7 @@ class KeptRollouts:
                 self._read(path, step, consumed, reasons)
         if self._usable or reasons:
             told = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
-            logger.info("Kept rollouts: those of %d prompts need not be sampled again%s", len(self._usable), told)
+            logger.info("Prompts whose kept rollouts are used again: %d%s", len(self._usable), told)
         self._thread.start()
 
     def _read(self, path: Path, step: int, consumed: Collection[PromptKey], reasons: Counter[str]) -> None:
@@ -163,7 +163,7 @@ class KeptRollouts:
         """The group of a prompt, if an earlier attempt has kept it."""
         group = self._usable.pop((epoch, prompt.prompt_id), None)
         if group is not None and group.prompt != prompt:
-            logger.warning("Kept rollouts of %s are of another text, and it is asked again", prompt.prompt_id)
+            logger.warning("The text of prompt %s has changed since its rollouts were kept; it is asked again", prompt.prompt_id)
             return None
         return group
 
@@ -173,7 +173,7 @@ class KeptRollouts:
         return version - (step - group.step)
 
     def note(self, group: WholeGroup) -> None:
-        """A group is whole. Any thread may call it; it waits for nothing."""
+        """Notes a complete group. Any thread may call it; it never waits."""
         with self._changed:
             if (step := self._steps.get(group.weight_version)) is not None and not self._has_failed:
                 self._consumed.pop(group.key, None)
@@ -182,7 +182,7 @@ class KeptRollouts:
                 self._changed.notify_all()
 
     def note_trained(self, step: int, consumed: Iterable[PromptKey]) -> None:
-        """A step has consumed these groups."""
+        """Notes that a step has consumed these groups."""
         with self._changed:
             on_disk = {key for keys in self._files.values() for key in keys}
             for key in consumed:
@@ -192,7 +192,7 @@ class KeptRollouts:
                     self._consumed[key] = step
 
     def prepare(self, step: int) -> None:
-        """A checkpoint of `step` follows: has groups written that a run needs which resumes there, and waits for their verdicts a while."""
+        """Writes, before a checkpoint of `step`, the groups that a run resumed there needs; waits a while for their verdicts."""
 
         def is_written() -> bool:
             return self._has_failed or not (self._due() or self._is_writing or self._num_unjudged())
@@ -206,7 +206,7 @@ class KeptRollouts:
                 logger.info("Not all rollouts of step %d are kept: they had no verdict, or were not written, within %g s", step, FLUSH_S)
 
     def published(self, step: int) -> None:
-        """The checkpoint of `step` is there: removes what no later attempt needs."""
+        """Removes, once the checkpoint of `step` is published, groups that no later attempt needs."""
         with self._changed:
             useless = [path for path, groups in self._files.items() if not any(self._is_needed(key, s, step) for key, s in groups.items())]
             for path in useless:
@@ -226,7 +226,7 @@ class KeptRollouts:
             self._thread.join(END_S)
 
     def follow(self, state: RunState, ledger: LedgerState) -> None:
-        """The engines hold the weights of `state`, up to which the ledger has trained. The first time, an attempt begins there."""
+        """Notes that the engines hold the weights of `state`, which the ledger has trained. The first call begins the attempt."""
         if not self._steps:
             self.start(state.step, state.weight_version, ledger.consumed)
             return
@@ -279,7 +279,7 @@ class KeptRollouts:
                         self._changed.notify_all()
 
     def _write(self, due: Sequence[WholeGroup]) -> bool:
-        """Writes groups. False: they cannot be written, which is said, and no further ones are tried."""
+        """Writes groups. False, after a warning, if they cannot be written; no further ones are tried."""
         self._written_at = time.monotonic()
         path = self._folder / f"kept_{self._last_number + 1:06d}.mrl"
         try:
@@ -312,7 +312,7 @@ class KeptRollouts:
 
 
 def drop_kept(folder: Path) -> None:
-    """Removes what earlier attempts have kept: after an attempt that keeps nothing, nobody could tell from which weights it is."""
+    """Removes kept groups of earlier attempts: after an attempt that keeps none, their weights would be unknown."""
     _remove(folder.glob("*kept_*.mrl*"))
 
 
@@ -338,7 +338,7 @@ def with_payloads(info: RolloutInfo, payloads: Sequence[object]) -> RolloutInfo:
 
 
 def conditions_of(config: RunConfig, identity: Identity) -> dict[str, str]:
-    """Digests of everything besides weights and prompts that the rollouts of a run and their verdicts depend on, by key."""
+    """Digests, by key, of everything but weights and prompts that rollouts and verdicts depend on."""
     generation, grpo = config.policy.generation, config.rollouts
     values: dict[str, object] = {"mrl": mrl.__version__}
     values |= {f"policy.generation.{name}": getattr(generation, name) for name in SAMPLING}

@@ -114,7 +114,7 @@ class Ledger:
             return self.damage
         steps = self.state.steps(to_step)
         if sorted(steps) != list(range(1, to_step + 1)):
-            return f"{self.path} holds {len(self.state.trained)} trained steps, the checkpoint is of step {to_step}: not one run"
+            return f"{self.path} ends at trained step {len(self.state.trained)}, the checkpoint is of step {to_step}: not the same run"
         if copy is not None and copy.exists() and steps != replay(copy).steps(to_step):
             return f"{self.path} names other prompts than the checkpoint of step {to_step}: not one run"
         return ""
@@ -186,14 +186,14 @@ def apply_event(state: LedgerState, event: dict) -> None:
     if kind == "taken":
         prompts = _keys(event["prompts"])
         if event["step"] != len(state.trained) + 1:
-            raise ValueError(f"prompts taken for step {event['step']} after {len(state.trained)} trained steps")
+            raise ValueError(f"prompts taken for step {event['step']} after trained step {len(state.trained)}")
         if twice := [key for key in prompts if key in state.taken or key in state.consumed]:
             raise ValueError(f"prompt {twice[0]} taken twice")
         state.taken |= {key: event["step"] for key in prompts}
     elif kind == "trained":
         step, trained, dropped = event["step"], _keys(event["prompts"]), _keys(event.get("dropped", ()))
         if step != len(state.trained) + 1:
-            raise ValueError(f"step {step} trained after {len(state.trained)} trained steps")
+            raise ValueError(f"step {step} trained after step {len(state.trained)}")
         for key in (*trained, *dropped):
             if state.taken.pop(key, None) is None:
                 raise ValueError(f"step {step} consumed prompt {key} without taking it")

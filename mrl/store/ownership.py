@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 LEASE_S = 6 * HEARTBEAT_S
 POLL_S = 1.0
 MAX_TRIES = 100
-# Of file systems without hard links, where the name of an owner appears before its content.
+# For file systems without hard links, where the name of an owner appears before its content.
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -56,7 +56,7 @@ class Attempt:
 
 
 NOBODY = Attempt(Owner("an unknown host", "", 0, 0, 0), None, 0)
-"""In place of an owner whose name cannot be read: signs of life decide."""
+"""Stands for an owner whose name cannot be read: signs of life decide."""
 
 
 class Ownership:
@@ -94,7 +94,7 @@ class Ownership:
                     return
             finally:
                 remove_file(right)
-        raise ValueError(f"{file} changes hands all the time, or leads nowhere; look at it, and remove it if no run uses this folder")
+        raise ValueError(f"{file} keeps changing its owner, or is a broken link; remove it if no run uses this folder")
 
     def _create(self, file: Path) -> bool:
         """Creates `file` with this process's name in it; False if it existed."""
@@ -133,7 +133,7 @@ class Ownership:
             )
 
     def holder(self) -> str | None:
-        """The process that owns the folder, if it lives on this host; None also where only a watch could tell."""
+        """The process that owns the folder, if it lives on this host; None if unknown without a watch."""
         other = self._read(self._file)
         return str(other) if other is not None and other.process.is_visible() and other.process.is_running() else None
 

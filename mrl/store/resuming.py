@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A look at the run folder before a start: whose it is, what the run would resume from, and what it may not exchange. Changes nothing."""
+"""Inspects the run folder before a start: its owner, the checkpoint to resume from, and changed inputs. Changes nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Folder:
 
 
 def look_at_folder(config: RunConfig, data: Sequence[Data], *, is_strict: bool) -> Folder:
-    """Reasons of a run folder to refuse a start, and messages about it.
+    """Reasons to refuse a start because of the run folder, and messages about it.
 
     `data` are ways to know the data, the fast one first: another one is asked only if those before found other data than the run's.
     """

@@ -151,11 +151,11 @@ class RunFolder:
         self._ownership.check()
 
     def give_back(self) -> None:
-        """Ends the hold on the folder. For a process that ends at once, too."""
+        """Gives up ownership of the folder, also for a process that ends at once."""
         self._ownership.give_back()
 
     def _check_start(self) -> None:
-        """Refuses what another run has left, and leaves it as it is; then sets damaged checkpoints aside, and opens the ledger."""
+        """Refuses a folder of another run, unchanged; else sets damaged checkpoints aside and opens the ledger."""
         self._refuse_to_begin_anew()
         for name in (RUN_CONFIG, ABOUT, IDENTITY):
             read_or_set_aside(self.path / name)
@@ -196,7 +196,7 @@ class RunFolder:
         """Takes ledger, metrics and samples back to a checkpoint of which every byte has been compared; None: to the start."""
         assert self._metrics is not None, "newest_checkpoint comes first"
         if checkpoint is None and self.ledger.state.trained:
-            logger.warning("%s holds %d trained steps, and there is no checkpoint of any", self.ledger.path, len(self.ledger.state.trained))
+            logger.warning("%s has %d steps without a checkpoint", self.ledger.path, len(self.ledger.state.trained))
         self.ledger.roll_back(*_place(checkpoint))
         kill_point("fallback")
         last_step = checkpoint.step if checkpoint else -1
@@ -345,7 +345,7 @@ class RunFolder:
         for path in sorted({path for pattern in COPIED for path in source.glob(pattern) if path.is_file()}):
             (target / path.relative_to(source)).parent.mkdir(exist_ok=True)
             shutil.copy2(path, target / path.relative_to(source))
-        # Wherever the tokenizer is from, what is said of sampling, and code, goes with the weights.
+        # Generation settings and code go with the weights, wherever the tokenizer is from.
         copy_companions(Path(self.config.of_model(model).policy.model_name), target, OF_THE_MODEL)
         if self.config.policy.tokenizer.chat_template != OWN_TEMPLATE:
             (target / "chat_template.jinja").write_text(template_text(self.config.policy.tokenizer.chat_template), encoding="utf-8")
@@ -370,7 +370,7 @@ class RunFolder:
         except (OSError, ValueError) as error:
             self._failed_writes[what] += 1
             if self._failed_writes[what] == 1:
-                logger.warning("%s cannot be written, and the run goes on without it: %s. Said once; what is lost is counted.", what, error)
+                logger.warning("%s cannot be written, and the run goes on without it: %s. logger/lost counts losses", what, error)
 
 
 class JsonlLogger:
@@ -414,7 +414,7 @@ def last_step_in(path: Path) -> int:
 
 
 def read_or_set_aside(path: Path) -> bytes:
-    """The content of a file; of one that cannot be read, or is none, nothing: it is renamed, so that there can be a new one."""
+    """Reads a file; one that is unreadable or no regular file is renamed out of the way, and counts as empty."""
     if not os.path.lexists(path):
         return b""
     try:

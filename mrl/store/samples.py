@@ -115,7 +115,7 @@ def token_rows(samples: Sequence[tuple[RolloutInfo, TokenSample]], tokenizer: Pr
 
 
 def _short(values: Sequence[float]) -> list[float]:
-    """Nine digits name a float32."""
+    """Rounds to nine digits, which identify a float32."""
     return [float(f"{value:.9g}") for value in values]
 
 

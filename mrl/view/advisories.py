@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advisories on a run: one table of rules with their thresholds, for the page and for the console.
 
-A rule measures the last rows of metrics, and holds where the number is beyond its limit. `stop` rules say that the run is broken or learns
-nothing; `look` rules that something costs speed or quality.
+A rule measures the last rows of metrics, and applies where the number is beyond its limit. `stop` rules say that the run is broken or
+learns nothing; `look` rules that something costs speed or quality.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SILENT_STEPS, SILENT_MIN_S = 10.0, 300.0
 
 @dataclass(frozen=True)
 class Advice:
-    """Holds where `measure` is above `limit` (with `is_below`: below it)."""
+    """A rule that applies where `measure` is above `limit` (with `is_below`: below it)."""
 
     key: str
     level: Level
@@ -41,7 +41,7 @@ class Advice:
     is_below: bool = False
 
     def value_if_held(self, rows: Sequence[Row], facts: Facts) -> float | None:
-        """The number, if the rule holds; None if it does not, or the rows cannot say."""
+        """The measured number if the rule holds; None if it does not, or the rows lack the metric."""
         value = self.measure(rows, facts)
         if value is None:
             return None
@@ -50,7 +50,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Advisory:
-    """A rule that holds at a step."""
+    """A rule that applies at a step."""
 
     key: str
     level: Level
@@ -60,7 +60,7 @@ class Advisory:
     turn: str
 
     def line(self) -> str:
-        return f"[{self.level.capitalize()}] step {self.step}: {self.seen}. Likely: {self.causes}. Turn: {self.turn}"
+        return f"[{self.level.capitalize()}] step {self.step}: {self.seen}. Likely: {self.causes}. Try: {self.turn}"
 
 
 def _values(rows: Sequence[Row], name: str, count: int) -> list[float]:
@@ -175,7 +175,7 @@ def number(value: float) -> str:
 
 
 def advisories(rows: Sequence[Row], facts: Facts) -> list[Advisory]:
-    """The rules that hold after the last row, in the order of `RULES`."""
+    """The rules that apply after the last row, in the order of `RULES`."""
     trained = [row for row in rows if row.get("step")][-WINDOW:]
     found = []
     for rule in RULES:
@@ -187,7 +187,7 @@ def advisories(rows: Sequence[Row], facts: Facts) -> list[Advisory]:
 
 
 def silence(rows: Sequence[Row], *, silent_s: float) -> Advisory | None:
-    """The advisory on a running run that has written no metrics for `silent_s`."""
+    """Advisory for a live run that has written no metrics for `silent_s`."""
     limit = max(SILENT_MIN_S, SILENT_STEPS * statistics.median(_values(rows, "time/total", WINDOW) or [0.0]))
     if silent_s <= limit:
         return None
@@ -197,7 +197,7 @@ def silence(rows: Sequence[Row], *, silent_s: float) -> Advisory | None:
 
 
 class Advisor:
-    """Gives every advisory once, when its rule first holds."""
+    """Gives every advisory once, when its rule first applies."""
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts

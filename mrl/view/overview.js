@@ -44,9 +44,14 @@ function gathered({ found, steps, values }) {
 
 function phase(name) { return name.replace(/^time\/|_hidden$/g, ""); }
 
-// One value everywhere is told in words.
-function isConstant(names) {
-  return columns(names).values.every((column) => new Set(column.filter((value) => value !== null && value !== undefined)).size < 2);
+// A curve that never moves is told in words. The parts of a stack, environments, and runs laid over each other stay together.
+function isFlat(column) { return new Set(column.filter((value) => value !== null && value !== undefined)).size < 2; }
+
+function split(names, kind) {
+  const { found, steps, values } = columns(names), isOne = kind === "stack" || state.data.runs.length > 1 || names[0].includes("*");
+  const isWhole = isOne && !values.every(isFlat);
+  const part = (isKept) => ({ found: found.filter((_, i) => isKept(values[i])), steps, values: values.filter(isKept) });
+  return { moving: part((column) => isWhole || !isFlat(column)), flat: part((column) => !isWhole && isFlat(column)) };
 }
 
 function label([index, name]) {
@@ -55,7 +60,7 @@ function label([index, name]) {
 
 function chart(box, title, names, kind) {
   const isStack = kind === "stack" && state.data.runs.length === 1;
-  const { found, steps, values } = isStack ? gathered(columns(names)) : columns(names);
+  const { found, steps, values } = isStack ? gathered(columns(names)) : split(names, kind).moving;
   const colour = (key, i) => (isStack ? tone(phase(key[1])) : COLOURS[i % COLOURS.length]);
   let drawn = values.map((column) => (isStack ? column : smoothed(column)));
   if (isStack) {
@@ -76,7 +81,7 @@ function chart(box, title, names, kind) {
   const order = found.map((_, i) => (isStack ? found.length - 1 - i : i));
   const plot = new uPlot({
     title, width: Math.max(240, box.clientWidth), height: 240, cursor: { sync: { key: "steps" } },
-    scales: { x: { time: false }, y: state.log && !isStack ? { distr: 3 } : {} },
+    scales: { x: { time: false }, y: isStack ? { range: (_, __, max) => [0, max || 1] } : state.log ? { distr: 3 } : {} },
     axes: [axis({ label: "step", labelSize: 16, size: 34 }), axis({ size: 62, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : tick >= 1e4 ? tick.toLocaleString("en", { notation: "compact" }) : shown(tick))) })],
     series: [{ label: "step" }, ...order.map((i) => series[i])],
     hooks: { setScale: [noteZoom] },
@@ -96,11 +101,11 @@ function noteZoom(plot, scale) {
 function drawn(wanted) {
   // One environment has the curve of all.
   const known = wanted.filter(([, names]) => (names[0].includes("*") ? columns(names.slice(0, 1)).found.length > state.data.runs.length : columns(names).found.length));
-  const found = known.filter(([, names]) => !isConstant(names)), constant = known.filter(([, names]) => isConstant(names));
+  const having = (part) => known.filter(([, names, kind]) => split(names, kind)[part].found.length), found = having("moving"), constant = having("flat");
   const boxes = found.map(() => h("div", { class: "chart" }));
   requestAnimationFrame(() => boxes.forEach((box, i) => box.isConnected && chart(box, ...found[i])));
-  const texts = constant.map(([title, names]) => {
-    const { found: keys, values } = columns(names);
+  const texts = constant.map(([title, names, kind]) => {
+    const { found: keys, values } = split(names, kind).flat;
     return h("li", {}, `${title}: `, keys.map((key, i) => `${label(key)} = ${shown(values[i].find((value) => value !== null))}`).join(", "));
   });
   return h("div", {}, h("section", { class: "charts" }, boxes), texts.length ? h("section", {}, h("h2", {}, "Unchanged so far"), h("ul", {}, texts)) : null);
@@ -118,19 +123,19 @@ function controls() {
     h("small", {}, "Drag to zoom, double-click to go back."));
 }
 
-// Names of tabs in a text lead there.
+// Names of tabs in a text become links to them.
 function linked(text) {
   return text.split(/the (\w+) tab/).map((part, i) => (i % 2 ? h("a", { href: `#${part.toLowerCase()}` }, `the ${part} tab`) : part));
 }
 
-// Only the file of the page lies beside the files of the run.
+// Links work only in report.html, which is in the run folder.
 function files(one) {
   return h("span", {}, one.files.flatMap((name) => [state.data.is_live ? name : h("a", { href: name }, name), " "]));
 }
 
 function advice(one) {
   if (!one.advisories.length) return null;
-  return h("section", { class: "advice" }, h("h2", {}, "Advisories"), table(["", "step", "seen", "likely causes", "turn"], one.advisories.map(
+  return h("section", { class: "advice" }, h("h2", {}, "Advice"), table(["", "step", "seen", "likely causes", "what to try"], one.advisories.map(
     (item) => [h("b", { class: item.level }, item.level), item.step, item.seen, item.causes, h("span", {}, linked(item.turn))])));
 }
 
@@ -151,9 +156,9 @@ function overview() {
   return h("div", {},
     h("p", { class: `health ${one.health.level}` }, h("b", {}, one.health.level), " ", one.health.reason),
     h("section", { class: "facts" }, facts([...one.progress, ["files", files(one)]]), facts(one.about)),
-    one.num_torn ? h("p", {}, `${one.num_torn} torn lines of metrics.jsonl and samples.jsonl are left out.`) : null,
+    one.num_torn ? h("p", {}, `Left out as torn: ${counted(one.num_torn, "line")} of metrics.jsonl and samples.jsonl.`) : null,
     advice(one), scores(one), controls(), drawn(wanted),
-    h("details", {}, h("summary", {}, "All rules"), table(["", "holds where"], state.data.rules.map((rule) => [rule.level, rule.rule]))));
+    h("details", {}, h("summary", {}, "All rules"), table(["", "applies when"], state.data.rules.map((rule) => [rule.level, rule.rule]))));
 }
 
 tabs.push({ name: "overview", title: "Overview", draw: overview, has: () => true });

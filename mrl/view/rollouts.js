@@ -1,5 +1,5 @@
 // step -> prompt -> its rollouts side by side -> one of them token by token.
-const looked = { dump: null, filter: "all", env: "", text: "", low: "", high: "", sort: "place", prompts: 8, token: null, by: "dlogp", lacking: {} };
+const looked = { dump: null, filter: "all", env: "", text: "", low: "", high: "", sort: "order", prompts: 8, token: null, by: "dlogp", lacking: {} };
 
 const FILTERS = {
   all: () => true,
@@ -10,7 +10,7 @@ const FILTERS = {
   "with tokens": (row) => Boolean(row.token_texts),
 };
 const SORTS = {
-  place: (a, b) => a.idx - b.idx,
+  order: (a, b) => a.idx - b.idx,
   reward: (a, b) => b.rewards - a.rewards,
   advantage: (a, b) => (b.advantages || 0) - (a.advantages || 0),
   length: (a, b) => b.input_lengths - a.input_lengths,
@@ -38,9 +38,9 @@ function fact(row) {
   return [
     `reward ${shown(row.rewards)}${parts.length ? ` (${parts.join(", ")})` : ""}`,
     row.advantages !== undefined ? `advantage ${shown(row.advantages)}` : null,
-    row.input_lengths !== undefined ? `${shown(row.input_lengths)} tokens` : null,
-    row.finish_reason ? `finish ${row.finish_reason}` : null,
-    row.weight_version !== undefined ? `weights ${row.weight_version}` : null,
+    row.input_lengths !== undefined ? `${shown(row.input_lengths)} tokens with the prompt` : null,
+    row.finish_reason ? `ended by ${row.finish_reason}` : null,
+    row.weight_version !== undefined ? `weight version ${row.weight_version}` : null,
     row.num_turns > 1 ? `${row.num_turns} turns` : null,
     row.environment || null,
     row.masked ? `masked: ${row.masked}` : null,
@@ -88,14 +88,14 @@ function rollouts() {
       envs.length > 1 ? choice("environment", [["", "all"], ...envs.map((name) => [name, name])], looked.env, set("env")) : null,
       choice("sort", Object.keys(SORTS).map((name) => [name, name]), looked.sort, set("sort")),
       field("reward from", looked.low, set("low")), field("to", looked.high, set("high")), field("text", looked.text, set("text"))),
-    state.data.is_live ? null : h("p", {}, h("small", {}, `The first prompts of ${listed.length} of ${dumps.length} steps; `
+    state.data.is_live ? null : h("p", {}, h("small", {}, `The first prompts of ${listed.length} of ${dumps.length} batches (training and validation); `
       + "python -m mrl.view RUN shows all.")),
     rows ? null : h("p", {}, looked.lacking[dump.name] || "loading …"),
     groups.slice(0, looked.prompts).map((group) => h("section", { class: "group" },
       h("h3", {}, group[0].prompt_id || "prompt"), h("pre", { class: "prompt" }, group[0].content[0]),
       group[0].expected ? h("small", {}, `expected ${group[0].expected}`) : null,
       h("div", { class: "cards" }, group.map(card)))),
-    groups.length > looked.prompts ? h("button", { onclick: () => { looked.prompts += 16; draw(); } }, `${groups.length - looked.prompts} more prompts`) : null);
+    groups.length > looked.prompts ? h("button", { onclick: () => { looked.prompts += 16; draw(); } }, counted(groups.length - looked.prompts, "more prompt")) : null);
 }
 
 // What a run without dumps has: the beginnings of some rollouts.

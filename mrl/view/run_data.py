@@ -98,7 +98,7 @@ def memory_of(measured: Mapping[str, Mapping[str, int]], plan: object) -> list[J
 
 
 def rule_table() -> list[Json]:
-    """The rules with their limits, for the page."""
+    """Advisory rules with their limits, for the page."""
     return [
         {"key": rule.key, "level": rule.level, "rule": f"{rule.what} {'<' if rule.is_below else '>'} {number(rule.limit)}"}
         for rule in RULES
@@ -169,7 +169,7 @@ def disk_of(folder: Path) -> Json:
 
 
 def owner_state(folder: Path) -> State:
-    """Tells by the file that the owner touches whether a process still writes into the folder."""
+    """Tells whether a process still writes into the folder, by the file that its owner touches."""
     owner = folder / OWNER
     return "running" if owner.exists() and time.time() - owner.stat().st_mtime < OWNER_LEASE_S else "over"
 
@@ -179,13 +179,13 @@ def newest_change(folder: Path) -> float:
 
 
 def series_of(rows: Sequence[Row]) -> dict[str, list[float | None]]:
-    """Every metric as a column next to `step`, with six digits; beyond `MAX_POINTS` steps every second step, and so on."""
+    """Every metric as a column next to `step`, whole numbers or six digits; beyond `MAX_POINTS` steps every second step, and so on."""
     stride = -(-len(rows) // MAX_POINTS)
     kept = [row for index, row in enumerate(rows) if (len(rows) - 1 - index) % stride == 0 or any(name.startswith("val/") for name in row)]
     names = sorted({name for row in kept for name in row} - {"step"})
     columns: dict[str, list[float | None]] = {"step": [row["step"] for row in kept]}
     for name in names:
-        columns[name] = [None if (value := row.get(name)) is None else float(f"{value:.6g}") for row in kept]
+        columns[name] = [None if (value := row.get(name)) is None else float(value if value % 1 == 0 else f"{value:.6g}") for row in kept]
     return columns
 
 

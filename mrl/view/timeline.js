@@ -107,8 +107,8 @@ function timelines() {
     timed.zoom ? h("button", { onclick: () => { timed.zoom = null; draw(); } }, "whole step") : null);
   if (!timeline) return h("div", {}, chosen, h("p", {}, "Reading."));
   return h("div", {}, chosen,
-    h("p", {}, `${step ? `From the beginning of step ${step} to that of the next one` : "Before the first step"}: ${seconds(timeline.length)}. Grey bars wait; in a gap nobody asks a process for anything.`),
-    timeline.left_out ? h("p", {}, `${timeline.left_out} more lanes are left out.`) : null,
+    h("p", {}, `${step ? `From the beginning of step ${step} to that of the next one` : "Before the first step"}: ${seconds(timeline.length)}. Grey bars wait; in a gap a process is idle.`),
+    timeline.left_out ? h("p", {}, `Left out: ${counted(timeline.left_out, "more lane")}.`) : null,
     lanes(step, timeline), h("h2", {}, "Work and waiting"), table(["lane", "works", "share of the step", "waits"], shares(timeline)));
 }
 

@@ -118,8 +118,18 @@ def test_seconds_by_phase_add_up_with_small_phases_together(tab: Tab, tmp_path: 
         [None, 4.0],
         [None, 2.0],
     ]
+    assert tab.evaluate(f"{plot}.scales.y.min") == 0
     # The colours of the timeline.
     assert tab.evaluate(f"{plot}.series.slice(2).map((one) => one._stroke)") == ["#059669", "#2563eb"]
+
+
+def test_a_curve_that_never_moves_is_told_in_words(tab: Tab, tmp_path: Path):
+    folder = make_run(tmp_path / "run")
+    write_metrics(folder, [row(step, train__kl_penalty=0.0, train__gen_kl_error=0.1 * step) for step in range(1, 6)])
+    open_report(tab, folder)
+    tab.wait("document.querySelector('.chart canvas')")
+    assert "KL" in texts(tab, ".u-title") and "train/kl_penalty" not in texts(tab, ".u-label")
+    assert "KL: train/kl_penalty = 0" in texts(tab, "main li")
 
 
 def test_environments_have_curves_of_their_own_where_there_are_several(tab: Tab, tmp_path: Path):
@@ -186,7 +196,7 @@ def test_rollouts_are_filtered_and_sorted(tab: Tab, tmp_path: Path):
     choose(tab, "sort", "reward")
     assert texts(tab, ".card pre") == ["answer 1", "answer 3", "answer 5", "last"]
     choose(tab, "reward from", "")
-    choose(tab, "sort", "place")
+    choose(tab, "sort", "order")
     choose(tab, "show", "all")
 
 

@@ -133,7 +133,7 @@ ATTACKS: dict[Callable[[Path, Code], None], str] = {
     common_is_a_fifo: r"/common\.pt is a FIFO, not a file",
     shard_is_a_fifo: r"\.distcp is a FIFO, not a file",
     shape_of_many_dimensions: r"\.metadata describes no tensors",
-    offset_is_no_number: r"\.metadata places .* at numbers that are none",
+    offset_is_no_number: r"\.metadata places .* at offsets that are no numbers",
     metadata_is_cut_off: r"/\.metadata is damaged",
 }
 CARRIES_CODE = [attack for attack in ATTACKS if "code" in attack.__name__]

@@ -321,7 +321,7 @@ def test_sessions_together_have_a_size(texts: int):
 def test_a_question_that_can_never_have_its_slots_is_refused():
     """A question that came through the gate, by whatever number vLLM has read: it would block all that come after it."""
     callers = Callers(8)
-    with pytest.raises(ValueError, match="n=9: there are 8 slots"):
+    with pytest.raises(ValueError, match="n=9 is more than the 8 slots"):
         callers.ask(question("greedy", 9))
     callers.ask(question("honest", 8))
     taken, _ = callers.take()

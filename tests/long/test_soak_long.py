@@ -106,7 +106,7 @@ def test_a_run_whose_attempts_are_all_killed_ends_as_if_nobody_had(
     with capsys.disabled():
         print(f"\n{mode}: {len(ends)} attempts ({'; '.join(ends)}) of {seconds:.0f} s, {effective:.0f} s of them in steps that count:")
         print(f"effective {effective / seconds:.0%}; starts whose first step counts: { ({k: round(v, 1) for k, v in parts.items()}) }")
-    regenerated = [path.read_text().count("need not be sampled again") for path in tmp_path.glob("broken-*.log")]
+    regenerated = [path.read_text().count("kept rollouts are used again") for path in tmp_path.glob("broken-*.log")]
     assert mode == "sync" or sum(regenerated) > 0
     broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
     assert sorted(lineage(broken)) == list(range(1, STEPS + 1)) and lineage(broken) == lineage(unbroken)

@@ -33,7 +33,7 @@ def test_a_run_is_evaluated_at_its_newest_checkpoint_or_at_the_one_that_is_named
 
 def test_a_model_needs_a_config(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="is a model; say with --config"):
+    with pytest.raises(ValueError, match="is a model; name with --config"):
         find_target(str(tmp_path), None)
     assert find_target(str(tmp_path), "grpo_tiny.yaml").model == tmp_path
 

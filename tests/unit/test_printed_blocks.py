@@ -114,7 +114,7 @@ def test_the_readme_shows_the_block_of_a_step():
 def test_the_advice_of_the_page_is_a_rule():
     (shown,) = (text for _, text, _ in blocks() if text.startswith("[Look]"))
     (rule,) = (rule for rule in RULES if rule.key == "kl")
-    assert f"Likely: {rule.causes}" in shown and f"Turn: {rule.turn}" in shown
+    assert f"Likely: {rule.causes}" in shown and f"Try: {rule.turn}" in shown
 
 
 def test_a_message_of_a_page_is_in_the_source():

@@ -45,7 +45,7 @@ def test_what_differs_is_named(tmp_path: Path):
     ]
     assert list(differences(recorded, record(tmp_path / "d", rollouts=(ROLLOUT | {"rewards": 0.0},), loss=0.25), steps)) == [
         "step 1: train/loss was 0.5 and is 0.25",
-        "step 2: 2 rollouts are recorded, 1 were made",
+        "step 2: rollouts recorded 2, made 1",
         "step 2, rollout 0 of prompt train:3: rewards was 1.0 and is 0.0",
         "step 2: train/loss was 1.0 and is 0.5",
     ]

@@ -155,7 +155,7 @@ def translate(settings: Settings, value_of: Callable[[str], object]) -> Translat
 
 
 def _hand_on(found: Translation) -> None:
-    """Gives NeMo Gym's own keys to its servers, if the run starts them; else they have no effect, but for what sends rows to servers."""
+    """Passes NeMo Gym's own keys to its servers if the run starts them; else only those count that route rows to servers."""
     starts = found.given(GYM_COMMAND) is not None and found.value_of(GYM_COMMAND) is not None
     num_handed = 0
     for key, setting in found.written.items():
@@ -168,7 +168,7 @@ def _hand_on(found: Translation) -> None:
         elif written == key and not is_template_variable(key):
             found.without_effect.append((key, setting, "an option of NeMo Gym's servers, which env.nemo_gym.command would start"))
     if num_handed:
-        found.lines.append(f"env.nemo_gym: {num_handed} keys go to NeMo Gym's servers")
+        found.lines.append(f"env.nemo_gym: keys passed to NeMo Gym's servers: {num_handed}")
 
 
 def is_gyms(key: Key, value: object) -> bool:
@@ -332,7 +332,7 @@ def _single_controller(found: Translation) -> None:
 
 
 def _old_forms(found: Translation) -> None:
-    """Translates older keys into present ones: a switch of vLLM's compiler, rows of NeMo Gym, a verifier, a norm of gradients."""
+    """Translates old keys: a switch of vLLM's compiler, rows of NeMo Gym, a verifier, a norm of gradients."""
     inductor, compiler = found.given(USE_INDUCTOR), found.given(f"{COMPILATION}.backend")
     if inductor is not None:
         # vLLM's former switch is now the name of a compiler.

@@ -130,7 +130,7 @@ def _name(old: str) -> str:
 
 
 def as_policy(key: Key) -> Key:
-    """The key of `policy` that stands where this one does in a section with keys of `policy`; any other key itself."""
+    """Maps a key of a section with keys of `policy` to the key of `policy`; returns any other key unchanged."""
     return ("policy", *key[1:]) if key[0] in LIKE_POLICY else key
 
 
@@ -155,7 +155,7 @@ def is_foreign(key: Key, value: object) -> bool:
 
 
 def is_translated(key: Key) -> bool:
-    """Tells whether other keys take the place of this one."""
+    """Tells whether this key is translated into others."""
     dotted = ".".join(as_policy(key))
     return dotted in TRANSLATED or dotted in REWRITTEN or dotted.startswith(tuple(f"{section}." for section in TRANSLATED_SECTIONS))
 
@@ -215,7 +215,7 @@ def _translate_all(settings: Settings, value_of: Callable[[str], object]) -> Tra
 
 
 def _moved(text: str, section: str) -> str:
-    """A text with keys of `policy` replaced by those of `section`."""
+    """Replaces keys of `policy` in a text by those of `section`."""
     return text.replace("policy.", f"{section}.")
 
 

@@ -35,7 +35,7 @@ def _installed(_path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def route_of(agent_name: str, config: EnvConfig) -> str | None:
-    """The environment of rows with this `agent_ref`: the user's agent of that name, a grader of ours, or NeMo Gym's agent itself.
+    """The environment of rows with this `agent_ref`: the user's agent of that name, a built-in grader, or NeMo Gym's agent.
 
     None if there is none.
     """
@@ -48,7 +48,7 @@ def route_of(agent_name: str, config: EnvConfig) -> str | None:
 
 
 def is_agent(env_name: str, config: EnvConfig) -> bool:
-    """Tells if an agent, the user's or one of NeMo Gym's servers, does the rows of an environment."""
+    """Tells if an agent (the user's, or a server of NeMo Gym) handles the rows of an environment."""
     return env_name in config.agents or (config.has_gym_servers and env_name not in (*BUILT_IN, *environment_names(config)))
 
 
@@ -82,7 +82,7 @@ def check_environments(config: RunConfig, problems: Problems) -> None:
 
 
 def check_parsers(config: RunConfig, problems: Problems) -> None:
-    """Environments read what the parsers of the engines' servers read, where the config says that rows are about it."""
+    """Checks that environments can read the formats of the configured reasoning and tool parsers."""
     section, default = config.env, config.data.default.env_name
     chat = config.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
     prefix = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"

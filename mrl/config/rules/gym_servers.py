@@ -17,12 +17,12 @@ GYM_PATH = "/gym/v1"
 
 
 def served(config: EnvConfig) -> list[str]:
-    """The servers that the config names and that nothing here stands in for."""
+    """Servers that the config names and no built-in grader replaces."""
     return [server for server in config.gym_servers if not config.embeds(server)]
 
 
 def check_gym(config: RunConfig, problems: Problems) -> None:
-    """Checks that rows reach NeMo Gym's servers, and these the gateway."""
+    """Checks that rows reach NeMo Gym's servers, and these servers the gateway."""
     section = config.env
     gym = section.nemo_gym
     if gym.thinking_tags is not None and len(gym.thinking_tags) != 2:
@@ -76,7 +76,7 @@ def _check_address(config: RunConfig, problems: Problems) -> None:
 
 
 def describe_routes(config: RunConfig) -> str:
-    """Says who does rows with an `agent_ref`, and what somebody else has to start; "" without NeMo Gym's rows."""
+    """Describes who handles rows with an `agent_ref`, and which servers the user must start; "" without NeMo Gym's rows."""
     section = config.env
     if not section.should_use_nemo_gym:
         return ""

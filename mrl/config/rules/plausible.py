@@ -95,7 +95,7 @@ DOUBTS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
 
 
 def find_doubts(config: RunConfig) -> list[str]:
-    """A warning for every value that is probably a slip. Those that are not known are passed over."""
+    """Warns about every value that is probably a slip. Skips unknown values."""
     problems = Problems(config, config.facts.origins)
     for key, (is_doubtful, text) in DOUBTS.items():
         with suppress(NotKnown):

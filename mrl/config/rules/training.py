@@ -29,7 +29,7 @@ def check_rows(config: RunConfig, problems: Problems) -> None:
 
 
 def doubt_rows(config: RunConfig, problems: Problems) -> None:
-    """Warns if the longest sequence does not fit into a row. As in NeMo RL, a run starts, and ends at the first that is so long."""
+    """Warns if the longest sequence does not fit into a row: as in NeMo RL, the run starts, and ends at the first such one."""
     policy, packing, dynamic = config.policy, config.policy.sequence_packing, config.policy.dynamic_batching
     total, multiple = policy.max_total_sequence_length, policy.row_multiple
     if packing.enabled != dynamic.enabled:  # else rows have a fixed number of sequences

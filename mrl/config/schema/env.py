@@ -72,7 +72,7 @@ class OwnEnvConfig(WorkersConfig):
     `num_workers` is the number of processes of each agent, where many rollouts run at once.
     """
     num_workers: Workers | None = 1
-    """Child processes of each function, of all nodes together, at least one a node. They may be more than the cores: many functions wait.
+    """Child processes of each function, of all nodes together, at least one per node. They may be more than the cores: many functions wait.
 
     null = the cores of each node, shared by the run's environments.
     """

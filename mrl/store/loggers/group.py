@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loggers of a run that are switched on, and what the run folder remembers between attempts."""
+"""The loggers that a run has switched on, and their state in the run folder between attempts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CLOSE_TIMEOUT_S = 60.0
 
 @dataclass
 class Memory:
-    """The file `loggers.json`: what a resumed run has to know."""
+    """Contents of `loggers.json`, by which a resumed run continues its runs at the services."""
 
     started_at: float
     last_step: int = -1

@@ -29,7 +29,7 @@ CONFIG = "config"
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """The run, as far as a service may know it."""
+    """Facts of the run that a service may record."""
 
     folder: str
     """Folder of this attempt, for the service's own files."""

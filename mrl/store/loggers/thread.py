@@ -71,7 +71,7 @@ class SinkThread:
                 self.num_lost += len(self._records)
             self._warn("a call of its library takes too long")
         if self.num_lost:
-            logger.warning("%s lacks %d records; metrics.jsonl has every step", self._title, self.num_lost)
+            logger.warning("Records lost by %s: %d; metrics.jsonl has every step", self._title, self.num_lost)
 
     def _work(self) -> None:
         self._open()
@@ -115,7 +115,7 @@ class SinkThread:
             has_warned, self._has_warned = self._has_warned, True
         if not has_warned:
             logger.warning(
-                "%s fails, and the run goes on without it: %s. Said once; what is lost is counted.",
+                "%s fails, and the run goes on without it: %s. logger/lost counts losses",
                 self._title,
                 redact_text(reason, self._run.secrets),
             )

@@ -85,7 +85,7 @@ def test_two_nodes_share_a_batch_and_no_rollout_is_masked_though_an_actor_dies(
     with placed_slots(config, tmp_path / "logs") as placement, caplog.at_level(logging.INFO), tasks_ended():
         rewards = Rewards(config, placement, log_folder=tmp_path / "logs")
         rewards.wait_until_built()
-        assert "Rewards, on 2 nodes: an actor a node; workers on a node of" in caplog.text and "slow 1" in caplog.text
+        assert "Rewards, on each of their nodes (2): one actor; workers on" in caplog.text and "slow 1" in caplog.text
         before = rewards.apply(node_and_pid, deadline_s=HANG_S)
         assert len({node for node, _ in before}) == 2
         infos, prompts, expected = batch(10)

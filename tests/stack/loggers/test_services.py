@@ -124,7 +124,7 @@ def test_a_server_that_never_answers_costs_records_and_no_time(
     assert loggers.num_lost == 5
     (failure, lost) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert failure.startswith("MLflow fails, and the run goes on without it: MlflowException:") and SECRET not in failure
-    assert lost == "MLflow lacks 5 records; metrics.jsonl has every step"
+    assert lost == "Records lost by MLflow: 5; metrics.jsonl has every step"
 
 
 def test_without_a_key_wandb_and_swanlab_keep_files_to_be_sent_later(

@@ -27,7 +27,7 @@ def test_a_step_is_that_of_mrls_own_loop(live: LiveRun, caplog: pytest.LogCaptur
     with pytest.raises(RuntimeError, match=r"no step is under way: loop\.rollouts\.take\(\) begins one"):
         loop.refit.run()
     groups = loop.rollouts.take()
-    with pytest.raises(RuntimeError, match=r"loop\.refit\.run\(\) ends the step under way first"):
+    with pytest.raises(RuntimeError, match=r"a step is under way: call loop\.refit\.run\(\)"):
         loop.rollouts.take()
     assert loop.engines.sample(loop.prompts[:1], num_generations=1)
     sequences = loop.rollouts.sequences(groups)

@@ -219,7 +219,8 @@ def test_a_marked_section_replaces_the_inherited_one(tmp_path: Path):
     assert (config.cluster.num_nodes, config.cluster.gpus_per_node) == (1, 2)
     assert (config.logger.log_dir, config.logger.tensorboard_enabled) == ("there", True)
     assert (
-        "_override_=3 (config.yaml:4): a mark; set it to true or false" in problems(tmp_path, REQUIRED + "\ncluster: {_override_: 3}\n")[0]
+        "_override_=3 (config.yaml:4): it marks a section to replace; set it to true or false"
+        in problems(tmp_path, REQUIRED + "\ncluster: {_override_: 3}\n")[0]
     )
 
 

@@ -174,7 +174,7 @@ def test_padding_is_listed_and_counts_as_covered():
 
 def test_a_summary_counts_copies_workers_and_rounds():
     schedule = reshard(HALVES, {0: WHOLE}, gpu_of={0: 0}, buffer_bytes=1 << 16)
-    assert "2 copies to 1 engine workers in 1 rounds" in schedule.summary
+    assert "2 copies to 1 engine worker in 1 round:" in schedule.summary
 
 
 def test_equal_layouts_need_not_be_one_object():

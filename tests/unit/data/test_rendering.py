@@ -236,7 +236,7 @@ def test_a_template_that_knows_no_tools_is_told(caplog: pytest.LogCaptureFixture
     for _ in range(2):
         assert fit(Conversation([ASKED], [WEATHER]), tokenizer, None, add_generation_prompt=False)[1] == "Q Weather in Kyiv?"
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-        "The chat template knows no tools: the model is not told of those that rows have"
+        "The chat template ignores tools: the model does not see the tools of the rows"
     ]
 
 
@@ -263,8 +263,8 @@ def test_code_keeps_its_indentation(tmp_path: Path):
     ("answer", "reason"),
     [
         ("nan", "the answer is nan"),
-        ("#### Note\nthe unit is cm", "of the lines that follow #### in the answer none is the only one"),
-        ("work ####", "of the lines that follow #### in the answer none is the only one"),
+        ("#### Note\nthe unit is cm", "#### in the answer is followed by no line, or by different ones"),
+        ("work ####", "#### in the answer is followed by no line, or by different ones"),
         (float("nan"), "answer is nan, as tables write"),
     ],
 )

@@ -93,7 +93,12 @@ SOFTWARE: dict[str, tuple[dict[str, object], str, str, str]] = {
         "gpu",
     ),
     "fake apex": ({"apex": Apex("/env/apex", False)}, "apex", "/env/apex is not NVIDIA's Apex", "pip uninstall apex"),
-    "torchvision": ({"build_tags": {"torchvision": "cpu"}}, "beside torch", "torchvision from another build", "pip uninstall torchvision"),
+    "torchvision": (
+        {"build_tags": {"torchvision": "cpu"}},
+        "torch packages",
+        "torchvision from another build",
+        "pip uninstall torchvision",
+    ),
     "import": ({"import_errors": {"vllm": "ImportError: libcudart.so.13"}}, "imports", "vllm: ImportError: libcudart.so.13", "reinstall"),
 }
 

@@ -42,7 +42,7 @@ def test_nemo_gyms_environments_are_those_of_its_servers():
 def test_the_text_says_what_the_machine_lacks():
     config = read("env.math.num_workers=1024", "cluster.num_nodes=2")
     text = describe_workers(config, num_cores=8)
-    assert text.startswith("an actor a node; workers on a node of 8 cores: math 8; env.math.num_workers=1024 asks for 512 on a node")
+    assert text.startswith("one actor; workers on 8 cores: math 8; env.math.num_workers=1024 asks for 512 on a node")
     assert "asks for" not in describe_workers(config, num_cores=512)
     assert "asks for" not in describe_workers(read(), num_cores=1)
 

@@ -103,7 +103,7 @@ def test_placeholders_are_filled_in_and_the_last_rows_held_out(tmp_path: Path, c
     assert rows_of(train) + rows_of(validation) == FILLED
     assert len(rows_of(validation)) == 2
     said = capsys.readouterr().out
-    assert "3 rows to train on, 2 for validation" in said
+    assert "Rows to train on: 3, for validation: 2" in said
     assert "4 rows (80.0 %) of math_with_judge_simple_agent: math" in said and "1 rows (20.0 %) of mcqa_simple_agent: mcqa" in said
     assert "2 problems of BytedTsinghua-SIA/DAPO-Math-17k filled in" in said
     # A second call finds everything there; a folder above all of them is a source, too.
@@ -119,7 +119,7 @@ def test_placeholders_are_filled_in_and_the_last_rows_held_out(tmp_path: Path, c
         (placeholder("other", 0, PREFIX), "train.jsonl:1: a placeholder of dataset=other, which is not known"),
         (placeholder(DAPO, -1, PREFIX), "train.jsonl:1: _hf_placeholder must have row and question_template.prefix or .suffix"),
         (placeholder(SKYWORK, 0, PREFIX), "must have row and question_template.template"),
-        (placeholder(DAPO, 3, PREFIX), r"DAPO-Math-17k in .* has 3 rows; the blend asks for row 3"),
+        (placeholder(DAPO, 3, PREFIX), r"DAPO-Math-17k in .* ends at row 2; the blend asks for row 3"),
         (asked("", MATH, responses_create_params={"input": []}), "train.jsonl:1: responses_create_params.input must be"),
     ],
 )
@@ -132,7 +132,7 @@ def test_rows_that_cannot_be_filled_in(tmp_path: Path, row: dict[str, object], r
 
 def test_sources_that_are_missing_or_other_than_they_were(tmp_path: Path):
     blend, origins = write_blend(tmp_path / "blend", BLEND), write_origins(tmp_path)
-    with pytest.raises(ValueError, match="2 rows of the blend are placeholders of BytedTsinghua-SIA/DAPO-Math-17k, and no --source has"):
+    with pytest.raises(ValueError, match="the blend has placeholders of BytedTsinghua-SIA/DAPO-Math-17k \\(2\\), and no --source has"):
         prepare_nano3([blend, origins[1]], tmp_path / "out", num_validation=2)
     with pytest.raises(ValueError, match="no train.jsonl of nvidia/Nemotron-3-Nano-RL-Training-Blend"):
         prepare_nano3(origins, tmp_path / "other", num_validation=2)

@@ -42,7 +42,7 @@ def test_pass_at_k_by_hand():
 
 
 def test_too_few_rollouts_are_refused():
-    with pytest.raises(ValueError, match="2 rollouts .* at 3"):
+    with pytest.raises(ValueError, match="k=3 needs .* not 2"):
         pass_at_k(2, 1, 3)
-    with pytest.raises(ValueError, match="1 rollouts .* at 2"):
+    with pytest.raises(ValueError, match="k=2 needs .* not 1"):
         consensus_at_k(["4"], [True], 2)

@@ -111,7 +111,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     ledger.take(1, [(0, "a:1")])
     ledger.train(1, [(0, "a:1")])
-    with pytest.raises(RuntimeError, match="1 trained steps, .* step 5"):
+    with pytest.raises(RuntimeError, match="trained step 1, .* step 5"):
         ledger.roll_back(5)
 
 

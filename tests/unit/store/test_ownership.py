@@ -132,7 +132,7 @@ def test_a_file_system_without_hard_links_has_one_owner_too(file: Path, monkeypa
 
 def test_a_file_that_leads_nowhere_is_named(file: Path):
     file.symlink_to(file.with_name("gone"))
-    with pytest.raises(ValueError, match=r"owner\.json changes hands all the time, or leads nowhere"):
+    with pytest.raises(ValueError, match=r"owner\.json keeps changing its owner, or is a broken link"):
         Ownership(file).take()
 
 

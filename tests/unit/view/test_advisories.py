@@ -67,7 +67,7 @@ def test_an_advisory_says_what_was_seen_why_and_which_key():
     (advisory,) = advisories(steps(7, train__kl_penalty=0.62), FACTS)
     assert advisory.line() == (
         "[Look] step 7: kl = 0.62 (above 0.5). Likely: the policy runs away from the reference. "
-        "Turn: loss_fn.reference_policy_kl_penalty up; policy.megatron_cfg.optimizer.lr down"
+        "Try: loss_fn.reference_policy_kl_penalty up; policy.megatron_cfg.optimizer.lr down"
     )
 
 

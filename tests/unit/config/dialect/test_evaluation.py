@@ -72,7 +72,7 @@ def test_the_schema_s_own_names_win(path: Path):
 
 
 def test_nothing_is_trained_with_it(path: Path):
-    with pytest.raises(ConfigError, match=r"says how to evaluate.*python -m mrl\.evaluate"):
+    with pytest.raises(ConfigError, match=r"is a file for evaluations.*python -m mrl\.evaluate"):
         load_run(path)
 
 
