@@ -117,8 +117,8 @@ def save_warm_started_model(
 def build_model(kind: Kind, *, seed: int) -> Model:
     """The untrained model in float32, its random numbers drawn from `seed`."""
     torch.manual_seed(seed)
-    tokens: dict[str, Any] = dict(pad_token_id=PAD_ID, bos_token_id=BOS_ID, eos_token_id=END_ID)
-    common = tokens | dict(vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_POSITIONS)
+    common: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_POSITIONS}
+    common |= {"pad_token_id": PAD_ID, "bos_token_id": BOS_ID, "eos_token_id": END_ID}
     if kind == "tiny_dense":
         return Qwen3ForCausalLM(Qwen3Config(**DENSE, **common)).float()
     model = NemotronHForCausalLM(NemotronHConfig(**HYBRID, **common)).float()
