@@ -276,7 +276,9 @@ def _engines(config: RunConfig) -> str:
     where = "on the trainer's slots" if generation.colocated.enabled else f"on {config.num_dedicated_slots} slots of their own"
     nodes = f" over {config.nodes_of_engine} nodes" if config.nodes_of_engine > 1 else ""
     limits = describe_limits(config, None)
-    return f"{config.num_engines} of tensor {generation.vllm_cfg.tensor_parallel_size}{nodes}, {where}, {limits}"
+    vllm = generation.vllm_cfg
+    stages = f" x pipeline {vllm.pipeline_parallel_size}" if vllm.pipeline_parallel_size > 1 else ""
+    return f"{config.num_engines} of tensor {vllm.tensor_parallel_size}{stages}{nodes}, {where}, {limits}"
 
 
 def _data(config: RunConfig) -> str:

@@ -265,6 +265,10 @@ class Flaw:
     """Place of the sequence in `RolloutInfo.sequences`."""
 
 
+LARGEST_REWARD = 3e38
+"""Advantages are float32."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """An environment's judgement of one rollout. `is_valid` False masks the rollout from the loss (it is never a silent 0)."""

@@ -89,10 +89,23 @@ class VllmParallel:
     ep: int = 1
     has_drafter: bool = False
     """True if the engine proposes tokens with the model's own MTP layers, cut as the model is."""
+    pp: int = 1
+    """Pipeline stages. Worker `i` is worker `i % tp` of stage `i // tp`."""
 
     def __post_init__(self) -> None:
         if self.ep not in (1, self.tp):
             raise ValueError(f"vllm_cfg.expert_parallel_size={self.ep} must be 1 or tensor_parallel_size={self.tp}")
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers of an engine."""
+        return self.tp * self.pp
+
+    def layers_of(self, stage: int, num_layers: int) -> range:
+        """Indices of the layers of a stage, as `get_pp_indices` of vllm/distributed/utils.py: those left over go to the last but one."""
+        even, rest = divmod(num_layers, self.pp)
+        sizes = [even + (self.pp - 1 - rest <= index < self.pp - 1) for index in range(self.pp)]
+        return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
 
 
 EngineDtypes = tuple[tuple[str, str], ...]
@@ -151,6 +164,17 @@ class Model:
             if parallel.pp > 1 and self.tied_output is not None:
                 yield parallel.vpp - 1, None, self.tied_output
 
+    def engine_stage(self, parallel: VllmParallel, stage: int, *, has_ends: bool) -> Iterator[tuple[int | None, Rule]]:
+        """Every rule of a stage of an engine with the index of its layer; with `has_ends`, both ends are on all stages."""
+        is_first, is_last = stage == 0, stage == parallel.pp - 1
+        if is_first or has_ends or (is_last and self.tied_output is not None):
+            yield from ((None, rule) for rule in self.first)
+        yield from ((index, rule) for index in parallel.layers_of(stage, len(self.layers)) for rule in self.layers[index])
+        if is_last or has_ends:
+            yield from ((None, rule) for rule in self.last)
+        if is_last and parallel.has_drafter:
+            yield from ((None, rule) for rule in self.mtp)
+
 
 @dataclass(frozen=True)
 class Family:
@@ -166,6 +190,8 @@ class Family:
     """MambaModel or GPTModel."""
     vllm_layers: str | None
     """Prefix of the layers in vLLM's names, with "{layer}"; None for a model that vLLM gets no layout of."""
+    has_ends_everywhere: bool = False
+    """True if vLLM builds embedding, final norm and output on every stage of an engine, whether that computes with them or not."""
     can_train: bool = True
     leaves_out_mtp: bool = False
     """True if published files may have layers of multi-token prediction behind the others, which nothing here reads."""
@@ -269,9 +295,10 @@ def _megatron_layout(
 def _vllm_layout(family: Family, config_key: str, parallel: VllmParallel, worker: int, dtype: str, live: EngineDtypes) -> Layout:
     if family.vllm_layers is None:
         raise ValueError(f"config.json: model_type={json.loads(config_key).get('model_type')!r} is converted only; it has no vLLM layout")
-    dense = AxisRank(parallel.tp, worker, "vllm_cfg.tensor_parallel_size")
+    stage, of_stage = divmod(worker, parallel.tp)
+    dense = AxisRank(parallel.tp, of_stage, "vllm_cfg.tensor_parallel_size")
     experts = dense if parallel.ep == 1 else AxisRank(1, 0)
-    placement = AxisRank(parallel.ep, worker if parallel.ep > 1 else 0, "vllm_cfg.expert_parallel_size")
+    placement = AxisRank(parallel.ep, of_stage if parallel.ep > 1 else 0, "vllm_cfg.expert_parallel_size")
     for name, found in live:
         if found not in _CASTABLE:
             raise ValueError(f"{name} is {found} in the engine, to which a refit casts no weights; use an engine without quantisation")
@@ -280,9 +307,7 @@ def _vllm_layout(family: Family, config_key: str, parallel: VllmParallel, worker
     model = _model(family, config_key)
     if parallel.has_drafter and not model.mtp:
         raise ValueError("config.json: num_nextn_predict_layers: the model has no MTP layers to propose tokens with; use method ngram")
-    for layer, rule in model.all():
-        if rule in model.mtp and not parallel.has_drafter:
-            continue
+    for layer, rule in model.engine_stage(parallel, stage, has_ends=family.has_ends_everywhere):
         cutout = rule.cut.vllm(placement, experts) if isinstance(rule.cut, Experts) else rule.cut.vllm(dense)
         name = _name(family.vllm_layers, layer, rule.vllm)
         layout[Slot(name)] = _slot(cutout, dtypes.get(name, dtype))

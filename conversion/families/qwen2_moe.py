@@ -22,4 +22,4 @@ def qwen2_moe(hf_config: HfConfig) -> Decoder:
     return with_whole_heads(Decoder.of(hf_config, qkv_bias=True, moe=moe))
 
 
-FAMILY = decoder_family(qwen2_moe)
+FAMILY = replace(decoder_family(qwen2_moe), has_ends_everywhere=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+from dataclasses import replace
 
 from conversion.families import deepseek_v3, glm4_moe, nemotron_h, qwen2_moe
 from conversion.families.common import Family
@@ -64,12 +65,13 @@ def qwen3_moe(hf_config: HfConfig) -> Decoder:
     return Decoder.of(hf_config, qk_norm=True, moe=softmax_experts(hf_config))
 
 
-FAMILIES = {
+FAMILIES: dict[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,
     "nemotron_h": nemotron_h.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,
-} | {read.__name__: decoder_family(read) for read in (llama, mixtral, qwen2, qwen3, qwen3_moe)}
+} | {read.__name__: decoder_family(read) for read in (llama, qwen2, qwen3)}
+FAMILIES |= {read.__name__: replace(decoder_family(read), has_ends_everywhere=True) for read in (mixtral, qwen3_moe)}
 
 
 @functools.cache

@@ -38,15 +38,15 @@ def device_ids(slots: Sequence[int], gpus_per_node: int) -> tuple[int, ...]:
 
 def engine_slots(config: RunConfig) -> tuple[EngineSlots, ...]:
     """The slots of every engine: consecutive, and spread evenly over those that may serve; on GPU hosts all of these do."""
-    tp, num_engines = config.policy.generation.vllm_cfg.tensor_parallel_size, config.num_engines
+    num_workers, num_engines = config.policy.generation.num_workers, config.num_engines
     if not num_engines:
         return ()
     num_serving = config.num_dedicated_slots or config.num_policy_ranks
     first = config.num_slots - num_serving
-    stride = num_serving // num_engines // tp * tp
-    assert stride >= tp, "mrl.config.rules.layout refuses more engine workers than slots"
+    stride = num_serving // num_engines // num_workers * num_workers
+    assert stride >= num_workers, "mrl.config.rules.layout refuses more engine workers than slots"
     starts = (first + index * stride for index in range(num_engines))
-    return tuple(EngineSlots(index, tuple(range(start, start + tp))) for index, start in enumerate(starts))
+    return tuple(EngineSlots(index, tuple(range(start, start + num_workers))) for index, start in enumerate(starts))
 
 
 def slot_table(hosts: Sequence[str], num_policy_ranks: int, engines: Sequence[EngineSlots]) -> list[str]:

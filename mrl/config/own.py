@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import itertools
 import os
@@ -11,6 +12,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 REWARD_VALUES = ("prompt", "response", "reference_answer", "turns", "row", "data_source", "solution_str", "ground_truth", "extra_info")
 """Parameter names of a reward function; each gets the value that its name says. The last four are verl's."""
@@ -75,6 +77,18 @@ def find_fitting(path: str, kind: Kind) -> Callable[..., object]:
         if not callable(method) or not _takes(method, ("self", *parameters)):
             raise ValueError(f"has no {name}({', '.join(parameters)}); write a method of that name, or inherit mrl.api.Sink")
     return found
+
+
+def code_digest(path: str) -> str:
+    """The digest of the code of a user's object: its module's file, and those of loaded modules beside it. ValueError: see `find`."""
+    find(path)
+    name = path.partition(":")[0]
+    while name not in sys.modules:
+        name = name.rpartition(".")[0]
+    files = {file for module in list(sys.modules.values()) if isinstance(file := getattr(module, "__file__", None), str)}
+    own = sys.modules[name].__file__ or ""
+    beside = sorted(file for file in files if file == own or (file.endswith(".py") and os.path.dirname(file) == os.path.dirname(own)))
+    return hashlib.sha256(b"\0".join(Path(file).read_bytes() for file in beside if os.path.isfile(file))).hexdigest()
 
 
 def reward_parameters(function: Callable[..., object]) -> list[str]:

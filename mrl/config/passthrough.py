@@ -42,9 +42,9 @@ OVERRIDABLE: frozenset[str] = frozenset(_TABLES["overridable"])
 
 RESERVED_VARIABLES = re.compile(
     "RAY_.*|CUDA_VISIBLE_DEVICES|CUDA_DEVICE_MAX_CONNECTIONS|MASTER_(ADDR|PORT)|(LOCAL_)?RANK|WORLD_SIZE|PYTHONPATH"
-    "|VLLM_ENABLE_V1_MULTIPROCESSING|VLLM_CPU_ATTN_SPLIT_KV"
+    "|VLLM_ENABLE_V1_MULTIPROCESSING|VLLM_CPU_ATTN_SPLIT_KV|VLLM_PP_LAYER_PARTITION"
 )
-"""Environment variables that place a process, or that mrl needs at its own value."""
+"""Environment variables that place a process or layers, or that mrl needs at its own value."""
 
 DESCRIBED: Mapping[Library, str] = {
     "EngineArgs": "vLLM's engine",

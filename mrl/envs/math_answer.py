@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Literal, NamedTuple
 
 from mrl.envs.math_form import CLOSING, GREEK, OPENING, Expression, Leftover
@@ -331,11 +331,12 @@ def _side(tokens: Sequence[Token], reading: Reading) -> Value:
             return _side(inner, reading)
     if any(token.text.startswith("begin{") for token in tokens):
         return _matrix(tokens, reading)
-    label, *others = split(tokens, (":",))
-    if others and all(token.kind == "word" and token.text.lower() not in CHANGING for token in label):  # Total: 5
-        return _side(tokens[len(label) + 1 :], reading)
-    if others:
-        return Value("seq", _sides((label, *others), reading), ":")
+    *before, last = split(tokens, (":",))
+    labels = list(takewhile(lambda part: all(token.kind == "word" and token.text.lower() not in CHANGING for token in part), before))
+    if labels:  # Total: 5
+        return _side(tokens[sum(len(label) + 1 for label in labels) :], reading)
+    if before:
+        return Value("seq", _sides((*before, last), reading), ":")
     tokens, factor = _without_words(tokens, reading)
     return Value("sum", sum=scaled(Expression(tokens, reading.work).whole(), factor))
 

@@ -88,6 +88,8 @@ def outcome(returned: object) -> Outcome:
     if not isinstance(returned, Mapping):
         return Outcome(_number(returned, "the reward"))
     total = next((key for key in TOTALS if key in returned), None)
+    if all(key in returned for key in TOTALS) and returned[TOTALS[0]] != returned[TOTALS[1]]:
+        raise TypeError(f"the returned dict has two rewards, {' and '.join(f'{key}={returned[key]!r:.40}' for key in TOTALS)}")
     special = {*TOTALS, "extracted", "observation", MASK_SAMPLE}
     components = {str(key): _number(value, f"component {key!r}") for key, value in returned.items() if key not in special}
     if total is None and not components:
@@ -96,7 +98,7 @@ def outcome(returned: object) -> Outcome:
         reward=sum(components.values()) if total is None else _number(returned[total], f"{total!r}"),
         extracted=str(returned.get("extracted", "")),
         components=components,
-        flags=(MASK_SAMPLE,) if returned.get(MASK_SAMPLE, False) else (),
+        flags=(MASK_SAMPLE,) if _number(returned.get(MASK_SAMPLE) or 0, MASK_SAMPLE) else (),
         observation=_messages(returned.get("observation")),
     )
 

@@ -36,7 +36,7 @@ from mrl.envs.confine import landlock_abi
 from mrl.envs.scratch import Scratch, remove_abandoned
 from mrl.envs.task import LENGTH_BYTES, MASK_SAMPLE, MAX_MESSAGE_BYTES, Environment, Task, encode
 from mrl.envs.workers import MIN_WORKERS
-from mrl.types import RewardLoad, Verdict
+from mrl.types import LARGEST_REWARD, RewardLoad, Verdict
 
 if TYPE_CHECKING:
     from mrl.config.schema.env import EnvConfig
@@ -407,7 +407,7 @@ def _failed(status: Literal["timeout", "crash", "error"], task: Task, reason: st
 
 def _is_number(value: object) -> TypeGuard[int | float]:
     # By comparison, which also takes integers that are no float.
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_REWARD
 
 
 def _are_messages(value: object) -> TypeGuard[list[dict[str, str]]]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 
 from mrl.config.rules.data import NEMO_GYM, environment_names
-from mrl.config.schema.env import BUILT_IN, EnvConfig, WorkersConfig
+from mrl.config.schema.env import BUILT_IN, SERVERS, EnvConfig, WorkersConfig
 from mrl.config.schema.run import RunConfig
 from mrl.envs.code import GRACE_S
 
@@ -21,9 +21,11 @@ def usable_cores() -> int:
 
 def environments_of(config: RunConfig) -> tuple[str, ...]:
     """Environments that share the cores of a node: the user's own, and those of data sets. Rows may name others, which get as much."""
-    named = dict.fromkeys(dataset.env_name for dataset in (config.data.train_sets | config.data.validation_sets).values())
-    names = [name for asked in named for name in (environment_names(config.env) if asked == NEMO_GYM else (asked,))]
-    return tuple(name for name in dict.fromkeys((*config.env.own.functions, *names)) if name not in config.env.agents)
+    env, named = config.env, dict.fromkeys(dataset.env_name for dataset in (config.data.train_sets | config.data.validation_sets).values())
+    elsewhere = {*BUILT_IN} - {SERVERS[server] for server in env.gym_servers or SERVERS if env.embeds(server)}
+    of_gym = [name for name in environment_names(env) if name not in elsewhere]
+    names = [name for asked in named for name in (of_gym if asked == NEMO_GYM else (asked,))]
+    return tuple(name for name in dict.fromkeys((*env.own.functions, *names)) if name not in env.agents)
 
 
 def num_workers(name: str, config: RunConfig, *, num_cores: int) -> int:
@@ -38,7 +40,8 @@ def num_workers(name: str, config: RunConfig, *, num_cores: int) -> int:
 def describe_workers(config: RunConfig, *, num_cores: int) -> str:
     """Workers of each environment on a node with these cores; says so if the config asks for more of them than it has cores."""
     workers = {name: num_workers(name, config, num_cores=num_cores) for name in environments_of(config)}
-    text = f"one actor; workers on {num_cores} core{'s' * (num_cores != 1)}: {', '.join(f'{name} {num}' for name, num in workers.items())}"
+    children = ", ".join(f"{name} {num}" for name, num in workers.items()) or "none, agents give all rewards"
+    text = f"one actor; workers on {num_cores} core{'s' * (num_cores != 1)}: {children}"
     for name, given in workers.items():
         asked = _asked(name, config)
         if asked is not None and asked > given:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 # Validation draws the same random numbers every time, so that its curve moves by the weights alone.
 VALIDATION_EPOCH = -1
+# A group that was too old so often is waited for: to ask for it again and again would never train its prompt.
+MAX_TOO_OLD = 2
 
 
 @dataclass
@@ -251,6 +254,8 @@ class RolloutQueue:
         """Looked at, and left over for the next step."""
         self._again: list[tuple[int, Prompt]] = []
         """Left over, but too old by the next step: to be generated again."""
+        self._num_too_old = Counter[PromptKey]()
+        """Groups under way that were too old when they were sampled, and how often."""
         self._num_regenerated = 0
         self._taken_at = time.monotonic()
 
@@ -280,6 +285,7 @@ class RolloutQueue:
             num_batches += 1
             for key, group in zip([asked.key for asked in looked_at], batch, strict=True):
                 del self._asked[key]
+                del self._num_too_old[key]
                 sampled.append(group)
                 if self._has_signal(group):
                     ready.append((key, group))
@@ -372,15 +378,28 @@ class RolloutQueue:
             wanted = list(self._asked.values())
             if not self.plan.freshest_first:
                 wanted = wanted[:size]
+            # By the next step they would be too old once more.
+            last = [
+                one for one in wanted if self._num_too_old[one.key] >= MAX_TOO_OLD and weight_version - one.weight_version >= self.plan.lag
+            ]
+            self._wait_for(last, len(last))
             self._wait_for(wanted, size)
             ready = [group for group in wanted if group.num_missing == 0]
             stale = [group for group in ready if weight_version - group.oldest_version > self.plan.lag]
             if not stale:
-                return sorted(ready, key=lambda group: -group.oldest_version)[:size] if self.plan.freshest_first else ready
+                return sorted(ready, key=lambda one: (one not in last, -one.oldest_version))[:size] if self.plan.freshest_first else ready
             # Their verdicts must not meet those of the rollouts that take their place.
             self._source.judge(stale)
             self._num_regenerated += len(stale)
             self._revived -= {group.key for group in stale}
+            self._num_too_old.update(group.key for group in stale)
+            if often := [group.prompt for group in stale if self._num_too_old[group.key] == MAX_TOO_OLD]:
+                logger.warning(
+                    "%d prompts (%s of %s and others) were sampled %d times, each time too old for its step. They are asked once more, and "
+                    "a step waits for them. They take longer than grpo.async_grpo.max_trajectory_age_steps=%d steps, or fresher ones came "
+                    "first: raise it, make them shorter (max_new_tokens, an agent's turns), or set sample_freshest_first=false",
+                    *(len(often), often[0].prompt_id, often[0].env_name, MAX_TOO_OLD, self.plan.lag),
+                )
             self._ask([(group.epoch, self._asked.pop(group.key).prompt) for group in stale], weight_version)
 
     def _wait_for(self, groups: Sequence[AskedGroup], num_groups: int) -> None:

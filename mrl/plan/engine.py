@@ -61,9 +61,11 @@ def cache_layout(
     kernel_block: int = KERNEL_BLOCK,
     num_proposed: int = 0,
     drafter: str = "",
+    pp: int = 1,
 ) -> CacheLayout:
     """The layout of a model's cache on a worker, with a drafter of layers with these letters.
 
+    Groups are those of the whole model, and vLLM spreads the layers of each over `pp` stages: a worker's block has its part of a group.
     A sequence has a Mamba state, and one after each proposed token; with prefixes shared two more, of its last whole block and of the end
     of its prompt (`MambaSpec.max_memory_usage_bytes` of vllm/v1/kv_cache_interface.py).
     """
@@ -71,15 +73,15 @@ def cache_layout(
     attention, mamba = letters.count("*"), letters.count("M")
     per_token = token_bytes(shape, tp, element_bytes)
     if not mamba:
-        return CacheLayout(kernel_block, kernel_block * per_token * attention, 1, 0, 0)
+        return CacheLayout(kernel_block, kernel_block * per_token * -(-attention // pp), 1, 0, 0)
     page, states = state_bytes(shape, tp, element_bytes, ssm_bytes, num_proposed), 1 + num_proposed + (2 if shares_prefixes else 0)
     if not attention:
-        return CacheLayout(1, page * mamba, 0, 1, states)
+        return CacheLayout(1, page * -(-mamba // pp), 0, 1, states)
     # Both kinds of blocks have one size: attention blocks grow to a state's size, and states are padded to theirs.
     block = kernel_block * math.ceil(page / (kernel_block * per_token))
     fewest, most = sorted((attention, mamba))
     group = most if most < 1.5 * fewest else fewest
-    return CacheLayout(block, block * per_token * group, math.ceil(attention / group), math.ceil(mamba / group), states)
+    return CacheLayout(block, block * per_token * -(-group // pp), math.ceil(attention / group), math.ceil(mamba / group), states)
 
 
 def forward_bytes(shape: ModelSizes, tp: int, *, batched_tokens: int) -> float:

@@ -50,9 +50,11 @@ class PlanModel:
         return {"policy": self, **self.beside}
 
     def _engine_bytes(self, parallel: VllmParallel, dtype: str) -> int:
-        """Weights of an engine's first worker, which has the most experts."""
-        layout = self.family.vllm_layout(self.hf_config, parallel, 0, dtype)
-        return sum(math.prod(slot.shape) * DTYPE_BYTES[slot.dtype] for slot in layout.values())
+        """Weights of an engine's worker with the most; the first of each stage has the most experts of the stage."""
+        layouts = (
+            self.family.vllm_layout(self.hf_config, parallel, worker, dtype) for worker in range(0, parallel.num_workers, parallel.tp)
+        )
+        return max(sum(math.prod(slot.shape) * DTYPE_BYTES[slot.dtype] for slot in layout.values()) for layout in layouts)
 
 
 def read_model(config: RunConfig) -> PlanModel:

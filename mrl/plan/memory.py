@@ -124,6 +124,7 @@ def _limited(config: RunConfig, model: PlanModel, gpu: Gpu, limits: EngineLimits
         shares_prefixes=has_mamba and vllm.enable_prefix_caching is not False,
         num_proposed=num_proposed,
         drafter=model.mtp_pattern if generation.parallel.has_drafter else "",
+        pp=vllm.pipeline_parallel_size,
     )
     weights = model.engine_bytes(generation.parallel, vllm.precision)
     # vLLM always measures with one proposal per sequence (`GPUModelRunner._dummy_sampler_run`).

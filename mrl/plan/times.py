@@ -116,6 +116,7 @@ def decode_seconds(
     engine: EngineMemory,
     *,
     tp: int,
+    pp: int = 1,
     rollouts: float,
     at_once: float,
     mean: float,
@@ -125,16 +126,20 @@ def decode_seconds(
     """Time in which an engine samples its rollouts: full until the last ones start, then the tail, in which fewer and fewer go on.
 
     In the tail the batch shrinks exponentially to the longest rollout; all steps together draw the tokens of all rollouts. Each part is
-    priced by its own batch and lengths.
+    priced by its own batch and lengths. Of `pp` stages all work at best, each on its part of the batch; at worst they wait for each other
+    with the whole, as vLLM schedules what has room in one step.
     """
     letters = "".join(shape.layers)
     experts = letters.count("E") * shape.experts * (shape.fc1_factor + 1) * (shape.latent or shape.hidden) * shape.expert_ffn * BF16 / tp
 
-    def step(batch: float, length: float) -> TimeRange:
+    def stage(batch: float, length: float) -> TimeRange:
         idle = (1 - shape.topk / shape.experts) ** batch if shape.experts else 0.0
-        per_rollout = letters.count("*") * token_bytes(shape, tp) * length + 2 * engine.layout.state_groups * engine.layout.block_bytes
-        num_bytes = engine.weights - idle * experts + batch * per_rollout
-        found = seconds(num_bytes, gpu.bandwidth, DECODING).plus(LAYER_LATENCY.times(len(shape.layers)))
+        keys = letters.count("*") / pp * token_bytes(shape, tp) * length
+        per_rollout = keys + 2 * engine.layout.state_groups * engine.layout.block_bytes
+        return seconds(engine.weights - idle * experts / pp + batch * per_rollout, gpu.bandwidth, DECODING)
+
+    def step(batch: float, length: float) -> TimeRange:
+        found = TimeRange(stage(batch / pp, length).low, stage(batch, length).high).times(pp).plus(LAYER_LATENCY.times(len(shape.layers)))
         if num_nodes > 1:
             # Each layer's outputs are summed twice: every GPU sends and receives nearly twice what it has.
             sums = 2 * len(shape.layers)
@@ -252,7 +257,9 @@ def step_times(
     longest = max(mean_tokens, vllm.max_model_len)
     tp = vllm.tensor_parallel_size
     sizes = dict(rollouts=per_engine, at_once=at_once, mean=mean_tokens, longest=longest)
-    generate = decode_seconds(shape, gpu, engine, tp=tp, **sizes, num_nodes=config.nodes_of_engine)
+    # Sums stay within a stage; what stages hand on is little.
+    num_nodes = config.nodes_of_engine if tp > config.cluster.slots_per_node else 1
+    generate = decode_seconds(shape, gpu, engine, tp=tp, pp=vllm.pipeline_parallel_size, **sizes, num_nodes=num_nodes)
     if refit is not None:
         num_calls = refit_calls(config)
         phases["refit"] = refit_times(refit, gpu, engine_weights=engine.weights, num_calls=num_calls).overlapped

@@ -47,12 +47,12 @@ def refit_ends(config: RunConfig, model: PlanModel) -> Ends:
         place: read_by_engines(model.family.megatron_layout(model.hf_config, parallel, place, config.policy.precision, "te"), engine)
         for place in set(coords)
     }
-    workers = [model.family.vllm_layout(model.hf_config, engine, worker, vllm.precision) for worker in range(engine.tp)]
+    workers = [model.family.vllm_layout(model.hf_config, engine, worker, vllm.precision) for worker in range(engine.num_workers)]
     first = world if config.num_dedicated_slots else 0
-    gpus = {worker: first + worker for worker in range(config.num_engines * engine.tp)}
+    gpus = {worker: first + worker for worker in range(config.num_engines * engine.num_workers)}
     return Ends(
         {rank: layouts[place] for rank, place in enumerate(coords)},
-        {worker: workers[worker % engine.tp] for worker in gpus},
+        {worker: workers[worker % engine.num_workers] for worker in gpus},
         gpus,
         {gpu: gpu // config.cluster.slots_per_node for gpu in range(config.num_slots)},
     )

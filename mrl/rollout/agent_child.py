@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import cast
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from mrl.config.own import AGENT, find_fitting
@@ -31,8 +32,16 @@ from mrl.signals import shield_process
 
 PR_SET_PDEATHSIG = 1
 MAX_TASK_BYTES = 64 * 2**20
+JOIN_S = 60.0
 AgentFunction = Callable[[AsyncOpenAI, dict[str, object]], Awaitable[object]]
 logger = logging.getLogger(__name__)
+
+
+class Connections(DefaultAsyncHttpxClient):
+    """Connections of all rollouts. An agent that closes its client, as `async with client` does, leaves them to the others."""
+
+    async def aclose(self) -> None:
+        """Leaves them open."""
 
 
 def main() -> None:
@@ -44,34 +53,44 @@ def main() -> None:
         sys.exit("the parent is gone")
     agent = cast(AgentFunction, find_fitting(path, AGENT))
     listener = socket.socket(fileno=int(listener_fd))
-    http_gate.start(make_app(agent), listener, api_key=sys.stdin.readline().strip(), max_body=MAX_TASK_BYTES)
-    signal.pause()
+    serving = http_gate.start(make_app(agent), listener, api_key=sys.stdin.readline().strip(), max_body=MAX_TASK_BYTES)
+    # It ends if a task that an agent has begun leaves the process, and then another process takes its place.
+    while serving.is_alive():
+        serving.join(JOIN_S)
 
 
 def make_app(agent: AgentFunction) -> Starlette:
     """The routes: `POST /` runs the agent on a row."""
     # One for all rollouts: making another takes longer than a short agent.
-    connections = DefaultAsyncHttpxClient(trust_env=False)
+    connections = Connections(trust_env=False)
 
-    async def run(request: Request) -> JSONResponse:
+    async def run(request: Request) -> Response:
         task = await request.json()
         deadline_s = float(task["deadline_s"])
         # Not again by itself: the gateway waits for engines, and asks another one if one dies.
         client = AsyncOpenAI(base_url=task["base_url"], api_key=task["api_key"], http_client=connections, max_retries=0, timeout=deadline_s)
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(deadline_s) as limit:
                 found = outcome(await agent(client, task["row"]))
-        except TimeoutError:
-            return JSONResponse({"error": f"the agent has taken longer than {deadline_s:g} s (env.agent_timeout_s)", "status": "timeout"})
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+            if isinstance(error, TimeoutError) and limit.expired():
+                return _json({"error": f"the agent has taken longer than {deadline_s:g} s (env.agent_timeout_s)", "status": "timeout"})
+            current = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
+                raise  # by whoever ends the request, and not by what the agent waits for
             logger.warning("An agent failed", exc_info=error)
-            return JSONResponse({"error": f"{type(error).__name__}: {error}"})
-        return JSONResponse({"reward": found.reward, "components": dict(found.components), "mask": MASK_SAMPLE in found.flags})
+            return _json({"error": f"{type(error).__name__}: {error}"})
+        return _json({"reward": found.reward, "components": dict(found.components), "mask": MASK_SAMPLE in found.flags})
 
-    async def health(_: Request) -> JSONResponse:
-        return JSONResponse({"status": "ok"})
+    async def health(_: Request) -> Response:
+        return _json({"status": "ok"})
 
     return Starlette(routes=[Route("/", run, methods=["POST"]), Route(http_gate.OPEN_PATH, health)])
+
+
+def _json(answer: Mapping[str, object]) -> Response:
+    # Starlette's own refuses NaN and halves of surrogate pairs, and whoever asks would learn nothing of them.
+    return Response(json.dumps(answer), media_type="application/json")
 
 
 if __name__ == "__main__":

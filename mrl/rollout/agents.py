@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import os
 import secrets
 import socket
@@ -20,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import cast
 
 import aiohttp
 import numpy as np
@@ -27,10 +27,10 @@ import numpy as np
 from mrl.config.texts import safe_text
 from mrl.rollout.agent_session import AgentSession
 from mrl.rollout.gateway import MODEL, Gateway
-from mrl.rollout.gym import GymServers, gym_row, reply_of
+from mrl.rollout.gym import GymServers, gym_row, is_finite, reply_of
 from mrl.rollout.remote import AgentLost, Json, RemoteAgent
 from mrl.rollout.turn_tree import TurnSequence
-from mrl.types import Prompt, Rollout, RolloutRequest, SamplingParams, Status, Verdict
+from mrl.types import Prompt, Rollout, RolloutRequest, SamplingParams, Status, Verdict, hashed_seed
 
 logger = logging.getLogger(__name__)
 
@@ -203,6 +203,7 @@ class AgentRunner:
         self.gym: GymServers | None = None
         """Does the rows of all others."""
         self._url, self._timeout_s, self._masks_flagged = url, timeout_s, masks_flagged
+        self._nonce = secrets.token_hex(8)
 
     async def run(self, task: AgentTask) -> Ran:
         """Runs one rollout, with new attempts if the agent is lost."""
@@ -228,13 +229,17 @@ class AgentRunner:
         if (agents := self.agents.get(name)) is None:
             assert self.gym is not None, name
             with self.gateway.receipts.rollout(task.sampling):
-                row = gym_row(json.loads(task.prompt.row), task.sampling, index=task.rollout_index)
+                row = gym_row(json.loads(task.prompt.row), task.sampling, index=task.rollout_index, group=self._group_of(task))
                 result = await self.gym.run(name, row, deadline_s=deadline_s)
                 return reply_of(result, session, self.gateway.receipts)
         agent = min(agents, key=lambda one: one.num_running if isinstance(one, FunctionAgent) else 0)
         base_url = f"{self._url}/sessions/{session.session_id}/v1"
         asked = {"row": task.row, "base_url": base_url, "api_key": session.key, "model": MODEL, "deadline_s": deadline_s}
         return await agent.ask(asked)
+
+    def _group_of(self, task: AgentTask) -> int:
+        """Number of the task's group, another one when it is asked again: servers may still hold answers of the time before."""
+        return hashed_seed(f"{self._nonce}/{task.epoch}/{task.prompt.prompt_id}/{task.weight_version}")
 
     def _ended(self, task: AgentTask, session: AgentSession, verdict: Verdict, num_lost: int) -> Ran:
         rollouts = [task.rollout(sequence) for sequence in session.tree.sequences()]
@@ -247,7 +252,7 @@ class AgentRunner:
             "sequences": float(len(rollouts)),
             "lost_attempts": float(num_lost),
             **{f"untrained_tokens_{reason}": float(count) for reason, count in session.tree.num_untrained().items()},
-            **{f"overridden_{name}": float(count) for name, count in session.overridden.items()},
+            **{f"overridden_{safe_text(name)[:80]}": float(count) for name, count in session.overridden.items()},
         }
         # What is masked keeps its place, and costs no more than that.
         kept = (rollouts if verdict.is_valid else rollouts[:1]) or [task.empty_rollout()]
@@ -256,15 +261,16 @@ class AgentRunner:
 
 def judged(reply: Json, *, masks_flagged: bool) -> Verdict:
     """The verdict in an agent's answer: a reward, or components that add up to it; `mask` keeps the rollout out of the loss."""
-    if "error" in reply:
-        return failed(str(reply["error"])[:500], "timeout" if reply.get("status") == "timeout" else "error")
+    if (error := reply.get("error")) is not None:
+        return failed(str(error)[:500] or "the agent answers an empty error", "timeout" if reply.get("status") == "timeout" else "error")
     try:
         components, metrics = (_numbers(reply, name) for name in ("components", "metrics"))
         total = reply.get("reward")
         reward = sum(components.values()) if total is None and components else _number(total, "reward")
+        if not isinstance(is_masked := reply.get("mask") or False, bool):
+            raise ValueError(f"the agent answers mask={is_masked!r:.80}, which is neither true nor false")
     except ValueError as error:
         return failed(str(error), "error")
-    is_masked = reply.get("mask") is True
     is_valid = not (is_masked and masks_flagged)
     return Verdict(
         reward,
@@ -281,17 +287,17 @@ def judged(reply: Json, *, masks_flagged: bool) -> Verdict:
 
 def failed(reason: str, status: Status, verdict: Verdict | None = None) -> Verdict:
     """The verdict on a rollout that does not count."""
-    return Verdict(0.0, False, status, "", "", reason=reason, metrics={} if verdict is None else verdict.metrics)
+    return Verdict(0.0, False, status, "", "", reason=safe_text(reason), metrics={} if verdict is None else verdict.metrics)
 
 
 def _numbers(reply: Json, name: str) -> dict[str, float]:
     found = reply.get(name) or {}
     if not isinstance(found, Mapping):
         raise ValueError(f"the agent answers {name}={found!r:.80}, which is no object of numbers")
-    return {str(key): _number(value, f"{name}.{key}") for key, value in found.items()}
+    return {safe_text(str(key)): _number(value, f"{name}.{key}") for key, value in found.items()}
 
 
 def _number(value: object, name: str) -> float:
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return float(value)
+    if is_finite(value):
+        return float(cast(float, value))
     raise ValueError(f"the agent answers {name}={value!r:.80}, which is no finite number")

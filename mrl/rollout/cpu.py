@@ -20,8 +20,10 @@ from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.platforms import current_platform
+from vllm.sequence import IntermediateTensors
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from mrl.rollout.cpu_speculation import come_back, convolve_proposed, draw_ahead, note_accepted, sample_targets, scan_proposed, spread
 
@@ -316,6 +318,16 @@ def splitmix64(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
+def _take_over(original: Callable[..., IntermediateTensors]) -> Callable[..., IntermediateTensors]:
+    def sync_and_gather(runner: GPUModelRunner, *arguments: object) -> IntermediateTensors:
+        if runner.intermediate_tensors is None:
+            make: Callable[..., IntermediateTensors] = getattr(runner.get_model(), "make_empty_intermediate_tensors")  # noqa: B009
+            runner.intermediate_tensors = make(batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device)
+        return original(runner, *arguments)
+
+    return sync_and_gather
+
+
 @dataclass(frozen=True)
 class EnginePatch:
     """One replaced name of vLLM."""
@@ -396,6 +408,13 @@ PATCHES = (
         "the patch of InputBatch.add_request needs it",
         "the patch of InputBatch.add_request goes",
         note_accepted,
+    ),
+    EnginePatch(
+        "vllm.v1.worker.gpu_model_runner.GPUModelRunner.sync_and_gather_intermediate_tensors",
+        "the same function, which first makes the buffer for what the stage before hands on",
+        "vLLM makes it in a dummy run, which eager engines with a given size of the cache leave out on CPUs",
+        "vLLM makes it where it is used",
+        _take_over,
     ),
     EnginePatch(
         "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu",

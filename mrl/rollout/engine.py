@@ -58,7 +58,7 @@ class _Unfinished:
 
 
 class Engine:
-    """One engine: all workers of a TP group, and the scheduler. Samples only between a completed refit and the next one.
+    """One engine: all workers, and the scheduler. Samples only between a completed refit and the next one.
 
     `weight_version` is None until the first refit is complete. `num_steps` and `num_tokens` count since the start. `llm` is vLLM's engine.
     """
@@ -213,7 +213,7 @@ class Engine:
         return facts | ({"gpu_used_bytes": max(used)} if used else {})
 
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
-        """Makes each worker compute its part of the schedule; `workers` are in the order of TP ranks."""
+        """Makes each worker compute its part of the schedule; `workers` are in the order of their ranks."""
         self._workers("prepare_refit", list(workers))
         self._is_prepared = True
 

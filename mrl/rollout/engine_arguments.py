@@ -56,7 +56,7 @@ def engine_arguments(
         "pipeline_parallel_size": vllm_cfg.pipeline_parallel_size,
         "enable_expert_parallel": vllm_cfg.expert_parallel_size > 1,
         "device_ids": list(device_ids) or None,
-        "distributed_executor_backend": "mp" if vllm_cfg.tensor_parallel_size > 1 else "uni",
+        "distributed_executor_backend": "mp" if config.num_workers > 1 else "uni",
         "worker_extension_cls": "mrl.rollout.worker.RefitWorker",
         "max_model_len": vllm_cfg.max_model_len,
         "max_num_seqs": vllm_cfg.max_num_seqs,

@@ -49,4 +49,6 @@ def engine_environment(*, has_gpu: bool, num_threads: int = 1) -> dict[str, str]
         # Binding workers to NUMA nodes refuses more workers than nodes.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(num_threads),
+        # The n-gram proposer's pool is OpenMP's, too: with a thread a core, each of torch's operations waits for them all.
+        "NUMBA_NUM_THREADS": str(num_threads),
     }

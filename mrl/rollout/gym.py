@@ -23,13 +23,15 @@ import yaml
 from mrl.rollout.agent_session import AgentSession
 from mrl.rollout.receipts import Receipts
 from mrl.rollout.remote import AgentLost, AgentUnreached, Json, RemoteAgent
-from mrl.types import SamplingParams
+from mrl.types import LARGEST_REWARD, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 REQUEST = "responses_create_params"
 NO_RECEIPT = "untrained_tokens_no_receipt"
 """Metric: tokens that came back in a rollout and were not sampled for it."""
+FAILURE = "_ng_failure_class"
+"""Field of an answer whose reward says nothing: Gym (nemo_gym/judge.py) gives 0 where a judge fails, with HTTP 200."""
 ANYWHERE = ("0.0.0.0", "127.0.0.1", "::", "localhost")
 """Hosts that mean the machine of the head server itself."""
 HEAD_S = 30.0
@@ -156,19 +158,22 @@ async def _accepts(url: str) -> bool:
     return True
 
 
-def gym_row(fields: Mapping[str, object], sampling: SamplingParams, *, index: int) -> Json:
-    """A row as agents get it: with the run's sampling, as NeMo RL sends it, and the number of the rollout in its group."""
+def gym_row(fields: Mapping[str, object], sampling: SamplingParams, *, index: int, group: int) -> Json:
+    """A row as agents get it: with the run's sampling, as NeMo RL sends it, its group, and the number of the rollout in it.
+
+    `genrm_compare` compares answers of one `_ng_task_index`. Without one it would mix groups of the same text.
+    """
     request = dict(cast(Mapping[str, object], fields.get(REQUEST) or {}))
     longest = request.get("max_output_tokens")
     limits = [sampling.max_new_tokens, *([longest] if isinstance(longest, int) else [])]
     request |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_output_tokens": min(limits)}
-    return {**fields, REQUEST: request, "_rowidx": index}
+    return {**fields, REQUEST: request, "_rowidx": index, "_ng_task_index": group, "_ng_rollout_index": index}
 
 
 def reply_of(result: Json, session: AgentSession, receipts: Receipts) -> Json:
     """An agent's answer in the form of `mrl.rollout.agents`; the turns in it that were sampled here are added to the session's tree."""
-    if "error" in result:
-        return result
+    if "error" in result and "response" not in result:
+        return result  # a server's refusal; an answer may have a field of that name
     response = result.get("response")
     outputs = response.get("output") if isinstance(response, Mapping) else None
     if not isinstance(outputs, Sequence):
@@ -176,7 +181,10 @@ def reply_of(result: Json, session: AgentSession, receipts: Receipts) -> Json:
     num_unknown = receipts.claim(outputs, session)
     for item in outputs:
         _note(item, session)
-    numbers = {name: value for name, value in result.items() if isinstance(value, bool | int | float) and math.isfinite(value)}
+    if failure := result.get(FAILURE):
+        reasons = [str(value) for name, value in result.items() if name.startswith("_ng_failure") and isinstance(value, str)]
+        return {"error": f"NeMo Gym's agent gives no verdict: {': '.join(reasons) or failure}"}
+    numbers = {name: value for name, value in result.items() if is_finite(value)}
     reward = numbers.pop("reward", None)
     components = result.get("reward_components") or {}
     if isinstance(components, Mapping) and components and isinstance(reward, int | float):
@@ -187,6 +195,11 @@ def reply_of(result: Json, session: AgentSession, receipts: Receipts) -> Json:
     is_masked = isinstance(instance, Mapping) and instance.get("mask_sample") is True
     metrics = numbers | ({NO_RECEIPT: num_unknown} if num_unknown else {})
     return {"reward": reward, "components": components, "mask": is_masked, "metrics": metrics}
+
+
+def is_finite(value: object) -> bool:
+    """Tells whether a value is a number that a reward can be."""
+    return isinstance(value, bool | int | float) and abs(value) <= LARGEST_REWARD
 
 
 def _note(item: object, session: AgentSession) -> None:

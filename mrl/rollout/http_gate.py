@@ -107,11 +107,13 @@ def listen(host: str, ports: range) -> socket.socket:
     )
 
 
-def start(app: ASGIApp, listener: socket.socket, *, api_key: str, max_body: int) -> None:
-    """Serves `app` behind the gate from a thread that lives as long as the process."""
+def start(app: ASGIApp, listener: socket.socket, *, api_key: str, max_body: int) -> threading.Thread:
+    """Serves `app` behind the gate from a thread that lives as long as the process; gives it back."""
     given = b"Bearer " + api_key.encode()
     server = make_server(app, has_key=lambda _, authorization: secrets.compare_digest(authorization, given), max_body=max_body)
-    threading.Thread(target=server.run, args=([listener],), name="http server", daemon=True).start()
+    thread = threading.Thread(target=server.run, args=([listener],), name="http server", daemon=True)
+    thread.start()
+    return thread
 
 
 def make_server(app: ASGIApp, *, has_key: Callable[[str, bytes], bool], max_body: int) -> Server:
@@ -217,7 +219,7 @@ def _gate(app: ASGIApp, *, has_key: Callable[[str, bytes], bool], max_body: int)
             has_body = length not in (None, b"0") or b"transfer-encoding" in headers
             return (413, f"{OPEN_PATH} takes no body") if has_body else None
         if not is_trusted:
-            return 401, "the API key is missing or wrong; it stands with the addresses in the run's endpoints.json"
+            return 401, "the API key is missing or wrong (the run's stands in its endpoints.json), or the session is over"
         # The parser has refused what is no number.
         return too_long if length is not None and int(length) > max_body else None
 

@@ -45,7 +45,8 @@ class RemoteAgent:
         try:
             async with (
                 asyncio.timeout(deadline_s + GRACE_S),
-                self._client.post(self.url, json=body, headers=self._headers) as response,
+                # Of a redirected POST some servers get a GET, and the key would go to another one.
+                self._client.post(self.url, json=body, headers=self._headers, allow_redirects=False) as response,
             ):
                 content = await response.read()
         except aiohttp.ClientConnectorError as error:
@@ -55,12 +56,14 @@ class RemoteAgent:
         text = content.decode("utf-8", errors="replace")
         if response.status >= 500 or response.status in BUSY:
             raise AgentLost(f"{self.url} answers {response.status}: {text[:300]}")
+        if (moved := response.headers.get("Location")) and response.status < 400:
+            return {"error": f"{self.url} answers {response.status}, a redirection to {moved[:300]}: name that address in the config"}
         if response.status != 200:
             return {"error": f"{self.url} answers {response.status}: {text[:300]}"}
         try:
             reply = json.loads(text)
         except (ValueError, RecursionError) as error:
-            return {"error": f"{self.url} answers what is no JSON: {error}"}
+            return {"error": f"{self.url} answers what is no JSON: {error}: {text[:200]}"}
         return reply if isinstance(reply, dict) else {"error": f"{self.url} answers a {type(reply).__name__}, not an object"}
 
     async def start(self) -> None:

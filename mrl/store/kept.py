@@ -21,6 +21,7 @@ from pathlib import Path
 import mrl
 from conversion.files.durable import WRITE_TIMEOUT_S, make_folder, remove_file
 from conversion.files.limits import within
+from mrl.config.own import code_digest
 from mrl.config.schema.run import RunConfig
 from mrl.data.recorded import read_record, write_record
 from mrl.env import kill_point
@@ -347,6 +348,8 @@ def conditions_of(config: RunConfig, identity: Identity) -> dict[str, str]:
     values |= {f"env.{field.name}": getattr(config.env, field.name) for field in dataclasses.fields(config.env)}
     values |= {"reward_penalties": config.reward_penalties, "policy.router_replay": config.policy.router_replay}
     values |= {name: identity[name] for name in ("model", "tokenizer") if name in identity}
+    own = config.env.own
+    values |= {f"code of {path}": code_digest(path) for path in (*own.functions.values(), *own.agents.values())}
     return {key: hashlib.sha256(json.dumps(_as_json(value), sort_keys=True).encode()).hexdigest()[:16] for key, value in values.items()}
 
 

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from mrl.config.schema.algo import GrpoConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.planning import sequence_cost
 from mrl.store.evaluations import mean_pass_at_k
-from mrl.types import Batch, PromptKey, Proposals, RolloutGroup
+from mrl.types import Batch, PromptKey, Proposals, RolloutGroup, Status
 
 logger = logging.getLogger(__name__)
 
@@ -137,12 +137,16 @@ def performance_metrics(config: RunConfig, batches: Sequence[Batch], metrics: Ma
         "train_flops_per_gpu": tflops,
     }
     if config.has_engines:
-        num_workers = config.num_engines * config.policy.generation.vllm_cfg.tensor_parallel_size
+        num_workers = config.num_engines * config.policy.generation.num_workers
         found["generation_tokens_per_sec_per_gpu"] = metrics["rollout/tokens_per_s"] / num_workers
     peak = next((peak for name, peak in PEAK_TFLOPS.items() if name in device), None)
     if peak is not None and config.policy.precision == "bfloat16":
         found["train_fp_utilization"] = tflops / peak
     return {f"performance/{name}": value for name, value in found.items()}
+
+
+OWN_NAMES = {"reward", "reward_std", "num_rollouts", "turns", "failed", *get_args(Status)}
+"""Quantities of mrl's: an agent's metric of such a name is another one."""
 
 
 def environment_metrics(groups: Sequence[RolloutGroup], *, stage: Literal["rollout", "val"]) -> dict[str, float]:
@@ -166,7 +170,8 @@ def environment_metrics(groups: Sequence[RolloutGroup], *, stage: Literal["rollo
         for part in sorted({part for verdict in judged for part in verdict.components}):
             values[f"reward_{part}"] = float(np.mean([verdict.components.get(part, 0.0) for verdict in judged]))
         for part in sorted({part for verdict in verdicts for part in verdict.metrics}):
-            values[part] = float(np.mean([verdict.metrics.get(part, 0.0) for verdict in verdicts]))
+            key = f"own_{part}" if part in OWN_NAMES else part
+            values[key] = float(np.mean([verdict.metrics.get(part, 0.0) for verdict in verdicts]))
         metrics |= {f"{stage}/{name}/{quantity}": value for quantity, value in values.items()}
     return metrics
 

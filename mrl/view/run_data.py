@@ -212,8 +212,9 @@ def about_lines(config: Json, about: Json) -> list[tuple[str, str]]:
     if of("algorithm") in ("grpo", "ppo"):
         lines.append(("each step", f"{of('grpo.num_prompts_per_step')} prompts x {of('grpo.num_generations_per_prompt')} rollouts"))
         is_colocated = setting(config, "policy.generation.colocated.enabled")
+        tp, pp = (of(f"policy.generation.vllm_cfg.{kind}_parallel_size") for kind in ("tensor", "pipeline"))
         lines.append(
-            ("engines", f"vLLM, TP{of('policy.generation.vllm_cfg.tensor_parallel_size')}, {'colocated' if is_colocated else 'dedicated'}")
+            ("engines", f"vLLM, TP{tp}{'' if pp in ('None', '1') else f' PP{pp}'}, {'colocated' if is_colocated else 'dedicated'}")
         )
     return [*lines, *((name, text) for name, text in about.items() if isinstance(text, str))]
 

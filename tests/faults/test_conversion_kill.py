@@ -22,6 +22,7 @@ from tests.unit.conversion.cached_models import light_processes
 from tests.unit.conversion.hf_folders import large_config, write_large_folder
 
 MAX_FILE_BYTES = 40_000_000
+DIRECTIONS = ("hf-to-mcore", "mcore-to-hf")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,10 @@ def content(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-@pytest.mark.parametrize(("direction", "num_kills"), [("hf-to-mcore", 20), ("mcore-to-hf", 10)])
+@pytest.mark.parametrize(
+    ("direction", "num_kills"),
+    [("hf-to-mcore", 8), ("mcore-to-hf", 5), *(pytest.param(name, 20, marks=pytest.mark.long("kills")) for name in DIRECTIONS)],
+)
 def test_what_a_killed_conversion_left_is_continued(
     hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direction: str, num_kills: int
 ):

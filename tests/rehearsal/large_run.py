@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks of grpo_nanov3.yaml at its full size and beyond, one after another in this process: what Megatron makes of each, and what we plan.
 
-A process of its own, which takes Transformer Engine's folder, an empty one, and words NODES:RANK, and prints rows of JSON.
+Runs in the process of gpu_rows.py.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,13 +18,39 @@ from mrl.cluster.scheduling import engine_slots
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
 from mrl.refit.inputs import RefitInputs
-from tests.rehearsal.gpu_host import Rank, as_rank, become_gpu_host
+from tests.rehearsal.gpu_host import Rank, as_rank
 from tests.sources import ROOT
 
 if TYPE_CHECKING:
     from conversion.schedule import Holding, Schedule
 
 MODEL = "nemotron3_nano_30b_a3b"
+TP, EP = 2, 8
+NODES = (32, 512)
+
+
+def chosen(world: int) -> list[int]:
+    """The first and the last rank of each of two pipeline stages, and one in the middle."""
+    return [0, world // 2 - 1, world // 2, world - 1, world * 3 // 8 + 3]
+
+
+def replicas(world: int) -> dict[str, list[int]]:
+    """All ranks that hold the dense weights of rank 0, and all that hold the experts of the last rank: these share one optimizer state."""
+    return {"dense": list(range(0, world // 2, TP)), "experts": list(range(world // 2 + EP - 1, world, EP))}
+
+
+RANKS: dict[str, list[tuple[int, int]]] = {
+    "installed": sorted(
+        {
+            *((nodes, rank) for nodes in NODES for rank in chosen(nodes * 8)),
+            *((NODES[0], rank) for rank in replicas(NODES[0] * 8)["experts"]),
+        }
+    ),
+    "newest": [(nodes, nodes * 8 - 1) for nodes in NODES],
+    "dense": [(NODES[0], rank) for rank in replicas(NODES[0] * 8)["dense"]],
+}
+"""Nodes and rank by megatron-core: chosen ranks of both runs, of the smaller one all replicas of the last rank's experts; on that of newer
+Pythons the last rank of each. `dense` are all replicas of the first rank's dense weights."""
 
 
 @dataclass(frozen=True)
@@ -167,10 +192,3 @@ def rows(folder: Path, wanted: list[tuple[int, int]]) -> Iterator[Row]:
         schedule = schedule_of(config, hf_config)
         for rank in (rank for of, rank in wanted if of == nodes):
             yield row(config, hf_config, schedule, rank)
-
-
-if __name__ == "__main__":
-    become_gpu_host(Path(sys.argv[1]), "meta")
-    pairs = [(int(nodes), int(rank)) for nodes, _, rank in (word.partition(":") for word in sys.argv[3:])]
-    for found in rows(Path(sys.argv[2]), pairs):
-        print(json.dumps(asdict(found)), flush=True)

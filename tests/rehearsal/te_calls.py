@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny models with Transformer Engine's layers compute on the CPU: its Python around kernels of plain torch, beside transformers.
 
-Each kernel is called through the signature of the function or method that Transformer Engine has in its place. A process of its own, which
-takes Transformer Engine's folder and an empty one, and prints rows of JSON.
+Each kernel is called through the signature of the function or method that Transformer Engine has in its place. Runs in the process of
+gpu_rows.py, as its last part: nothing is put back.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor
 from conversion.files.safetensors import fill_layout
 from tests import models
 from tests.parity import Parity, hf_scores
-from tests.rehearsal.gpu_host import Rank, as_rank, become_gpu_host
+from tests.rehearsal.gpu_host import Rank, as_rank
 
 CASES: dict[str, dict[str, object]] = {
     "glm4_moe": {},
@@ -183,9 +182,3 @@ def rows(folder: Path) -> Iterator[Row]:
                 name for name, weight in weights.items() if ".experts." not in name and weight.requires_grad and not weight.main_grad.any()
             ]
             yield Row(model_type, **asdict(parity), without_gradient=zero, kernels=sorted(called))
-
-
-if __name__ == "__main__":
-    become_gpu_host(Path(sys.argv[1]), "cpu")
-    for found in rows(Path(sys.argv[2])):
-        print(json.dumps(asdict(found)), flush=True)

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every family's Megatron model with Transformer Engine's layers, on the meta device, against the conversion tables.
 
-A process of its own, which takes Transformer Engine's folder and an empty one, and prints rows of JSON.
+Runs in the process of gpu_rows.py.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -17,7 +16,7 @@ from transformers import AutoConfig
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
 from tests import models
-from tests.rehearsal.gpu_host import Rank, as_rank, become_gpu_host
+from tests.rehearsal.gpu_host import Rank, as_rank
 from tests.sources import ROOT
 
 PUBLISHED = {"grpo_nanov3.yaml": "nemotron3_nano_30b_a3b", "grpo_qwen3_30ba3b.yaml": "qwen3_30b_a3b"}
@@ -95,9 +94,3 @@ def _folder(folder: Path, hf_config: Mapping[str, object]) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf_config))
     return folder
-
-
-if __name__ == "__main__":
-    become_gpu_host(Path(sys.argv[1]), "meta")
-    for found in rows(Path(sys.argv[2])):
-        print(json.dumps(asdict(found)), flush=True)

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -15,55 +15,23 @@ from conversion.families.registry import family
 from mrl.config.schema.run import RunConfig
 from mrl.plan.facts import read_model
 from mrl.plan.memory import stage_states
-from tests.rehearsal.children import rows_of
-from tests.rehearsal.large_run import Row, Shard, run_config
+from tests.rehearsal.large_run import EP, NODES, RANKS, TP, Row, Shard, replicas, run_config
 
-TP, EP = 2, 8
-NODES = (32, 512)
 # Bytes of main parameter and moments in float32.
 OPTIMIZER_BYTES = 12
 
-
-def chosen(world: int) -> list[int]:
-    """The first and the last rank of each of two pipeline stages, and one in the middle."""
-    return [0, world // 2 - 1, world // 2, world - 1, world * 3 // 8 + 3]
+RowsOf = Callable[[str], dict[str, list[dict[str, Any]]]]
 
 
-def replicas(world: int) -> dict[str, list[int]]:
-    """All ranks that hold the dense weights of rank 0, and all that hold the experts of the last rank: these share one optimizer state."""
-    return {"dense": list(range(0, world // 2, TP)), "experts": list(range(world // 2 + EP - 1, world, EP))}
-
-
-@pytest.fixture(scope="module")
-def build(transformer_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Iterable[tuple[int, int]]], list[Row]]:
-    """Builds ranks by nodes of the run and rank."""
-
-    return lambda wanted: rows_on(transformer_engine, tmp_path_factory.mktemp("run"), wanted)
-
-
-def rows_on(
-    transformer_engine: Path, folder: Path, wanted: Iterable[tuple[int, int]], environment: dict[str, str] | None = None
-) -> list[Row]:
-    words = [f"{nodes}:{rank}" for nodes, rank in sorted(set(wanted))]
-    found = rows_of("large_run", transformer_engine, folder, *words, environment=environment)
-    assert len(found) == len(words)
+def rows_of_run(rows_by_part: RowsOf, key: str) -> list[Row]:
+    found = rows_by_part(key)["large_run"]
+    assert len(found) == len(RANKS[key])
     return [Row(**{**row, "shards": {name: Shard(**shard) for name, shard in row["shards"].items()}}) for row in found]
 
 
 @pytest.fixture(scope="module")
-def rows(build: Callable[[Iterable[tuple[int, int]]], list[Row]]) -> list[Row]:
-    """Chosen ranks of both runs, and of the smaller one all replicas of the last rank's experts."""
-    experts = [(NODES[0], rank) for rank in replicas(NODES[0] * 8)["experts"]]
-    return build([*((nodes, rank) for nodes in NODES for rank in chosen(nodes * 8)), *experts])
-
-
-@pytest.fixture(scope="module", params=["installed", "newest"])
-def ranks(request: pytest.FixtureRequest, transformer_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    """Chosen ranks of both runs; on the megatron-core of newer Pythons only the last rank of each."""
-    if request.param == "installed":
-        return request.getfixturevalue("rows")
-    environment = request.getfixturevalue("newest_megatron")
-    return rows_on(transformer_engine, tmp_path_factory.mktemp("newest"), [(nodes, nodes * 8 - 1) for nodes in NODES], environment)
+def ranks(rows_by_part: RowsOf, version: str) -> list[Row]:
+    return rows_of_run(rows_by_part, version)
 
 
 @pytest.fixture(scope="module")
@@ -102,15 +70,14 @@ def test_buckets_divide_by_their_ranks(ranks: list[Row]):
         assert row.main_elements == sum(shard.stop - shard.start for shard in row.shards.values())
 
 
-def test_each_element_of_experts_is_updated_by_one_replica(rows: list[Row], configs: dict[int, RunConfig]):
+def test_each_element_of_experts_is_updated_by_one_replica(rows_by_part: RowsOf, configs: dict[int, RunConfig]):
+    rows = rows_of_run(rows_by_part, "installed")
     check_shards([row for row in rows if row.nodes == NODES[0]], "experts", configs[NODES[0]])
 
 
 @pytest.mark.long("rehearsal")
-def test_each_element_of_dense_weights_is_updated_by_one_replica(
-    build: Callable[[Iterable[tuple[int, int]]], list[Row]], configs: dict[int, RunConfig]
-):
-    check_shards(build((NODES[0], rank) for rank in replicas(NODES[0] * 8)["dense"]), "dense", configs[NODES[0]])
+def test_each_element_of_dense_weights_is_updated_by_one_replica(rows_by_part: RowsOf, configs: dict[int, RunConfig]):
+    check_shards(rows_of_run(rows_by_part, "dense"), "dense", configs[NODES[0]])
 
 
 def check_shards(rows: list[Row], kind: str, config: RunConfig) -> None:

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
+from collections.abc import Callable
+from typing import Any
 
 from conversion.families.registry import FAMILIES
 from tests.rehearsal import te_calls
-from tests.rehearsal.children import rows_of
 from tests.rehearsal.te_calls import ATTENTION, CASES, GEMM, LINEAR, PERMUTE, ROTARY, SORT, UNPERMUTE
 from tests.rehearsal.te_models import TINY, Row, layouts
 
@@ -17,19 +15,11 @@ DENSE = {ATTENTION, LINEAR, "LayerNormLinear.forward", "RMSNorm.forward"}
 EXPERTS = {"GroupedLinear.forward", PERMUTE, UNPERMUTE, SORT, f"{SORT}_with_probs"}
 
 
-@pytest.fixture(scope="module", params=["installed", "newest"])
-def environment(request: pytest.FixtureRequest) -> dict[str, str] | None:
-    """Environment of a child: None with the installed megatron-core, or one with that of newer Pythons."""
-    return request.getfixturevalue("newest_megatron") if request.param == "newest" else None
+Parts = dict[str, list[dict[str, Any]]]
 
 
-@pytest.fixture(scope="module")
-def rows(transformer_engine: Path, environment: dict[str, str] | None, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    found = rows_of("te_models", transformer_engine, tmp_path_factory.mktemp("models"), environment=environment)
-    return [Row(**row) for row in found]
-
-
-def test_weights_of_every_family_are_those_of_its_table(rows: list[Row]):
+def test_weights_of_every_family_are_those_of_its_table(rows_by_part: Callable[[str], Parts], version: str):
+    rows = [Row(**row) for row in rows_by_part(version)["te_models"]]
     assert {model_type for model_type, _ in TINY.values()} == {name for name, found in FAMILIES.items() if found.can_train}
     assert [f"{row.case}, {row.layout}, rank {row.rank}: {row.fault}" for row in rows if row.fault] == []
     seen = {(row.case, row.layout) for row in rows}
@@ -38,10 +28,8 @@ def test_weights_of_every_family_are_those_of_its_table(rows: list[Row]):
     assert all(row.num_weights for row in rows)
 
 
-def test_calls_of_kernels_fit_and_give_what_transformers_computes(
-    transformer_engine: Path, environment: dict[str, str] | None, tmp_path: Path
-):
-    rows = [te_calls.Row(**row) for row in rows_of("te_calls", transformer_engine, tmp_path, environment=environment)]
+def test_calls_of_kernels_fit_and_give_what_transformers_computes(rows_by_part: Callable[[str], Parts], version: str):
+    rows = [te_calls.Row(**row) for row in rows_by_part(version)["te_calls"]]
     assert [row.model_type for row in rows] == list(CASES) == sorted(name for name, found in FAMILIES.items() if found.can_train)
     for row in rows:
         assert row.num_tokens >= 100 and row.num_excluded <= 1 and row.num_wrong == 0, row
@@ -50,4 +38,4 @@ def test_calls_of_kernels_fit_and_give_what_transformers_computes(
         experts = EXPERTS if row.model_type in ("glm4_moe", "mixtral", "nemotron_h", "qwen2_moe", "qwen3_moe") else set()
         # 0.16.1 knows the router's kernel only from older versions of Transformer Engine.
         assert set(row.kernels) - {GEMM} == DENSE | rotary | experts, row
-        assert (GEMM in row.kernels) == bool(experts and environment), row
+        assert (GEMM in row.kernels) == bool(experts and version == "newest"), row

@@ -3,19 +3,29 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import math
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+from omegaconf import _utils, base, grammar_parser
 
 from conversion.boxes import DTYPE_BYTES
 from conversion.families.registry import family
 from conversion.files.hf_folder import DTYPES
+from mrl.config import files
+from mrl.data import prompts, supervised, trial
+from tests.sources import ROOT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
@@ -69,6 +79,38 @@ def write_weights(folder: Path, hf_config: Mapping[str, object], dtype: str = "B
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + end)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def parse_once() -> Iterator[None]:
+    """Expressions, and the files of this checkout, are parsed once: most tests load a config, and this is half of the time of that."""
+    read = files._read_yaml
+    read_once, parse = functools.cache(read), functools.cache(grammar_parser.parse)
+
+    def read_yaml(path: Path) -> tuple[dict[str, object], dict[files.Key, int]]:
+        return copy.deepcopy(read_once(path)) if path.is_relative_to(ROOT) else read(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_read_yaml", read_yaml)
+        for module in (_utils, base):
+            patch.setattr(module, "parse", parse)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def try_once() -> Iterator[None]:
+    """A chat template that has passed its trial, which starts a process, is not tried again; tests/hostile has those that fail."""
+    passed, try_template = set[str](), trial.try_template
+
+    def try_new(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, object] | None) -> None:
+        if (case := f"{tokenizer.chat_template} {tokenizer.special_tokens_map} {template_kwargs}") not in passed:
+            try_template(tokenizer, template_kwargs)
+            passed.add(case)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (trial, prompts, supervised):
+            patch.setattr(module, "try_template", try_new)
+        yield
 
 
 @pytest.fixture(scope="session")

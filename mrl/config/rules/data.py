@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from mrl.config.errors import Problems, Unprovided
 from mrl.config.model import is_hub_id, way_to_prepare
@@ -103,7 +104,12 @@ def _check_agents(config: RunConfig, problems: Problems) -> None:
     gym = "env.nemo_gym.command" if config.env.nemo_gym.command else "env.nemo_gym.head_server.host"
     key = "env.own.agents" if config.env.own.agents else "env.remote" if config.env.remote else gym
     for name, url in config.env.remote.items():
-        if not url.startswith(("http://", "https://")):
+        try:
+            parts = urlsplit(url)
+            is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # no port, or no host
+            is_right = False
+        if not is_right:
             problems.add(f"env.remote.{name}", "an agent's server has an address that begins with http:// or https://", "give its URL")
     if not config.policy.generation.vllm_cfg.expose_http_server:
         problems.add(

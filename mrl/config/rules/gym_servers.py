@@ -12,6 +12,9 @@ from mrl.config.schema.env import SERVERS, EnvConfig
 from mrl.config.schema.run import RunConfig
 
 PREFIX = "env.nemo_gym"
+COMPARED = "num_rollouts_per_prompt"
+NUM_COMPARED = 16
+"""Its value in Gym's resources_servers/genrm_compare/configs/genrm_compare.yaml."""
 GYM_PATH = "/gym/v1"
 """Path of the gateway at which NeMo Gym's servers ask for the model."""
 
@@ -38,6 +41,8 @@ def check_gym(config: RunConfig, problems: Problems) -> None:
         )
     if gym.head_server.host:
         _check_address(config, problems)
+    else:
+        _check_compared(config, problems)
     if section.should_use_nemo_gym and not gym.has_servers:
         if missing := served(section):
             rule = f"mrl has no grader for rows of {', '.join(missing)}"
@@ -50,6 +55,22 @@ def check_gym(config: RunConfig, problems: Problems) -> None:
             problems.add(f"{PREFIX}.config_paths", rule, way_out, Unprovided)
         elif not gym.embedded:
             problems.add(f"{PREFIX}.embedded", "NeMo Gym's servers grade all rows", f"set {PREFIX}.command, or true")
+
+
+def _check_compared(config: RunConfig, problems: Problems) -> None:
+    """Checks that `genrm_compare`, which holds back its verdicts until a group is whole, waits for as many answers as a group has."""
+    found = {"genrm_compare_resources_server": NUM_COMPARED} if "genrm_compare" in config.env.gym_servers else {}
+    for name, instance in config.env.nemo_gym.servers.items():
+        options = (instance.get("resources_servers") or {}).get("genrm_compare") if isinstance(instance, dict) else None
+        if isinstance(options, dict) and COMPARED in options:
+            found[name] = options[COMPARED]
+    section = "distillation" if config.algorithm == "distillation" else "grpo"
+    wanted = config.rollouts.num_generations_per_prompt
+    for name, number in found.items():
+        if number != wanted:
+            key = f"{PREFIX}.{name}.resources_servers.genrm_compare.{COMPARED}"
+            rule = f"genrm_compare waits for {number} answers of a prompt ({key}), which never come"
+            problems.add(f"{section}.num_generations_per_prompt", rule, f"set {key}={wanted}")
 
 
 def _words(command: str) -> list[str]:

@@ -7,6 +7,7 @@ import difflib
 import math
 import os
 
+from conversion.families.common import VllmParallel
 from mrl.config.errors import Problems, Unprovided, spell
 from mrl.config.model import ModelSizes
 from mrl.config.passthrough import Library, arguments_of
@@ -65,17 +66,22 @@ def _check_engine_slots(config: RunConfig, problems: Problems) -> None:
     tp, ep = config.policy.generation.vllm_cfg.tensor_parallel_size, config.policy.generation.vllm_cfg.expert_parallel_size
     if ep not in (1, tp):
         rule = f"must be 1 or policy.generation.vllm_cfg.tensor_parallel_size={tp}"
+        rule += ": to share experts among several groups of that size, vLLM runs engines in lockstep, which mrl does not" if ep > tp else ""
         problems.add(f"{_ENGINE}.expert_parallel_size", rule, "use one of them")
     dedicated, is_one_node = config.num_dedicated_slots, cluster.gpus_per_node == 0 or cluster.num_nodes == 1
     per_node = dedicated if dedicated and is_one_node else cluster.slots_per_node
     serving = dedicated or config.num_policy_ranks
-    if per_node % tp and (tp % per_node or serving % tp):
-        rule = f"nodes hold whole engines or engines whole nodes, and {_ENGINE}.tensor_parallel_size={tp} divides neither"
+    num_workers, pp = config.policy.generation.num_workers, config.policy.generation.vllm_cfg.pipeline_parallel_size
+    if per_node % num_workers and (num_workers % per_node or serving % num_workers):
+        stages = f" x {_ENGINE}.pipeline_parallel_size={pp}" if pp > 1 else ""
+        rule = f"nodes hold whole engines or engines whole nodes, and {_ENGINE}.tensor_parallel_size={tp}{stages} divides neither"
         slots = f"the {per_node} slots of one nor, as a multiple, the {serving} that serve"
         whole = [size for size in range(1, serving + 1) if per_node % size == 0 or (size % per_node == 0 and serving % size == 0)]
-        problems.add(f"{_ENGINE}.tensor_parallel_size", f"{rule} {slots}", _use(whole), others=_slot_keys(config))
-    elif config.num_engines * tp > config.num_slots:
-        rule = f"engines of {tp} workers need {config.num_engines * tp} of the {config.num_slots} slots"
+        others = [*([f"{_ENGINE}.pipeline_parallel_size"] if pp > 1 else []), *_slot_keys(config)]
+        way_out = f"{_use(whole)}{' workers' if pp > 1 else ''}"
+        problems.add(f"{_ENGINE}.tensor_parallel_size", f"{rule} {slots}", way_out, others=others)
+    elif config.num_engines * num_workers > config.num_slots:
+        rule = f"engines of {num_workers} workers need {config.num_engines * num_workers} of the {config.num_slots} slots"
         problems.add(f"{_GENERATION}.num_cpu_engines", rule, "lower it, or raise cluster.cpu_units_per_node")
 
 
@@ -107,6 +113,7 @@ def check_layout(config: RunConfig, model: ModelSizes, problems: Problems) -> No
     if ep == 1 and model.expert_ffn % tp:
         rule = f"does not divide the experts' width {model.expert_ffn}"
         problems.add(f"{_ENGINE}.tensor_parallel_size", rule, f"use a divisor, or set expert_parallel_size={tp}")
+    _check_engine_stages(config, model, problems)
     if vllm.max_model_len > model.max_sequence_length:
         rule = f"the model's max_position_embeddings is {model.max_sequence_length}"
         problems.add(f"{_ENGINE}.max_model_len", rule, "lower policy.max_total_sequence_length")
@@ -115,6 +122,28 @@ def check_layout(config: RunConfig, model: ModelSizes, problems: Problems) -> No
     if config.cluster.gpus_per_node == 0 and model.head_dim and str(model.head_dim) not in sizes:
         rule = f"the model's head_dim is {model.head_dim}, and vLLM's attention on hosts without GPUs has kernels for {', '.join(sizes)}"
         problems.add("policy.model_name", rule, "take a model of such a size, or GPUs (cluster.gpus_per_node)")
+
+
+def _check_engine_stages(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
+    key, pp, num_layers = f"{_ENGINE}.pipeline_parallel_size", config.policy.generation.vllm_cfg.pipeline_parallel_size, len(model.layers)
+    if pp == 1:
+        return
+    stages = [set("".join(model.layers[index] for index in VllmParallel(pp=pp).layers_of(stage, num_layers))) for stage in range(pp)]
+    # A Mamba-only stage supports other layouts of the cache than one with attention, and vLLM wants one for all.
+    kinds = {"*": "attention", "M": "a Mamba mixer", "E": "experts"}
+    needed = ("E" if "E" in set().union(*stages) else "") + ("*" if "*" in set().union(*stages) else "M")
+    lacking = [(stage, kinds[letter]) for letter in needed for stage, letters in enumerate(stages) if letter not in letters]
+    if lacking:
+        rule = f"stage {lacking[0][0]} of the model's {num_layers} layers would have none with {lacking[0][1]}, which vLLM needs on each"
+        problems.add(key, rule, "use fewer stages, or 1")
+    if config.policy.router_replay.enabled:
+        rule = "vLLM tells no routes of an engine with pipeline stages, and policy.router_replay.enabled=true"
+        problems.add(key, rule, "set it to 1, and tensor_parallel_size higher")
+    if config.policy.generation.speculative_method is not None:
+        rule = (
+            "proposed tokens are proven only in engines without pipeline stages, and policy.generation.vllm_kwargs has speculative_config"
+        )
+        problems.add(key, rule, "set it to 1, or leave that out")
 
 
 def check_trainer(config: RunConfig, model: ModelSizes, problems: Problems) -> None:

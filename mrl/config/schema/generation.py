@@ -50,8 +50,8 @@ class ServingChatConfig:
 class VllmConfig:
     tensor_parallel_size: Positive = 1
     """TP of an engine: it divides the slots of a node, or is a multiple of them, for engines over several nodes."""
-    pipeline_parallel_size: Annotated[int, Only(1, "engines with pipeline stages are not supported")] = 1
-    """Must be 1."""
+    pipeline_parallel_size: Positive = 1
+    """Pipeline stages of an engine, which has tensor_parallel_size workers for each. vLLM spreads the layers evenly over them."""
     expert_parallel_size: Positive = 1
     """1 = experts are cut like other matrices; tensor_parallel_size = whole experts are spread over the engine."""
     precision: Precision = follows("policy.precision")
@@ -158,6 +158,11 @@ class GenerationConfig:
     @property
     def parallel(self) -> VllmParallel:
         """Returns the part of the model that each worker of an engine holds."""
-        return VllmParallel(
-            self.vllm_cfg.tensor_parallel_size, self.vllm_cfg.expert_parallel_size, has_drafter=self.speculative_method == "mtp"
-        )
+        vllm = self.vllm_cfg
+        has_drafter = self.speculative_method == "mtp"
+        return VllmParallel(vllm.tensor_parallel_size, vllm.expert_parallel_size, has_drafter, vllm.pipeline_parallel_size)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of an engine. Unlike `parallel`, known of sizes that do not fit each other, too."""
+        return self.vllm_cfg.tensor_parallel_size * self.vllm_cfg.pipeline_parallel_size

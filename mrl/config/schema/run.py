@@ -336,7 +336,7 @@ class RunConfig:
         if generation.colocated.enabled or not self.has_engines:
             return 0
         if self.cluster.gpus_per_node == 0:
-            return generation.num_cpu_engines * generation.vllm_cfg.tensor_parallel_size
+            return generation.num_cpu_engines * generation.num_workers
         resources = generation.colocated.resources
         if self.cluster.num_nodes == 1:
             return resources.gpus_per_node or 0
@@ -367,7 +367,7 @@ class RunConfig:
             return 0
         if self.cluster.gpus_per_node == 0:
             return self.policy.generation.num_cpu_engines
-        return (self.num_dedicated_slots or self.num_policy_ranks) // self.policy.generation.vllm_cfg.tensor_parallel_size
+        return (self.num_dedicated_slots or self.num_policy_ranks) // self.policy.generation.num_workers
 
     @property
     def engine_limits(self) -> EngineLimits:
@@ -390,7 +390,7 @@ class RunConfig:
     @property
     def nodes_of_engine(self) -> int:
         """Nodes over which the workers of an engine are spread."""
-        return min(self.cluster.num_nodes, -(-self.policy.generation.vllm_cfg.tensor_parallel_size // self.cluster.slots_per_node))
+        return min(self.cluster.num_nodes, -(-self.policy.generation.num_workers // self.cluster.slots_per_node))
 
 
 def section_of(hint: object) -> type | None:

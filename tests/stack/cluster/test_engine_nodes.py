@@ -22,6 +22,7 @@ from mrl.cluster.session import start_models
 from mrl.cluster.verbs import EngineVerbs
 from mrl.config.load import load_config
 from mrl.types import Rollout
+from tests.models import save_model
 from tests.rollouts import differences, random_requests, run
 from tests.stack.loop.conftest import SMALL, write_inputs
 from tests.waiting import HANG_S, wait_until
@@ -55,11 +56,14 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.long("cluster")
-@pytest.mark.parametrize("experts", [1, 2])
-def test_an_engine_over_two_nodes_samples_is_refitted_and_comes_back(two_nodes: None, tmp_path: Path, experts: int):
+@pytest.mark.parametrize("kinds", [("tensor",), ("tensor", "expert"), ("pipeline",)], ids="+".join)
+def test_an_engine_over_two_nodes_samples_is_refitted_and_comes_back(two_nodes: None, tmp_path: Path, kinds: tuple[str, ...]):
     sizes = ["cluster.num_nodes=2", "cluster.cpu_units_per_node=1"]
-    engine = ["policy.generation.vllm_cfg.tensor_parallel_size=2", f"policy.generation.vllm_cfg.expert_parallel_size={experts}"]
-    config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes, *engine])
+    engine = [f"policy.generation.vllm_cfg.{kind}_parallel_size=2" for kind in kinds]
+    inputs = write_inputs(tmp_path, num_rows=8)
+    if kinds == ("pipeline",):  # vLLM needs attention on both stages
+        save_model(tmp_path / "model", "nemotron_h", hybrid_override_pattern="M*EM*EM")
+    config = load_config("grpo_tiny.yaml", [*inputs, *SMALL, *sizes, *engine])
     with placed_slots(config) as placement, tasks_ended():
         (slots,) = placement.engines
         assert slots.parts(placement.node_of) == [(0,), (1,)]

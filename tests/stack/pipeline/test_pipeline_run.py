@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from mrl.store.checkpoints import find_damage
+from tests import models
 from tests.faults.attempts import tiny_inputs
 from tests.learn.quickstart import PREFIX
 from tests.sources import ROOT, search_path
@@ -95,6 +96,21 @@ def test_a_dedicated_engine_trains_bit_for_bit_as_a_colocated_one(two_steps: Pat
     )
     assert other[-1]["refit/verified_bytes"] > 1e6
     assert other == colocated
+
+
+@pytest.mark.long("async")
+def test_an_engine_of_two_stages_serves_a_run(tmp_path: Path):
+    # Attention and experts on both stages, as vLLM needs them.
+    model = models.save_model(tmp_path / "model", "nemotron_h", hybrid_override_pattern="M*EM*EM")
+    sizes = ["cluster.cpu_units_per_node=2", "policy.generation.vllm_cfg.pipeline_parallel_size=2", "grpo.max_num_steps=2"]
+    given = [f"policy.model_name={model}", f"policy.tokenizer.name={ROOT}/prepared/tiny/model"]
+    printed = train(tmp_path / "run", *sizes, *given)
+    assert re.findall(r"^\d +\S+ +(\d) +(\d\.\d)$", printed, re.MULTILINE) == [("0", "0.0"), ("1", "0.1")], printed
+    first, second = rows(tmp_path / "run")[1:]
+    for row in (first, second):
+        assert row["train/token_mult_prob_error"] <= 1.001 and row["rollout/failed"] == 0
+        assert (row["train/grad_norm"] > 0) == (row["train/reward_std"] > 0)
+    assert second["refit/weight_version"] > first["refit/weight_version"] and second["refit/verified_bytes"] > 1e5
 
 
 def check_loggers_files(folder: Path) -> None:

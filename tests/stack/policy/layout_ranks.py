@@ -93,15 +93,18 @@ def token_places(sequences: list[list[int]], multiple: int) -> torch.Tensor:
     return torch.cat(places)
 
 
-def gradients(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[list[int]]]) -> tuple[float, dict[str, np.ndarray]]:
-    """Loss and gradients, by canonical name as far as this rank holds them. Data-parallel ranks take every dp_size-th row.
+def gradients(
+    rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[list[int]]], scored: list[list[list[int]]] | None = None
+) -> tuple[float, dict[str, np.ndarray], list[np.ndarray]]:
+    """Loss and gradients, by canonical name as far as this rank holds them, and logprobs of the `scored` rows, as of `logprobs`.
 
-    The loss is the sum of advantage * logprob over all rows, divided by the number of rows.
+    Data-parallel ranks take every dp_size-th row. The loss is the sum of advantage * logprob over all rows, divided by their number.
     """
     from mrl.policy import parallel
     from mrl.policy.weights import table_name
 
     chunks, layout, _ = _build(rank, config, folder)
+    found = _logprobs(chunks, config, folder, scored) if scored else []
     for chunk in chunks:
         chunk.zero_grad_buffer()
     loss = _forward_backward(chunks, config, folder, rows)
@@ -113,22 +116,27 @@ def gradients(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[li
     }
     result = canonical_values(grads, layout, _shapes(folder))
     parallel.shutdown()
-    return loss, result
+    return loss, result, found
 
 
 def logprobs(rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[list[int]]]) -> list[np.ndarray]:
     """Log-probability of every label by row, on the last stage; every rank takes all rows."""
     from mrl.policy import parallel
+
+    chunks, _, _ = _build(rank, config, folder)
+    result = _logprobs(chunks, config, folder, rows)
+    parallel.shutdown()
+    return result
+
+
+def _logprobs(chunks: list, config: PolicyConfig, folder: Path, rows: list[list[list[int]]]) -> list[np.ndarray]:
     from mrl.policy.logprobs import TokenDistribution
     from mrl.policy.step import compute_logprobs
 
-    chunks, _, _ = _build(rank, config, folder)
     distribution = TokenDistribution.of(config, _vocab_size(folder))
     of_rows = compute_logprobs(chunks, _rows(config, folder, rows), distribution, _replay(chunks, config, folder))
     places = [token_places(row, config.sequence_multiple) for row in rows]
-    result = [logprobs_T[place].numpy() for logprobs_T, place in zip(of_rows, places, strict=bool(of_rows))]
-    parallel.shutdown()
-    return result
+    return [logprobs_T[place].numpy() for logprobs_T, place in zip(of_rows, places, strict=bool(of_rows))]
 
 
 def train(

@@ -41,9 +41,18 @@ ROWS = [sequences(9, 30, 17), sequences(150, 2), sequences(*[12] * 10), sequence
 
 def gradients_of(ranks: RankPool, folder: Path, world_size: int, megatron: dict) -> Gradients:
     """Loss over all data-parallel ranks, and whole gradients put together from all ranks; copies on several ranks must agree."""
-    results = ranks.run(layout_ranks.gradients, layout_ranks.policy_config(**megatron), folder, ROWS, world_size=world_size)
+    return gradients_and_logprobs(ranks, folder, world_size, megatron, None)[0]
+
+
+def gradients_and_logprobs(
+    ranks: RankPool, folder: Path, world_size: int, megatron: dict, scored: list[list[list[int]]] | None
+) -> tuple[Gradients, list[np.ndarray]]:
+    """The same, and the logprobs of the `scored` rows."""
+    results = ranks.run(layout_ranks.gradients, layout_ranks.policy_config(**megatron), folder, ROWS, scored, world_size=world_size)
     replicas = megatron.get("tensor_model_parallel_size", 1)
-    return sum(loss for loss, _ in results) / replicas, put_together([part for _, part in results])
+    gradients = sum(loss for loss, _, _ in results) / replicas, put_together([part for _, part, _ in results])
+    # The last rank is in the last stage.
+    return gradients, results[-1][2]
 
 
 def put_together(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

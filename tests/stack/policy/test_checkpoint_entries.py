@@ -25,7 +25,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.save_model(tmp_path_factory.mktemp("large"), "llama", num_hidden_layers=2, hidden_size=512, intermediate_size=6144)
 
 
-@pytest.mark.parametrize("dp", [2, 4, 8])
+@pytest.mark.parametrize("dp", [2, 4, pytest.param(8, marks=pytest.mark.long("conversion"))])
 def test_a_save_and_a_load_cost_a_rank_its_share(ranks: RankPool, large: Path, tmp_path: Path, dp: int):
     config = policy_ranks.run_config(large, "one", *BF16)
     costs = ranks.run(entry_ranks.cost_of_a_save_and_a_load, config, tmp_path, world_size=dp)

@@ -25,9 +25,9 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "loss"), CASES)
 def test_steps_have_the_metrics_of_one_rank(ranks: RankPool, folder: Path, layout: str, loss: str):
-    (expected,) = ranks.run(policy_ranks.metrics_of_steps, policy_ranks.run_config(folder, "one", *LOSSES[loss]), 3, world_size=1)
+    (expected,) = ranks.run(policy_ranks.metrics_of_steps, policy_ranks.run_config(folder, "one", *LOSSES[loss]), 2, world_size=1)
     config = policy_ranks.run_config(folder, layout, *LOSSES[loss])
-    results = ranks.run(policy_ranks.metrics_of_steps, config, 3, world_size=policy_ranks.world_size(layout))
+    results = ranks.run(policy_ranks.metrics_of_steps, config, 2, world_size=policy_ranks.world_size(layout))
     assert all(steps == results[0] for steps in results)
     for step, expected_step in zip(results[0], expected, strict=True):
         assert step.keys() == expected_step.keys()

@@ -17,8 +17,8 @@ from conversion.families.common import VllmParallel
 from mrl.config.schema.generation import GenerationConfig, Precision, VllmConfig
 
 # What vLLM cuts weights by, and groups that have one member in every engine of ours.
-WORKER_GROUPS = ("_WORLD", "_TP", "_ETP", "_EP")
-SINGLE_GROUPS = ("_PP", "_DP", "_PCP", "_DCP")
+WORKER_GROUPS = ("_TP", "_ETP", "_EP")
+SINGLE_GROUPS = ("_DP", "_PCP", "_DCP")
 
 # Eight workers can cut these heads and groups. Two key heads, so that workers share one; ten experts, which eight do not divide.
 HEADS: dict[str, object] = dict(num_attention_heads=8, num_key_value_heads=2)
@@ -39,6 +39,8 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2_moe": ("qwen2_moe", TWO_LAYERS | dict(hidden_size=256, num_experts=10, mlp_only_layers=[])),
     "glm4_moe": ("glm4_moe", TWO_LAYERS | dict(n_routed_experts=10)),
 }
+# Three stages do not divide them; vLLM wants an attention or Mamba layer on each, and experts if the model has some.
+MORE_LAYERS: dict[str, dict[str, object]] = {"nemotron_h": dict(hybrid_override_pattern="ME*-ME*E", num_hidden_layers=8)}
 WITH_EXPERTS = ("glm4_moe", "mixtral", "nemotron_h", "qwen2_moe", "qwen3_moe")
 
 
@@ -46,6 +48,11 @@ def layouts(model_type: str) -> list[VllmParallel]:
     """Layouts of an engine of up to eight workers, cut by tensors and, where a family has them, by experts."""
     experts = [VllmParallel(tp=size, ep=size) for size in (2, 4, 8) if model_type in WITH_EXPERTS]
     return [VllmParallel(tp=size) for size in (1, 2, 4, 8)] + experts
+
+
+def staged_layouts(model_type: str) -> list[VllmParallel]:
+    """Layouts with pipeline stages: three that do not divide the layers, and two that are cut."""
+    return [VllmParallel(pp=3), VllmParallel(tp=2, ep=2 if model_type in WITH_EXPERTS else 1, pp=2)]
 
 
 def load(folder: Path, parallel: VllmParallel, worker: int, *, precision: Precision = "float32") -> dict[Slot, Tensor]:
@@ -62,11 +69,21 @@ def load(folder: Path, parallel: VllmParallel, worker: int, *, precision: Precis
     from mrl.rollout.worker import engine_tensors
 
     vllm_cfg = VllmConfig(
-        precision=precision, max_model_len=256, enforce_eager=True, tensor_parallel_size=parallel.tp, expert_parallel_size=parallel.ep
+        precision=precision,
+        max_model_len=256,
+        enforce_eager=True,
+        tensor_parallel_size=parallel.tp,
+        pipeline_parallel_size=parallel.pp,
+        expert_parallel_size=parallel.ep,
     )
     config = engine_arguments(str(folder), GenerationConfig(max_new_tokens=16, vllm_cfg=vllm_cfg), seed=0).create_engine_config()
     loader, device = get_model_loader(config.load_config), torch.device("cpu")
-    with set_ranks(worker, parallel.tp), set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), device:
+    with (
+        set_ranks(worker, parallel.tp, parallel.pp),
+        set_current_vllm_config(config),
+        set_default_torch_dtype(config.model_config.dtype),
+        device,
+    ):
         model = initialize_model(vllm_config=config)
         for parameter in model.parameters():
             parameter.data.fill_(torch.nan)
@@ -88,13 +105,15 @@ def differences(live: dict[Slot, Tensor], expected: dict[Slot, Tensor]) -> list[
 
 
 @contextmanager
-def set_ranks(worker: int, size: int) -> Iterator[None]:
-    """vLLM takes this process for one worker of an engine of `size`, inside the `with` block."""
+def set_ranks(worker: int, size: int, num_stages: int = 1) -> Iterator[None]:
+    """vLLM takes this process for one worker of an engine of `size` workers in each stage, inside the `with` block."""
     from vllm.distributed import parallel_state
 
     with pytest.MonkeyPatch.context() as patch:
         for name in WORKER_GROUPS:
-            patch.setattr(parallel_state, name, _group(worker, size))
+            patch.setattr(parallel_state, name, _group(worker % size, size))
+        patch.setattr(parallel_state, "_WORLD", _group(worker, size * num_stages))
+        patch.setattr(parallel_state, "_PP", _group(worker // size, num_stages))
         for name in SINGLE_GROUPS:
             patch.setattr(parallel_state, name, _group(0, 1))
         yield

@@ -15,7 +15,7 @@ from conversion.tensors import dtype_name
 from mrl.config.schema.generation import Precision
 from tests import models
 from tests.reading import read_layout
-from tests.stack.rollout.set_ranks import CASES, differences, layouts, load
+from tests.stack.rollout.set_ranks import CASES, MORE_LAYERS, differences, layouts, load, staged_layouts
 
 
 def test_every_family_that_generates_is_here() -> None:
@@ -38,6 +38,15 @@ def test_tables_are_what_the_loaders_do_in_bfloat16_engines(model_type: str, tmp
     folder = models.save_model(tmp_path, model_type)
     for worker in range(2):
         assert disagreements(folder, VllmParallel(tp=2), worker, precision="bfloat16") == []
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case in FAMILIES or case.endswith("tied")])
+def test_tables_are_what_the_loaders_do_on_every_stage(case: str, tmp_path: Path) -> None:
+    model_type, sizes = CASES[case]
+    folder = models.save_model(tmp_path, model_type, 0, **sizes | MORE_LAYERS.get(model_type, dict(num_hidden_layers=5)))
+    for parallel in staged_layouts(model_type):
+        for worker in range(parallel.num_workers):
+            assert disagreements(folder, parallel, worker) == [], (parallel, worker)
 
 
 def test_another_workers_table_is_not_taken(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -19,22 +19,19 @@ from tests.rollouts import StartEngine, differences, random_requests, request, r
 from tests.stack.policy.layouts import transformers_model
 from tests.stack.rollout.trainer import Trainer, refit
 
+if TYPE_CHECKING:
+    from mrl.rollout.engine import Engine
+
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 LONG = pytest.mark.long("speculation")
-METHODS = [pytest.param(MTP, id="mtp"), pytest.param(NGRAM, id="ngram", marks=LONG)]
-
-
-def crossed(whole: str, parts: tuple[str, int]) -> pytest.MarkDecorator:
-    """Each method with steps that are large and small, under these names; half of the pairs in the long part."""
-    small, tokens = parts
-    pairs = [
-        pytest.param(MTP, 2048, id=f"mtp-{whole}", marks=LONG),
-        pytest.param(MTP, tokens, id=f"mtp-{small}"),
-        pytest.param(NGRAM, 2048, id=f"ngram-{whole}"),
-        pytest.param(NGRAM, tokens, id=f"ngram-{small}", marks=LONG),
-    ]
-    return pytest.mark.parametrize(("speculation", "chunk"), pairs)
+METHODS = [
+    pytest.param(MTP, 18, id="mtp-in parts"),
+    pytest.param(MTP, 64, id="mtp-in large parts"),
+    pytest.param(MTP, 2048, id="mtp-whole", marks=LONG),
+    pytest.param(NGRAM, 18, id="ngram-in parts", marks=LONG),
+    pytest.param(NGRAM, 2048, id="ngram-whole"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +55,15 @@ def requests_of_all_kinds() -> list[RolloutRequest]:
     ]
 
 
-def sampled(
-    engine_of: StartEngine, folder: Path, requests: Sequence[RolloutRequest], *, refits: bool = False, **settings: object
-) -> dict[str, Rollout]:
-    """The rollouts of an engine that gets some of the requests late; with `refits`, all are computed anew in the middle."""
-    engine = engine_of(folder, **settings)
+def crowd() -> list[RolloutRequest]:
+    """Requests of few tokens, so that n-grams return: how many are proposed changes, and with it for how many rollouts a step has room."""
+    rng = random.Random(0)
+    return [request(rng.choices(range(1, 4), k=20), prompt_id=f"p{i}", max_new_tokens=60) for i in range(14)]
+
+
+def sampled(engine: Engine, *, refits: bool = False) -> dict[str, Rollout]:
+    """The rollouts of requests of all kinds, some of which come late; with `refits`, all are computed anew in the middle."""
+    requests = requests_of_all_kinds()
     engine.set_weight_version(0)
     engine.add(requests[:10])
     rollouts, step = {}, 0
@@ -83,69 +84,42 @@ def total(rollouts: dict[str, Rollout]) -> Proposals:
     return found
 
 
-PLAIN: dict[bool, dict[str, Rollout]] = {}
-"""Rollouts of an engine without proposals, with and without refits."""
+@pytest.fixture(scope="module")
+def plain(start_engine: StartEngine, folder: Path) -> dict[str, dict[str, Rollout]]:
+    """Rollouts of an engine without proposals."""
+    engine = start_engine(folder, keeps_routes=True, max_num_seqs=16)
+    return {"once": sampled(engine), "anew": sampled(engine, refits=True), "crowd": run(engine, crowd())}
 
 
-def plain_rollouts(engine_of: StartEngine, folder: Path, requests: Sequence[RolloutRequest], *, refits: bool = False) -> dict[str, Rollout]:
-    if refits not in PLAIN:
-        PLAIN[refits] = sampled(engine_of, folder, requests, refits=refits)
-    return PLAIN[refits]
-
-
-@crossed("whole prompts", ("prompts in parts", 24))
-def test_proposals_change_no_bit(start_engine: StartEngine, folder: Path, speculation: dict[str, object], chunk: int):
-    requests = requests_of_all_kinds()
-    plain = plain_rollouts(start_engine, folder, requests)
-    speculated = sampled(start_engine, folder, requests, speculation=speculation, max_num_batched_tokens=chunk, max_num_seqs=16)
-    assert differences(plain, speculated) == []
-    assert total(plain) == Proposals()
-    found = total(speculated)
-    assert 0 < found.num_rounds <= found.num_tokens and found.num_accepted > 0.05 * found.num_tokens
-    # A rollout has a token of every forward pass, and those that were accepted; its last round may have had more than its limit takes.
-    assert found.num_accepted < sum(len(rollout.token_ids) for rollout in speculated.values())
-
-
-@crossed("at once", ("in parts", 18))
-def test_rollouts_that_are_computed_anew_keep_their_bits(
-    start_engine: StartEngine, folder: Path, speculation: dict[str, object], chunk: int
+@pytest.mark.parametrize(("speculation", "chunk"), METHODS)
+def test_proposals_change_no_bit(
+    start_engine: StartEngine, folder: Path, plain: dict[str, dict[str, Rollout]], speculation: dict[str, object], chunk: int
 ):
-    """In parts, requests end with a few tokens that look like proposals, and steps have no tokens left for some that run."""
-    requests = requests_of_all_kinds()
-    plain = plain_rollouts(start_engine, folder, requests, refits=True)
-    speculated = sampled(
-        start_engine, folder, requests, speculation=speculation, refits=True, max_num_batched_tokens=chunk, max_num_seqs=16
-    )
-    assert differences(plain, speculated) == []
+    """In parts, requests that are computed anew end with a few tokens that look like proposals, and steps lack tokens for some that run."""
+    engine = start_engine(folder, keeps_routes=True, speculation=speculation, max_num_batched_tokens=chunk, max_num_seqs=16)
+    for name in ("once", "anew"):
+        speculated = sampled(engine, refits=name == "anew")
+        assert differences(plain[name], speculated) == [] and total(plain[name]) == Proposals()
+        found = total(speculated)
+        assert 0 < found.num_rounds <= found.num_tokens and 0.05 * found.num_tokens < found.num_accepted < found.num_tokens
+        # A rollout has a token of every forward pass, and those that were accepted; its last round may have had more than its limit takes.
+        assert found.num_accepted < sum(len(rollout.token_ids) for rollout in speculated.values())
+        # Routes are those of the drawn tokens.
+        for key, rollout in speculated.items():
+            np.testing.assert_array_equal(rollout.routes, plain[name][key].routes)
     assert max(rollout.num_weight_versions for rollout in speculated.values()) == 3
-
-
-def test_a_rollout_that_full_steps_leave_out_keeps_its_bits(start_engine: StartEngine, folder: Path):
-    # Of few tokens, so that n-grams return: how many are proposed changes, and with it for how many rollouts a step has room.
-    rng = random.Random(0)
-    requests = [request(rng.choices(range(1, 4), k=20), prompt_id=f"p{i}", max_new_tokens=60) for i in range(14)]
-    plain = sampled(start_engine, folder, requests, max_num_batched_tokens=16, max_num_seqs=16)
-    speculation = NGRAM | dict(num_speculative_tokens=5)
-    speculated = sampled(start_engine, folder, requests, speculation=speculation, max_num_batched_tokens=16, max_num_seqs=16)
-    assert differences(plain, speculated) == []
-
-
-@pytest.mark.parametrize("speculation", METHODS)
-def test_routes_are_those_of_the_drawn_tokens(start_engine: StartEngine, folder: Path, speculation: dict[str, object]):
-    settings = dict(keeps_routes=True, max_num_batched_tokens=64, max_num_seqs=16)
-    requests = requests_of_all_kinds()
-    plain = sampled(start_engine, folder, requests, refits=True, **settings)
-    speculated = sampled(start_engine, folder, requests, refits=True, speculation=speculation, **settings)
-    assert differences(plain, speculated) == [] and total(speculated).num_accepted < total(speculated).num_tokens
-    for key, rollout in speculated.items():
-        np.testing.assert_array_equal(rollout.routes, plain[key].routes)
     routes.assert_own_routes(transformers_model(folder), speculated)
+
+
+def test_a_rollout_that_full_steps_leave_out_keeps_its_bits(start_engine: StartEngine, folder: Path, plain: dict[str, dict[str, Rollout]]):
+    engine = start_engine(folder, speculation=NGRAM | dict(num_speculative_tokens=5), max_num_batched_tokens=16, max_num_seqs=16)
+    engine.set_weight_version(0)
+    assert differences(plain["crowd"], run(engine, crowd())) == []
 
 
 @LONG
 def test_a_request_samples_the_same_with_any_number_of_proposals(start_engine: StartEngine, folder: Path):
-    requests = requests_of_all_kinds()
-    first, second = (sampled(start_engine, folder, requests, speculation=MTP | dict(num_speculative_tokens=n)) for n in (1, 4))
+    first, second = (sampled(start_engine(folder, speculation=MTP | dict(num_speculative_tokens=n))) for n in (1, 4))
     assert differences(first, second) == []
     assert total(second).num_accepted > total(first).num_accepted
 
@@ -174,9 +148,8 @@ def test_a_refit_writes_and_verifies_the_drafter(start_engine: StartEngine, fold
 @LONG
 def test_layers_that_predict_well_are_accepted(start_engine: StartEngine, folder: Path, tmp_path: Path):
     blind = models.save_nemotron_h(tmp_path / "blind", 0, num_nextn_predict_layers=1)
-    requests = random_requests(8, max_new_tokens=30)
     rates = []
     for model in (folder, blind):
-        found = total(sampled(start_engine, model, requests, speculation=MTP))
+        found = total(sampled(start_engine(model, speculation=MTP)))
         rates.append(found.num_accepted / found.num_tokens)
     assert rates[0] > 0.05 and rates[0] > 5 * rates[1], rates

@@ -44,7 +44,7 @@ class Trainer:
         hf_config = json.loads((folder / "config.json").read_text())
         place = (MegatronParallel(), MegatronCoords(), "float32", "local")
         self._layout = family(hf_config).megatron_layout(hf_config, *place)
-        workers = {worker: (worker, live[worker] if live else ()) for worker in range(parallel.tp)}
+        workers = {worker: (worker, live[worker] if live else ()) for worker in range(parallel.num_workers)}
         gpus = dict.fromkeys(workers, 0)
         self.inputs = RefitInputs(hf_config, (place,), parallel, precision, workers, gpus, {0: 0}, buffer_bytes=1 << 20)
         self.schedule = self.inputs.schedule()

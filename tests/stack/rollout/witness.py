@@ -19,13 +19,15 @@ from tests.stack.rollout.set_ranks import WITH_EXPERTS
 from tests.stack.rollout.trainer import SINGLE, Trainer, expected_tensors, refit
 
 GENERATING = tuple(name for name, found in FAMILIES.items() if found.vllm_layers)
-TP2, EP2 = VllmParallel(tp=2), VllmParallel(tp=2, ep=2)
+TP2, EP2, PP2 = VllmParallel(tp=2), VllmParallel(tp=2, ep=2), VllmParallel(pp=2)
 MATRIX = [(name, layout) for name in GENERATING for layout in (SINGLE, TP2, EP2) if layout.ep == 1 or name in WITH_EXPERTS]
+# The hybrid model's second stage would have no attention.
+MATRIX += [(name, PP2) for name in GENERATING if name != "nemotron_h"] + [("qwen3", VllmParallel(tp=2, pp=2))]
 """Every family with every layout of engines that two cores can run."""
 
 # Prompts of the tests are shorter, all of them together are longer.
 CHUNK_TOKENS = 128
-NUM_ALONE = 8
+NUM_ALONE = 3
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,10 @@ def witness(
     """Starts an engine, and refits it twice: with the weights that it has loaded, which must change no byte, and with others.
 
     The second refit changes every tensor, to what the tables make of the other checkpoint. Then requests have the same bits alone as in
-    a full batch in which prompts are cut into chunks; this is claimed for one worker only.
+    a full batch in which prompts are cut into chunks; this is claimed without tensor parallelism only.
     """
     loaded, other = (models.save_model(folder / str(seed), model_type, seed) for seed in range(2))
-    layout = dict(tensor_parallel_size=parallel.tp, expert_parallel_size=parallel.ep)
+    layout = dict(tensor_parallel_size=parallel.tp, expert_parallel_size=parallel.ep, pipeline_parallel_size=parallel.pp)
     engine = start_engine(loaded, max_num_batched_tokens=CHUNK_TOKENS, **layout)
     trainer = Trainer(loaded, parallel)
     before = engine.live_digest()
@@ -61,7 +63,7 @@ def witness(
     trainer.load(other)
     refit(engine, trainer, version=2)
     after = engine.live_digest()
-    assert after == [digest(expected_tensors(other, parallel, worker)) for worker in range(parallel.tp)]
+    assert after == [digest(expected_tensors(other, parallel, worker)) for worker in range(parallel.num_workers)]
     assert sum(map(len, after)) == len(_changed(zero, after))
     rollouts = run(engine, requests)
     if parallel.tp == 1:
@@ -70,7 +72,7 @@ def witness(
     parity, oracle = Parity(), models.tiny_model(model_type, 1)
     for rollout in rollouts.values():
         parity.add(rollout.generator_logprobs, hf_scores(oracle, rollout.request.token_ids, rollout.token_ids.tolist()))
-    num_bytes = sum(trainer.schedule.class_of(worker).written_bytes for worker in range(parallel.tp))
+    num_bytes = sum(trainer.schedule.class_of(worker).written_bytes for worker in range(parallel.num_workers))
     return Witness(sum(map(len, after)), _changed(before, zero), num_bytes, parity)
 
 

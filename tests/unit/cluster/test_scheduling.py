@@ -17,8 +17,9 @@ from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import ClusterConfig, RunConfig
 
 
-def run_config(cluster: ClusterConfig, *, tp: int, colocated: ColocatedConfig, num_cpu_engines: int = 1) -> RunConfig:
-    generation = GenerationConfig(num_cpu_engines=num_cpu_engines, colocated=colocated, vllm_cfg=VllmConfig(tensor_parallel_size=tp))
+def run_config(cluster: ClusterConfig, *, tp: int, colocated: ColocatedConfig, num_cpu_engines: int = 1, pp: int = 1) -> RunConfig:
+    vllm_cfg = VllmConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
+    generation = GenerationConfig(num_cpu_engines=num_cpu_engines, colocated=colocated, vllm_cfg=vllm_cfg)
     return RunConfig(policy=PolicyConfig(generation=generation), cluster=cluster)
 
 
@@ -42,6 +43,16 @@ def test_dedicated_engines_follow_the_policys_slots():
     assert slots_of(run_config(ClusterConfig(gpus_per_node=8), tp=1, colocated=one_node)) == [(6,), (7,)]
     whole_nodes = ColocatedConfig(enabled=False, resources=EngineResourcesConfig(num_nodes=1))
     assert slots_of(run_config(ClusterConfig(num_nodes=2, gpus_per_node=4), tp=2, colocated=whole_nodes)) == [(4, 5), (6, 7)]
+
+
+def test_an_engine_has_slots_for_the_workers_of_all_stages():
+    cpu = ClusterConfig(cpu_units_per_node=8)
+    assert slots_of(run_config(cpu, tp=2, pp=2, colocated=ColocatedConfig(), num_cpu_engines=2)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    gpu = run_config(ClusterConfig(num_nodes=2, gpus_per_node=4), tp=4, pp=2, colocated=ColocatedConfig())
+    assert gpu.num_engines == 1 and gpu.nodes_of_engine == 2
+    (engine,) = engine_slots(gpu)
+    assert engine.parts({slot: slot // 4 for slot in range(8)}) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert run_config(cpu, tp=2, pp=3, colocated=ColocatedConfig(enabled=False)).num_dedicated_slots == 6
 
 
 def test_workers_run_on_the_devices_of_their_slots():

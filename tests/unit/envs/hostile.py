@@ -57,6 +57,8 @@ def score(prompt, response, reference_answer):
             return float("nan")
         case "inf":
             return float("inf")
+        case "no float32":
+            return 1e39
         case "none":
             return None
         case "str":

@@ -56,6 +56,7 @@ def pool() -> Iterator[Pool]:
         ("recursion", "error"),
         ("nan", "error"),
         ("inf", "error"),
+        ("no float32", "error"),
         ("none", "error"),
         ("str", "error"),
         ("tuple", "error"),

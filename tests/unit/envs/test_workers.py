@@ -37,6 +37,13 @@ def test_nemo_gyms_environments_are_those_of_its_servers():
     config = read(name="grpo_nanov3.yaml")
     assert len(environments_of(config)) > 1 and "code" in environments_of(config)
     assert num_workers("math", config, num_cores=192) == 192 // len(environments_of(config))
+    config.env.nemo_gym.servers = {"m": {"resources_servers": {"math_with_judge": {"should_use_judge": True}}}}
+    assert "math" not in environments_of(config) and "code" in environments_of(config)
+    # NeMo Gym's servers grade all.
+    config.env.nemo_gym.embedded = False
+    assert environments_of(config) == () and describe_workers(config, num_cores=8).endswith("on 8 cores: none, agents give all rewards")
+    config.env.own.functions = {"mine": "a:b"}
+    assert environments_of(config) == ("mine",) and num_workers("math", config, num_cores=64) == 64
 
 
 def test_the_text_says_what_the_machine_lacks():

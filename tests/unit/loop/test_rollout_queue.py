@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -176,6 +177,20 @@ def test_freshest_first_goes_on_without_the_slow_and_draws_them_again_when_too_o
     # Drawn twice, taken once by the ledger.
     assert [key for key, _ in source.asked].count((0, "p0")) == 2
     assert "p0" in itertools.chain(*names(taken))
+
+
+def test_a_prompt_that_is_slower_than_the_lag_is_waited_for_at_the_third_time(ledger: Ledger, caplog: pytest.LogCaptureFixture):
+    source = Groups({"p0": 50, "p5": 50})
+    queue = queue_of(plan(1, waits_for_refit=False, freshest_first=True), source, ledger, prompts(400), SAMPLING, last_step=150)
+    taken = run(queue, ledger, steps=150)
+    assert max(itertools.chain(*ages(taken))) <= 1
+    asked = Counter(prompt_id for (_, prompt_id), _ in source.asked)
+    assert max(asked.values()) == asked["p0"] == asked["p5"] == 3
+    trained = list(itertools.chain(*names(taken)))
+    assert {"p0", "p5"} <= set(trained) and len(trained) == len(set(trained))
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told[0].startswith("1 prompts (p0 of math and others) were sampled 2 times") and "max_trajectory_age_steps=1 steps" in told[0]
+    assert queue._num_too_old.keys() <= queue._asked.keys()
 
 
 def test_freshest_first_takes_the_youngest(ledger: Ledger):

@@ -123,6 +123,22 @@ def test_the_tail_is_priced_by_its_own_batch(tmp_path: Path):
     assert decoded(64, 64, 1000, 8000) > decoded(1, 1, 8000, 8000)
 
 
+def test_stages_share_weights_and_cache_and_wait_for_each_other(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(NANO))
+    words = [f"policy.model_name={tmp_path}", "policy.generation.vllm_cfg.tensor_parallel_size=1"]
+    configs = [load_config("grpo_nanov3.yaml", [*words, f"policy.generation.vllm_cfg.pipeline_parallel_size={pp}"]) for pp in (1, 2)]
+    whole, stage = (engine_memory(config, read_model(config), H100) for config in configs)
+    # vLLM builds embedding and output, of 131,072 x 2,688 in bfloat16 each, on both stages.
+    ends = 2 * 131072 * 2688 * 2
+    assert stage.weights - ends == pytest.approx((whole.weights - ends) / 2, rel=0.05)
+    assert (stage.layout.block_bytes, stage.layout.block_tokens) == (whole.layout.block_bytes / 2, whole.layout.block_tokens)
+    shape, sizes = PlanModel(NANO).shape, dict(rollouts=64, at_once=64, mean=1000, longest=1000)
+    staged, alone = (decode_seconds(shape, H100, engine, tp=1, pp=pp, **sizes) for engine, pp in ((stage, 2), (whole, 1)))
+    # Stages in turn take as long as one GPU, and read the ends twice; on halves of the batch both read their weights twice.
+    assert alone.high < staged.high < 1.1 * alone.high
+    assert alone.low / 2 < staged.low < staged.high
+
+
 def test_an_engine_over_nodes_sums_over_the_network():
     # Of each of 52 layers twice: 64 tokens of 2,688 bfloat16 go and come at 0.97 of 50 GB/s, after 20 us.
     assert decode(num_nodes=2) - decode() == pytest.approx(1000 * 104 * (2 * 64 * 2688 * 2 / (0.97 * 50e9) + 20e-6))

@@ -73,5 +73,5 @@ def check_sums(seed: int, *, num_boxes: int, device: str, num_blocks: int) -> No
 
 if __name__ == "__main__":
     for seed in range(int(sys.argv[1])):
-        check_copies(seed, num_boxes=16, device="cpu", large=[3, 2, 1500])
-        check_sums(seed, num_boxes=12, device="cpu", num_blocks=1)
+        check_copies(seed, num_boxes=12, device="cpu", large=[3, 2, 700])
+        check_sums(seed, num_boxes=8, device="cpu", num_blocks=1)

@@ -6,14 +6,21 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from mrl.config.own import AGENT, find_fitting
 from mrl.rollout import agents as agents_module
+from mrl.rollout import http_gate
 from mrl.rollout import remote as remote_module
 from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent, Ran, judged
 from mrl.rollout.remote import RemoteAgent
@@ -83,6 +90,28 @@ def test_what_is_no_reward_masks_the_rollout_with_its_reason(running: Running, r
     assert [len(ran.rollouts) for ran in (raised, text, masked)] == [1, 1, 1]
 
 
+def test_each_failure_is_told_and_costs_one_rollout(running: Running, runner: AgentRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(agents_module, "RETRY_S", 0.01)
+    reasons = {
+        "nan": "components.extra=nan, which is no finite number",
+        "surrogate": "ValueError: half \N{REPLACEMENT CHARACTER}",
+        "leave": "SystemExit: 3",
+        "cancel": "CancelledError: ",
+        "own timeout": "TimeoutError: ",
+        "two rewards": "two rewards, reward=1.0 and score=0.0",
+    }
+    for does, reason in reasons.items():
+        (ran,) = run(running, runner, task(does))
+        assert (ran.verdict.status, ran.verdict.metrics["lost_attempts"]) == ("error", 0) and reason in ran.verdict.reason, does
+    # An agent that closes its client leaves the connections of the others alone.
+    for does in ("close", "answer"):
+        (ran,) = run(running, runner, task(does))
+        assert ran.verdict.reward == 0.75
+    (ran,) = run(running, runner, task("leave from a task", marker=str(tmp_path / "left")))
+    # The process that ends may still take the second attempt.
+    assert ran.verdict.reward == 0.75 and ran.verdict.metrics["lost_attempts"] >= 1
+
+
 def test_a_process_that_dies_takes_no_rollout_along(running: Running, runner: AgentRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(agents_module, "RETRY_S", 0.01)
     found = run(running, runner, task("die", marker=str(tmp_path / "died")), *(task("answer", index) for index in range(1, 6)))
@@ -116,12 +145,52 @@ def test_a_function_that_does_not_fit_is_refused():
         ({"reward": float("nan")}, "reward=nan"),
         ({"reward": 1, "components": {"a": "b"}}, "components.a='b'"),
         ({"reward": 1, "metrics": [1]}, "no object of numbers"),
+        ({"reward": 10**400}, "no finite number"),
+        ({"reward": 1e39}, "no finite number"),  # of which no advantage is, either
+        ({"reward": 1, "mask": "yes"}, "mask='yes', which is neither true nor false"),
         ({"error": "lost"}, "lost"),
+        ({"error": ""}, "an empty error"),
     ],
 )
 def test_answers_that_are_none(reply: dict, reason: str):
     verdict = judged(reply, masks_flagged=True)
     assert not verdict.is_valid and not verdict.has_reward and reason in verdict.reason
+
+
+def test_an_answer_may_say_that_there_was_no_error():
+    verdict = judged({"reward": 1, "error": None, "mask": None, "metrics": {"half \ud800": 2}}, masks_flagged=True)
+    assert verdict.is_valid and verdict.metrics == {"half \N{REPLACEMENT CHARACTER}": 2}
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "text", "reason"),
+    [
+        (302, {"Location": "/elsewhere"}, "", "answers 302, a redirection to /elsewhere: name that address in the config"),
+        (308, {"Location": "http://other/"}, "", "answers 308, a redirection to http://other/"),
+        (404, {}, "not here", "answers 404: not here"),
+        (204, {}, "", "answers 204"),
+        (200, {}, "<html>hello", "answers what is no JSON: Expecting value: line 1 column 1 (char 0): <html>hello"),
+        (200, {}, "[1]", "answers a list, not an object"),
+    ],
+)
+def test_a_server_that_gives_no_verdict_is_quoted(
+    running: Running, runner: AgentRunner, status: int, headers: dict[str, str], text: str, reason: str
+):
+    paths = list[str]()
+
+    async def answer(request: Request) -> Response:
+        paths.append(request.url.path)
+        return Response(text, status_code=status, headers=headers)
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = http_gate.make_server(
+        Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])]), has_key=lambda *_: True, max_body=10**7
+    )
+    threading.Thread(target=server.run, args=([listener],), daemon=True).start()
+    running.call(lambda: runner.agents.update({"quoted": [RemoteAgent(f"http://127.0.0.1:{listener.getsockname()[1]}/run")]}))
+    (ran,) = run(running, runner, task("any", env_name="quoted"))
+    assert ran.verdict.status == "error" and reason in ran.verdict.reason and paths == ["/run"]
+    server.should_exit = True
 
 
 PERL = r"""

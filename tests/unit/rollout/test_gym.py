@@ -151,6 +151,10 @@ def test_validation_beside_training_samples_in_its_own_way(running: Running, run
         ({"instance_config": {"mask_sample": True}}, "flagged", "its agent masks it"),
         ({"response": {"output": []}}, "error", "sampled nothing"),
         ({"response": None}, "error", "without response.output"),
+        # A field of a verifier's own.
+        ({"reward": 0.5, "error": "the program failed"}, "ok", ""),
+        # A judge that fails is no wrong answer (nemo_gym/judge.py).
+        ({"reward": 0.0, "_ng_failure_class": "judge_failed", "_ng_failure_judge_error": "502"}, "error", "no verdict: judge_failed: 502"),
     ],
 )
 def test_what_an_answer_says(
@@ -231,7 +235,8 @@ def test_what_is_too_long_is_told_as_gym_understands_it(running: Running, engine
 
 
 def test_rows_keep_their_own_shorter_limit():
-    assert gym_row({"responses_create_params": {"max_output_tokens": 5}}, SAMPLING, index=0)["responses_create_params"] == {
+    row = gym_row({"responses_create_params": {"max_output_tokens": 5}}, SAMPLING, index=0, group=1)
+    assert row["responses_create_params"] == {
         "max_output_tokens": 5,
         "temperature": 0.9,
         "top_p": 1.0,
@@ -261,3 +266,14 @@ def test_sessions_that_begin_together_ask_different_engines(running: Running):
     running.run(ask())
     assert [len(engine.asked) for engine in engines] == [2, 2]
     assert set(running.gateway.engines._loads.values()) == {0}
+
+
+def test_rollouts_of_a_group_have_its_number(running: Running, runner: AgentRunner, server: GymForm, engine: FakeEngine):
+    """The number by which `genrm_compare` tells them from another group of the same text, and from the time before it was asked again."""
+    first, other, again = task("answer"), replace(task("answer"), epoch=-1), replace(task("answer"), weight_version=4)
+    server.rows.clear()
+    run(running, runner, first, replace(first, rollout_index=1), other, again)
+    numbers: dict[int, list[int]] = {}
+    for row in server.rows:
+        numbers.setdefault(row["_ng_task_index"], []).append(row["_ng_rollout_index"])
+    assert sorted(map(sorted, numbers.values())) == [[0], [0], [0, 1]]

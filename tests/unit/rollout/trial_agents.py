@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -20,6 +21,27 @@ async def echo(client: AsyncOpenAI, row: dict) -> float | dict:
             raise KeyError("nothing there")
         case "text":
             return {"reward": "much"}
+        case "nan":
+            return {"reward": 1.0, "extra": float("nan")}
+        case "surrogate":
+            raise ValueError("half \ud800")
+        case "leave":
+            sys.exit(3)
+        case "cancel":
+            raise asyncio.CancelledError
+        case "own timeout":
+            await asyncio.wait_for(asyncio.Event().wait(), 0.01)
+        case "two rewards":
+            return {"reward": 1.0, "score": 0.0}
+        case "wait":
+            while not Path(row["marker"]).exists():
+                await asyncio.sleep(0.02)
+        case "close":
+            await client.close()
+        case "leave from a task" if not Path(row["marker"]).exists():
+            Path(row["marker"]).touch()
+            asyncio.get_running_loop().call_soon(sys.exit, 3)
+            await asyncio.sleep(1000)
         case "mask":
             return {"reward": 1.0, "mask_sample": True}
         case "die" if not Path(row["marker"]).exists():

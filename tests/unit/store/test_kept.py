@@ -270,3 +270,28 @@ def test_conditions_are_digests_of_what_changes_a_rollout_or_its_verdict(tmp_pat
     assert changed(lambda run: setattr(run.env, "math", dataclasses.replace(run.env.math, strict=True))) == {"env.math"}
     assert changed(lambda run: setattr(run.env, "math", dataclasses.replace(run.env.math, num_workers=7))) == set()
     assert conditions_of(base, {"model": {"w": "2"}})["model"] != conditions_of(base, identity)["model"]
+
+
+def test_what_other_code_of_the_users_has_judged_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(tmp_path / "code"))
+    (tmp_path / "code").mkdir()
+    rewards, helper, stranger = (tmp_path / "code" / f"kept_{name}.py" for name in ("rewards", "helper", "stranger"))
+    rewards.write_text("from kept_helper import one\n\ndef mine(prompt, response, reference_answer):\n    return one()\n")
+    helper.write_text("def one():\n    return 1.0\n")
+    stranger.write_text("")
+    run = config(tmp_path)
+    run.env = dataclasses.replace(run.env, own=dataclasses.replace(run.env.own, functions={"mine": "kept_rewards:mine"}))
+
+    def conditions() -> dict[str, str]:
+        return conditions_of(run, {})
+
+    first, key = conditions(), "code of kept_rewards:mine"
+    stranger.write_text("changed = True")
+    assert conditions() == first
+    for file in (rewards, helper):
+        before = conditions()
+        file.write_text(file.read_text() + "# other\n")
+        assert {name for name, value in conditions().items() if value != before[name]} == {key}
+    # The same by another spelling of the path; an agent's code counts as well.
+    run.env.own.functions, run.env.own.agents = {}, {"mine": "kept_rewards.mine"}
+    assert conditions()["code of kept_rewards.mine"] and key not in conditions()

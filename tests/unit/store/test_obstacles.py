@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,12 +24,21 @@ from tests.waiting import Clock
 pytestmark = pytest.mark.usefixtures("no_report")
 
 
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two_steps")
+    (folder / "model").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mrl.store.run_folder.write_report", lambda *_, **__: None)
+        run(folder, 2)
+    (folder / "run" / SAMPLES).touch()
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(two_steps: Path, tmp_path: Path) -> Path:
     """The run folder of two steps, both saved."""
-    (tmp_path / "model").mkdir()
-    run(tmp_path, 2)
-    (tmp_path / "run" / SAMPLES).touch()
+    shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
     return tmp_path / "run"
 
 

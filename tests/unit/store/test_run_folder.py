@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import multiprocessing
 import subprocess
 import sys
 from dataclasses import replace
@@ -52,18 +53,24 @@ def test_nobody_else_reads_rollouts(tmp_path: Path):
 
 
 def test_a_folder_has_one_owner_at_a_time(tmp_path: Path):
-    script = (
-        "import sys, time; from pathlib import Path; from tests.unit.store.test_run_folder import config, RunFolder\n"
-        "folder = RunFolder(config(Path(sys.argv[1]))); folder.open(); print('open', flush=True); time.sleep(60)"
-    )
-    other = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    context = multiprocessing.get_context("fork")
+    is_open = context.Event()
+
+    def hold() -> None:
+        folder = RunFolder(config(tmp_path))
+        folder.open()
+        is_open.set()
+        Event().wait()
+
+    other = context.Process(target=hold)
+    other.start()
     try:
-        assert other.stdout is not None and other.stdout.readline() == "open\n"
+        assert is_open.wait(HANG_S)
         with pytest.raises(ValueError, match=rf"in use by process {other.pid} "):
             RunFolder(config(tmp_path)).open()
     finally:
         other.kill()
-        other.wait(timeout=HANG_S)
+        other.join(HANG_S)
     RunFolder(config(tmp_path)).open()
 
 

@@ -47,6 +47,13 @@ def test_environments_are_counted_apart():
     assert validation_metrics(GROUPS)["val/math/reward"] == 0.75
 
 
+def test_an_agents_metrics_do_not_take_the_place_of_the_runs():
+    verdict = Verdict(0.5, True, "ok", "", "", metrics={"reward": 9.0, "failed": 9.0, "timeout": 9.0, "luck": 0.25})
+    metrics = rollout_metrics([group("far", verdict, good(1.5))], GrpoConfig(), seconds=2.0, num_engine_restarts=0)
+    assert (metrics["rollout/far/reward"], metrics["rollout/far/failed"], metrics["rollout/far/luck"]) == (1.0, 0, 0.125)
+    assert metrics["rollout/far/own_reward"] == 4.5 and "rollout/far/timeout" not in metrics
+
+
 def test_rates_are_of_generated_tokens():
     assert rollout_metrics(GROUPS, GrpoConfig(), seconds=2.0, num_engine_restarts=0)["rollout/tokens_per_s"] == (6 * 10 + 2 * 6) / 2
 

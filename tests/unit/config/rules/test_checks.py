@@ -183,6 +183,11 @@ BAD = [
     (["cluster.cpu_units_per_node=3"], "cluster.cpu_units_per_node=3: the 3 slots", "cluster.cpu_units_per_node"),
     ([f"{ENGINE}.tensor_parallel_size=4"], f"{ENGINE}.tensor_parallel_size=4", "use 1 or 2"),
     ([f"{ENGINE}.expert_parallel_size=2"], f"{ENGINE}.expert_parallel_size=2", "use one of them"),
+    ([f"{ENGINE}.pipeline_parallel_size=2"], f"{ENGINE}.pipeline_parallel_size=2: stage 1 of the model's 7 layers would have none with"
+     " attention", "use fewer stages"),
+    (["cluster.gpus_per_node=8", f"{ENGINE}.pipeline_parallel_size=3", f"{ENGINE}.tensor_parallel_size=2"],
+     f"{ENGINE}.tensor_parallel_size=2: nodes hold whole engines or engines whole nodes, and", "use 1, 2, 4 or 8 workers"),
+    ([f"{ENGINE}.env_vars={{VLLM_PP_LAYER_PARTITION: '5,2'}}"], f"{ENGINE}.env_vars.VLLM_PP_LAYER_PARTITION", "remove it"),
     (["policy.generation.num_cpu_engines=5"], "policy.generation.num_cpu_engines=5", "lower it"),
     ([f"{DEDICATED}.enabled=false", f"{DEDICATED}.resources.num_nodes=1"], f"{DEDICATED}.resources.num_nodes=1", "set it to null"),
     (["cluster.gpus_per_node=8", f"{DEDICATED}.enabled=false"], f"{DEDICATED}.resources.gpus_per_node=null", "use 1 to 7"),
@@ -264,6 +269,20 @@ def test_engines_need_experts_to_spread(workplace: Path):
     assert found(*engines) == []
     (problem,) = found(*engines, f"{ENGINE}.expert_parallel_size=2")
     assert problem.startswith(f"{ENGINE}.expert_parallel_size=2: the model has 0 experts") and problem.endswith("set it to 1")
+
+
+def test_stages_of_an_engine_that_each_have_all_kinds_of_layers(workplace: Path):
+    path = workplace / "prepared/tiny/model/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hybrid_override_pattern": "M*EM*EM"}))
+    assert found(f"{ENGINE}.pipeline_parallel_size=2", f"{ENGINE}.tensor_parallel_size=2") == []
+    wrong = {
+        f"{ENGINE}.pipeline_parallel_size=4": "stage 0 of the model's 7 layers would have none with experts",
+        "policy.router_replay.enabled=true": "vLLM tells no routes of an engine with pipeline stages",
+        "++policy.generation.vllm_kwargs.speculative_config={method: ngram, num_speculative_tokens: 2}": "proposed tokens are proven only",
+    }
+    for override, rule in wrong.items():
+        (problem,) = found(f"{ENGINE}.pipeline_parallel_size=2", override)
+        assert problem.startswith(f"{ENGINE}.pipeline_parallel_size=") and rule in problem
 
 
 def test_routes_need_experts(workplace: Path):

@@ -101,6 +101,30 @@ def test_what_keeps_rows_from_servers_is_told(config: EnvConfig, messages: list[
     assert all(message in problem for message, problem in zip(messages, found, strict=True))
 
 
+def compared(number: object, name: str = "genrm_compare_resources_server") -> dict[str, Any]:
+    return {name: {"resources_servers": {"genrm_compare": {"num_rollouts_per_prompt": number}}}}
+
+
+@pytest.mark.parametrize(
+    ("servers", "size", "told"),
+    [
+        ({}, 16, []),  # Gym's own number
+        ({}, 8, ["genrm_compare waits for 16 answers of a prompt"]),
+        (compared(8), 8, []),
+        (compared(4), 8, ["set env.nemo_gym.genrm_compare_resources_server.resources_servers.genrm_compare.num_rollouts_per_prompt=8"]),
+        (compared(8) | compared(16, "mine"), 8, ["waits for 16 answers of a prompt (env.nemo_gym.mine.resources_servers"]),
+        (compared("8"), 8, ["waits for 8 answers"]),
+    ],
+)
+def test_a_server_that_compares_a_group_waits_for_as_many_as_it_has(servers: dict[str, Any], size: int, told: list[str]):
+    run = RunConfig(env=gym(command=sys.executable, servers=servers))
+    run.grpo.num_generations_per_prompt = size
+    check_environments(run, problems := Problems(run))
+    found = [problem for problem in problems.texts if "genrm_compare" in problem]
+    assert len(found) == len(told) and all(one in problem for one, problem in zip(told, found, strict=True))
+    assert all(problem.startswith(f"grpo.num_generations_per_prompt={size}: ") for problem in found)
+
+
 def test_agents_rules_hold_for_servers():
     run = RunConfig(env=gym(command=sys.executable))
     run.data.default.env_name = "nemo_gym"

@@ -109,6 +109,8 @@ ALONE = "env.own.agents.mine=things_of_mine:alone: takes (row); write async def 
         (["++env.own.agents.mine=things_of_mine:alone", SERVED], [ALONE]),
         (["++env.own.agents.mine=goes", SERVED], ["env.own.agents.mine=goes: cannot be imported"]),
         (["++env.own.agents.math=things_of_mine:goes", SERVED], ["env.own.agents.math=things_of_mine:goes: a built-in environment has"]),
+        (["++env.remote.mine=http://host:99999/x", SERVED], ["env.remote.mine=http://host:99999/x: an agent's server has an address"]),
+        (["++env.remote.mine=https:///x", SERVED], ["env.remote.mine=https:///x: an agent's server has an address"]),
         (["++env.remote.mine=host:1", SERVED], ["env.remote.mine=host:1: an agent's server has an address that begins with http"]),
         (["++env.remote.mine=http://host:1"], ["policy.generation.vllm_cfg.expose_http_server=false: env.remote names agents"]),
         (

@@ -82,6 +82,16 @@ def test_layers_are_counted_within_the_stage_and_ends_lie_on_the_outer_stages():
     assert piece.name == "backbone.layers.3.mixer.o_proj.weight"
 
 
+@pytest.mark.parametrize(
+    ("pp", "num_layers", "sizes"),
+    [(1, 7, [7]), (2, 8, [4, 4]), (2, 7, [4, 3]), (3, 5, [2, 2, 1]), (4, 9, [2, 2, 3, 2]), (4, 11, [3, 3, 3, 2])],
+)
+def test_layers_left_over_go_to_the_stages_before_the_last(pp: int, num_layers: int, sizes: list[int]):
+    stages = [VllmParallel(pp=pp).layers_of(stage, num_layers) for stage in range(pp)]
+    assert [len(stage) for stage in stages] == sizes
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+
+
 def test_engine_expert_parallelism_is_none_or_tp():
     assert VllmParallel(4, 4).ep == 4
     with pytest.raises(ValueError, match="expert_parallel_size=2 must be 1 or tensor_parallel_size=4"):
