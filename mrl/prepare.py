@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m mrl.prepare tiny|nano3|verify`: makes models and data for first runs, or verifies downloads. The work is in mrl/recipes."""
+"""`python -m mrl.prepare tiny|tiny_dense|nano3|verify`: models and data for first runs, or a check of downloads. Work is in mrl/recipes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Exit code 0, or 2 with one message if the input is at fault."""
     parser = argparse.ArgumentParser(prog="python -m mrl.prepare", description="Make a model and its data.")
     kinds = parser.add_subparsers(dest="kind", required=True)
-    tiny = kinds.add_parser(
-        "tiny", help="a tiny nemotron_h that adds two-digit numbers and forgets the carry, and additions to train it on"
-    )
-    tiny.add_argument("--out", type=Path, default=Path("prepared/tiny"), help="folder to write (default: %(default)s)")
-    tiny.add_argument("--seed", type=int, default=0, help="of the splits and the warm start (default: %(default)s)")
+    for kind, model in {"tiny": "nemotron_h", "tiny_dense": "dense qwen3"}.items():
+        tiny = kinds.add_parser(
+            kind, help=f"a tiny {model} that adds two-digit numbers and forgets the carry, and additions to train it on"
+        )
+        tiny.add_argument("--out", type=Path, default=Path("prepared", kind), help="folder to write (default: %(default)s)")
+        tiny.add_argument("--seed", type=int, default=0, help="of the splits and the warm start (default: %(default)s)")
     nano3 = kinds.add_parser(
         "nano3", help="the Nemotron-3-Nano RL blend, its placeholders filled in from the data sets that they stand for"
     )
@@ -39,16 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     try:
-        if options.kind == "tiny":
-            prepare_tiny(options.out, seed=options.seed)
-        elif options.kind == "verify":
+        if options.kind == "verify":
             from mrl.doctor.model_files import verify
 
             verify(options.model, options.data, options.disk, min_free_bytes=int(options.min_free_gb * 1e9))
-        else:
+        elif options.kind == "nano3":
             from mrl.recipes.nano3 import prepare_nano3
 
             prepare_nano3(options.source, options.out, num_validation=options.validation_rows)
+        else:
+            prepare_tiny(options.out, seed=options.seed, kind=options.kind)
     except ValueError as error:
         logger.error("%s", error)
         return 2

@@ -50,10 +50,10 @@ def is_hub_id(model: str) -> bool:
     return is_id and not os.path.exists(model)
 
 
-def is_prepared(path: str) -> bool:
-    """Tells whether a path leads into the folder that `python -m mrl.prepare tiny` makes."""
-    folder = f"{Path(path).as_posix()}/"
-    return "prepared/tiny/model/" in folder or "prepared/tiny/data/" in folder
+def way_to_prepare(path: str) -> str:
+    """The way out for a path of the tiny configs that is missing: the command that makes it; "" for any other path."""
+    found = re.search(r"prepared/(tiny|tiny_dense)/(?:model|data)/", f"{Path(path).as_posix()}/")
+    return f"`python -m mrl.prepare {found[1]}` makes it" if found else ""
 
 
 def cached_folder(model: str, *, with_weights: bool = True) -> Path | None:
@@ -289,9 +289,7 @@ def read_hf_config(folder: Path, overrides: Mapping[str, object]) -> dict[str, o
     try:
         hf_config = read_json(folder / "config.json")
     except (OSError, ValueError) as error:
-        way_out = (
-            "`python -m mrl.prepare tiny` makes it" if is_prepared(str(folder)) else "give the folder of a Hugging Face model, or its id"
-        )
+        way_out = way_to_prepare(str(folder)) or "give the folder of a Hugging Face model, or its id"
         raise ValueError(f"no readable config.json in this folder ({type(error).__name__}); {way_out}") from error
     if not isinstance(hf_config, dict):
         raise ValueError("config.json is not a mapping; give the folder of a Hugging Face model")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m mrl.prepare tiny`: a tiny model that adds two-digit numbers and forgets the carry, and additions to train it on.
+"""`python -m mrl.prepare tiny|tiny_dense`: a tiny model that adds two-digit numbers and forgets the carry, and additions to train it on.
 
 The additions have two-digit sums. The JSONL splits share no pair of operands; two of them also hold wrong sums, for preferences.
 """
@@ -14,10 +14,14 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from conversion.files.durable import publish
 
 logger = logging.getLogger(__name__)
+
+Kind = Literal["tiny", "tiny_dense"]
+"""The model: a nemotron_h with experts, or a dense qwen3."""
 
 # Raise it when the same arguments would give other files.
 RECIPE_VERSION = 5
@@ -29,9 +33,9 @@ NUM_WITHOUT_CARRY = 400
 NUM_VALIDATION, NUM_PROBE, NUM_WARM_START = 256, 96, 450
 
 
-def prepare_tiny(out: Path, *, seed: int) -> None:
+def prepare_tiny(out: Path, *, seed: int, kind: Kind = "tiny") -> None:
     """Writes `out`/model (a Hugging Face folder) and `out`/data (JSONL splits), both or neither; a second call finds them there."""
-    recipe: dict[str, object] = {"kind": "tiny", "seed": seed, "recipe_version": RECIPE_VERSION}
+    recipe: dict[str, object] = {"kind": kind, "seed": seed, "recipe_version": RECIPE_VERSION}
     if out.exists():
         _accept(out, recipe)
         return
@@ -39,7 +43,7 @@ def prepare_tiny(out: Path, *, seed: int) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        write_tiny(aside, seed=seed)
+        write_tiny(aside, seed=seed, kind=kind)
         (aside / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
         aside.chmod(0o755)
         is_ours = publish(aside, out)
@@ -60,7 +64,7 @@ def _accept(out: Path, recipe: dict[str, object]) -> None:
     logger.info("%s is already there", out)
 
 
-def write_tiny(folder: Path, *, seed: int) -> None:
+def write_tiny(folder: Path, *, seed: int, kind: Kind) -> None:
     """Writes data and warm-started model into `folder`."""
     # The imports take seconds, which a second call with the same arguments need not spend.
     from mrl.recipes import tiny_model, tokenizer
@@ -68,7 +72,7 @@ def write_tiny(folder: Path, *, seed: int) -> None:
     splits = split_additions(seed)
     write_splits(splits, folder / "data")
     bytes_tokenizer = tokenizer.save(folder / "model", model_max_length=tiny_model.MAX_POSITIONS)
-    tiny_model.save_warm_started_model(folder / "model", bytes_tokenizer, splits.warm_start, splits.probe, seed=seed)
+    tiny_model.save_warm_started_model(folder / "model", bytes_tokenizer, splits.warm_start, splits.probe, seed=seed, kind=kind)
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,16 @@ class Quickstart:
     """Wall time of preparing and training."""
     console: str
     """Output of the training command."""
+    kind: str = "tiny"
+    """Name of the prepared folder; grpo_KIND.yaml was trained, or another config that writes into its run folder."""
 
     @property
     def run_folder(self) -> Path:
-        return self.folder / RUN_FOLDER
+        return self.folder / "results" / f"grpo_{self.kind}"
+
+    @property
+    def prepared(self) -> Path:
+        return self.folder / "prepared" / self.kind
 
     @property
     def metrics(self) -> list[dict[str, float]]:
@@ -54,12 +60,14 @@ class Quickstart:
         return int(self.metrics[-1]["step"])
 
 
-def run_quickstart(folder: Path, *, seed: int = 0, config: str = "grpo_tiny.yaml", overrides: Sequence[str] = ()) -> Quickstart:
+def run_quickstart(
+    folder: Path, *, seed: int = 0, kind: str = "tiny", config: str | None = None, overrides: Sequence[str] = ()
+) -> Quickstart:
     """Makes the tiny model in `folder` and trains it there, by the commands that a user types; fails the test unless both exit with 0."""
     started = time.monotonic()
-    call(folder, "-m", "mrl.prepare", "tiny", "--seed", str(seed), timeout_s=PREPARE_TIMEOUT_S)
-    console = call(folder, "-m", "mrl.train", config, *overrides, timeout_s=TRAIN_TIMEOUT_S)
-    return Quickstart(folder, time.monotonic() - started, console)
+    call(folder, "-m", "mrl.prepare", kind, "--seed", str(seed), timeout_s=PREPARE_TIMEOUT_S)
+    console = call(folder, "-m", "mrl.train", config or f"grpo_{kind}.yaml", *overrides, timeout_s=TRAIN_TIMEOUT_S)
+    return Quickstart(folder, time.monotonic() - started, console, kind)
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class Accuracy:
 
 def accuracy_before(quickstart: Quickstart) -> Accuracy:
     """Accuracy of the model that the run started from."""
-    return evaluate(quickstart, quickstart.folder / "prepared" / "tiny" / "model")
+    return evaluate(quickstart, quickstart.prepared / "model")
 
 
 def accuracy_of_export(quickstart: Quickstart) -> Accuracy:
@@ -86,7 +94,7 @@ def accuracy_of_export(quickstart: Quickstart) -> Accuracy:
 
 def evaluate(quickstart: Quickstart, model: Path) -> Accuracy:
     """Runs `scripts/evaluate_export.py`, which uses nothing of mrl, on the Hugging Face folder `model`."""
-    data = quickstart.folder / "prepared" / "tiny" / "data" / "validation.jsonl"
+    data = quickstart.prepared / "data" / "validation.jsonl"
     text = call(quickstart.folder, str(ROOT / "scripts" / "evaluate_export.py"), str(model), str(data), timeout_s=EXPORT_TIMEOUT_S)
     match = re.search(r"^accuracy ([\d.]+) sampled, ([\d.]+) greedy, over (\d+) problems$", text, re.MULTILINE)
     assert match, text

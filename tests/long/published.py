@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twelve tiny model folders, each with what somebody's published folders have that an ordinary one has not."""
+"""Fourteen tiny model folders, each with what somebody's published folders have that an ordinary one has not."""
 
 from __future__ import annotations
 
@@ -82,6 +82,23 @@ def mixed(folder: Path) -> None:
     configure(folder, dtype="bfloat16", torch_dtype="bfloat16")
 
 
+def predicting_layer(folder: Path) -> None:
+    """The layer of multi-token prediction behind the last, which GLM-4.5 and its like are published with."""
+    tensors, last = load_file(folder / SINGLE_FILE), "model.layers.1."
+    extra = {name.replace(last, "model.layers.2."): tensor for name, tensor in tensors.items() if name.startswith(last)}
+    extra |= {f"model.layers.2.{name}.weight": tensors["model.norm.weight"] for name in ("enorm", "hnorm", "shared_head.norm")}
+    extra |= {"model.layers.2.eh_proj.weight": torch.zeros(64, 128), "model.layers.2.shared_head.head.weight": tensors[OUTPUT]}
+    rewrite(folder, lambda name, tensor: tensor, **{name: tensor.clone() for name, tensor in extra.items()})
+    configure(folder, num_nextn_predict_layers=1)
+
+
+def older_window(folder: Path) -> None:
+    """A window that is switched off, and rotary positions as transformers 4 wrote them, in shards: Qwen1.5-MoE-A2.7B."""
+    window = dict(sliding_window=32768, max_window_layers=1, use_sliding_window=False)
+    configure(folder, **window, layer_types=None, rope_parameters=None, rope_theta=1e6, dtype=None, torch_dtype="float32")
+    shard(folder)
+
+
 def consolidated(folder: Path) -> None:
     save_file({"tok_embeddings.weight": torch.zeros(4, 4)}, folder / "consolidated.safetensors")
     shard(folder)
@@ -115,6 +132,8 @@ FOLDERS: dict[str, tuple[str, Callable[[Path], None], Mapping[str, Any]]] = {
     "consolidated beside shards": ("mixtral", consolidated, {}),
     "consolidated beside one file": ("llama", beside_the_single_file, {}),
     "many templates": ("qwen3_moe", many_templates, {}),
+    "a layer that predicts further": ("glm4_moe", predicting_layer, {}),
+    "a window switched off": ("qwen2_moe", older_window, {"mlp_only_layers": []}),
     "sampling of its own": ("qwen3", sampling_of_its_own, {}),
 }
 """Name -> the family, what is done to an ordinary folder, and settings of it."""

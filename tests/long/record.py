@@ -59,7 +59,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "mrl/rollout/http_gate.py",
         "conversion/files",
     ),
-    "learning": (*_LEARNS, *_TINY),
+    "learning": (*_LEARNS, *_TINY, "configs/grpo_tiny_dense.yaml", "mrl/recipes/tiny_model.py"),
     "logprobs": ("mrl/policy/logprobs.py", "mrl/policy/output.py"),
     "math_verdicts": _MATH,
     "model_folders": ("conversion", "mrl/policy/model.py", "mrl/policy/specs.py", "mrl/refit/pull.py"),

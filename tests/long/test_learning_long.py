@@ -38,14 +38,15 @@ def rows() -> Iterator[list[Row]]:
         record("learning", measured)
 
 
+@pytest.mark.parametrize("kind", ["tiny", "tiny_dense"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_seed_learns(tmp_path: Path, rows: list[Row], seed: int):
-    quickstart = run_quickstart(tmp_path, seed=seed, overrides=[f"grpo.seed={seed}"])
+def test_every_seed_learns(tmp_path: Path, rows: list[Row], seed: int, kind: str):
+    quickstart = run_quickstart(tmp_path, seed=seed, kind=kind, overrides=[f"grpo.seed={seed}"])
     (_, before), *_, (steps, after) = quickstart.accuracies
     initial, exported = accuracy_before(quickstart), accuracy_of_export(quickstart)
     rows.append(
         {
-            **row("math-verify", seed, before, after, steps=steps, seconds=quickstart.seconds),
+            **row("math-verify" if kind == "tiny" else "math-verify, dense", seed, before, after, steps=steps, seconds=quickstart.seconds),
             "greedy_before": initial.greedy,
             "greedy_after": exported.greedy,
             "sampled_from_the_export": exported.sampled,

@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from mrl.config.errors import Problems, Unprovided
-from mrl.config.model import is_hub_id, is_prepared
+from mrl.config.model import is_hub_id, way_to_prepare
 from mrl.config.rules.gym_servers import check_gym
 from mrl.config.schema.data import DATASETS, GYM_PROCESSOR, DataDefaultConfig, DatasetConfig, known_dataset
 from mrl.config.schema.env import BUILT_IN, CALLS_TOOLS, REASONING_PARSERS, SERVERS, TOOL_PARSERS, EnvConfig
@@ -147,8 +147,8 @@ def _check_dataset(key: str, dataset: DatasetConfig, default: DataDefaultConfig,
             "correct the path: it names a .jsonl, .json, .parquet or .arrow file, a folder of them, "
             "or a data set's id on the Hugging Face Hub"
         )
-        if is_prepared(path):
-            way_out = "correct the path (`python -m mrl.prepare tiny` makes prepared/tiny/data)"
+        if made := way_to_prepare(path):
+            way_out = f"correct the path ({made})"
         problems.add(f"{key}.data_path", f"no such file or folder in {Path.cwd()}", way_out, Unprovided)
     for name in ("prompt_file", "system_prompt_file", "system_prompt", "system_key"):
         given, given_key = vars(dataset)[name], key_of(name, default, dataset, key)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-NEMOTRON_H, DENSE, MOE_GPT = ("nemotron_h",), ("qwen2", "qwen3", "llama"), ("qwen3_moe", "mixtral")
+NEMOTRON_H, DENSE, MOE_GPT = ("nemotron_h",), ("qwen2", "qwen3", "llama"), ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe")
 GPT, MOE = (*DENSE, *MOE_GPT), (*NEMOTRON_H, *MOE_GPT)
 ALL = (*NEMOTRON_H, *GPT)
 

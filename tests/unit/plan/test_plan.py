@@ -15,6 +15,7 @@ import pytest
 from conversion.boxes import volume
 from conversion.families.common import MegatronParallel
 from conversion.families.registry import family
+from mrl.check import examine
 from mrl.config.load import load_config
 from mrl.config.model import with_value
 from mrl.config.rules.checks import checkpoint_demand, num_kept_at_most
@@ -63,6 +64,54 @@ def hf_config(name: str) -> dict[str, object]:
 @pytest.mark.parametrize(("name", "parameters"), [("nano", 31_577_940_288), ("qwen", 30_532_122_624)])
 def test_parameters_are_those_of_the_published_models(name: str, parameters: int):
     assert PlanModel(hf_config(name)).num_parameters == parameters
+
+
+HUB = {name: group["config"] for group in json.loads((ROOT / "scripts/bench/models/hub.json").read_text()) for name in group["ids"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "billions", "active", "counted"),
+    [
+        # arXiv:2508.06471, table 1, counts neither embedding nor output as active; Qwen counts both.
+        ("zai-org/GLM-4.5-Air", 106, 12, 0),
+        ("zai-org/GLM-4.6", 355, 32, 0),
+        ("Qwen/Qwen1.5-MoE-A2.7B", 14.3, 2.7, 2),
+        ("Qwen/Qwen2-57B-A14B", 57.4, 14, 2),
+    ],
+)
+def test_a_token_meets_the_published_number_of_active_parameters(model: str, billions: float, active: float, counted: int):
+    """The times of a plan follow from them: two operations for each in a forward pass, which does not multiply by the embedding."""
+    found = PlanModel(HUB[model])
+    matrix = found.shape.hidden * found.shape.vocabulary
+    assert found.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert (forward_operations(found.cost(), 1, 0) / 2 + (counted - 1) * matrix) / 1e9 == pytest.approx(active, rel=0.025)
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "problem"),
+    [
+        (
+            "Qwen/Qwen1.5-MoE-A2.7B",
+            [],
+            "policy.megatron_cfg.expert_model_parallel_size=8: does not divide the model's 60 experts; use 1, 2, 3, 4",
+        ),
+        (
+            "Qwen/Qwen2-57B-A14B",
+            ["policy.generation.vllm_cfg.tensor_parallel_size=8"],
+            "policy.generation.vllm_cfg.tensor_parallel_size=8: does not divide the model's 28 attention heads; use 1, 2 or 4",
+        ),
+        (
+            "zai-org/GLM-4.5-Air",
+            ["policy.hf_config_overrides.quantization_config.quant_method=fp8"],
+            "config.json: quantization_config={'quant_method': 'fp8'} is not supported for glm4_moe",
+        ),
+        ("zai-org/GLM-4.6", ["policy.hf_config_overrides.n_routed_expert=64"], "n_routed_expert=64: nothing here reads it"),
+    ],
+)
+def test_a_recipe_with_a_published_mixture_says_what_does_not_fit(model: str, overrides: list[str], problem: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(HUB[model]))
+    checked = examine("grpo_qwen3_30ba3b.yaml", [f"policy.model_name={tmp_path}", *overrides])
+    assert any(problem in refused for refused in checked.refused), checked.refused
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -18,9 +18,9 @@ from tests.waiting import HANG_S
 
 @pytest.fixture
 def fake_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(folder: Path, *, seed: int) -> None:
+    def write(folder: Path, *, seed: int, kind: str) -> None:
         (folder / "model").mkdir()
-        (folder / "model" / "seed").write_text(str(seed))
+        (folder / "model" / "seed").write_text(f"{kind} {seed}")
         if seed == 13:
             raise RuntimeError("no luck")
 
@@ -56,6 +56,15 @@ def test_another_seed_or_a_strangers_folder_is_refused(tmp_path: Path, capsys: p
 
 
 @pytest.mark.usefixtures("fake_work")
+def test_each_kind_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for kind in ("tiny", "tiny_dense"):
+        assert prepare.main([kind]) == 0
+        assert (tmp_path / "prepared" / kind / "model" / "seed").read_text() == f"{kind} 0"
+    assert prepare.main(["tiny", "--out", "prepared/tiny_dense"]) == 2
+
+
+@pytest.mark.usefixtures("fake_work")
 def test_a_failure_leaves_nothing(tmp_path: Path):
     with pytest.raises(RuntimeError, match="no luck"):
         prepare.main(["tiny", "--out", str(tmp_path / "tiny"), "--seed", "13"])
@@ -68,7 +77,7 @@ def test_the_loser_of_a_race_takes_the_winners_folder_if_it_is_what_it_wanted(
 ):
     writes = []
 
-    def write(folder: Path, *, seed: int) -> None:
+    def write(folder: Path, *, seed: int, kind: str) -> None:
         writes.append(folder)
         (folder / "model").write_text(str(len(writes)))
         if len(writes) == 1:

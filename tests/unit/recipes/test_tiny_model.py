@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from mrl.recipes import tiny_model
-from mrl.recipes.tiny import Addition
-from mrl.recipes.tiny_model import build_model, demonstrations, encode, sampled_accuracy, save_warm_started_model
+from mrl.recipes.tiny import Addition, Kind
+from mrl.recipes.tiny_model import WARM_STARTS, build_model, demonstrations, encode, sampled_accuracy, save_warm_started_model
 from mrl.recipes.tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer(4096)
@@ -25,7 +25,7 @@ def test_answers_stand_at_the_end():
 
 
 def test_sampled_accuracy_is_the_share_of_right_samples():
-    model = build_model(seed=0)
+    model = build_model("tiny", seed=0)
     tokens_BT, num_answer_tokens = encode(TOKENIZER, ADDITIONS)
     logits_BTV = model(tokens_BT).logits
     expected = 0.0
@@ -48,16 +48,21 @@ def test_the_warm_start_prefers_the_answer_without_the_carry():
     assert teacher_BTV[:, 2, 258].tolist() == [1.0, 1.0]
 
 
-def test_the_saved_folder_is_an_ordinary_checkpoint_and_repeats_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("kind", "model_class", "num_biases"), [("tiny", "NemotronHForCausalLM", 3), ("tiny_dense", "Qwen3ForCausalLM", 0)]
+)
+def test_the_saved_folder_is_an_ordinary_checkpoint_and_repeats_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, model_class: str, num_biases: int
+):
     # Four additions are learned by heart within a few steps: the same code path as the real warm start.
     monkeypatch.setattr(tiny_model, "BATCH_SIZE", 16)
     for name in ("one", "two"):
-        save_warm_started_model(tmp_path / name, TOKENIZER, ADDITIONS, ADDITIONS, seed=5)
+        save_warm_started_model(tmp_path / name, TOKENIZER, ADDITIONS, ADDITIONS, seed=5, kind=kind)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
-    assert type(loaded).__name__ == "NemotronHForCausalLM"
+    assert type(loaded).__name__ == model_class
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
     biases = [buffer for name, buffer in loaded.named_buffers() if name.endswith("e_score_correction_bias")]
-    assert len(biases) == 3 and all(bias.abs().max() > 0 for bias in biases)
+    assert len(biases) == num_biases and all(bias.abs().max() > 0 for bias in biases)
     assert GenerationConfig.from_pretrained(tmp_path / "one").eos_token_id == [258]
     assert (tmp_path / "one" / "model.safetensors").read_bytes() == (tmp_path / "two" / "model.safetensors").read_bytes()
 
@@ -65,4 +70,4 @@ def test_the_saved_folder_is_an_ordinary_checkpoint_and_repeats_bit_for_bit(tmp_
 def test_a_warm_start_that_fails_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tiny_model, "MAX_STEPS", 1)
     with pytest.raises(RuntimeError, match="did not reach accuracy"):
-        tiny_model.train_until_probe(build_model(seed=0), TOKENIZER, ADDITIONS, ADDITIONS, seed=0)
+        tiny_model.train_until_probe(build_model("tiny", seed=0), TOKENIZER, ADDITIONS, ADDITIONS, WARM_STARTS["tiny"], seed=0)

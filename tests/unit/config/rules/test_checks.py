@@ -112,6 +112,7 @@ BAD = [
     (["checkpointing.metric_name=accuracy"], "checkpointing.metric_name=accuracy", "val:accuracy"),
     (["data.validation=null"], "checkpointing.metric_name=val:accuracy", "train:reward"),
     (["policy.model_name=there/prepared/tiny/model"], "policy.model_name=there/prepared", "`python -m mrl.prepare tiny` makes it"),
+    (["policy.model_name=prepared/tiny_dense/model"], "policy.model_name=prepared", "`python -m mrl.prepare tiny_dense` makes it"),
     (["data.train.data_path=prepared/tiny/data/no.jsonl"], "data.train.data_path=prepared/tiny", "path (`python -m mrl.prepare"),
     (["checkpointing.checkpoint_must_save_by=3h"], "checkpointing.checkpoint_must_save_by=3h", "00:03:40:00"),
     (["profiler.steps=[3]", "profiler.ranks=[0, 4]"], "profiler.ranks=[0, 4]", "use ranks from 0 to 3"),
