@@ -130,6 +130,7 @@ def test_the_loop_of_ones_own_trains_as_mrls_does(tmp_path: Path):
         "cluster.cpu_units_per_node=2",
         "grpo.max_num_steps=2",
         "grpo.num_prompts_per_step=8",
+        f"grpo.num_generations_per_prompt={GROUP}",
         "grpo.max_val_samples=8",
         "grpo.val_period=0",
     ]

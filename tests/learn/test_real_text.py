@@ -39,7 +39,7 @@ def test_gsm8k_runs_until_a_signal_saves_and_ends_it(tmp_path: Path):
         "grpo.max_num_steps=1000",
         "cluster.cpu_units_per_node=2",
         "grpo.num_prompts_per_step=4",
-        "grpo.num_generations_per_prompt=4",
+        "grpo.num_generations_per_prompt=2",
     ]
     with Attempt(tmp_path / "run", overrides, tmp_path / "console.log") as run:
         run.wait_until(lambda: is_trained(run.run_folder, STEPS), f"train step {STEPS}")
