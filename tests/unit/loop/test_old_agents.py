@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +33,7 @@ class Agents:
         self.running.use(self.engine)
         self.runner, self._agent = self.running.run(self._start())
         self.under_way: list[AskedGroup] = []
+        self.rollouts: list[Future[None]] = []
 
     async def _start(self) -> tuple[AgentRunner, FunctionAgent]:
         runner = AgentRunner(self.running.gateway, url=self.running.url, timeout_s=HANG_S, masks_flagged=True)
@@ -47,7 +49,7 @@ class Agents:
         self.under_way += groups
         for group in groups:
             for index in range(num_generations):
-                asyncio.run_coroutine_threadsafe(self._run(group, index), self.running.loop)
+                self.rollouts.append(asyncio.run_coroutine_threadsafe(self._run(group, index), self.running.loop))
         return groups
 
     async def _run(self, group: AskedGroup, index: int) -> None:
@@ -71,6 +73,9 @@ class Agents:
         return 0.0
 
     def stop(self) -> None:
+        for rollout in self.rollouts:
+            rollout.cancel()
+
         async def end() -> None:
             self._agent.end()
             if (client := self._agent._remote._client) is not None:
@@ -122,6 +127,7 @@ def test_a_group_that_ends_too_late_is_asked_again_and_nothing_of_the_old_is_tra
         step()
     found = [group for group in trained if group.prompt == slow]
     asked = [group.weight_version for group in agents.under_way if group.prompt == slow]
-    assert len(found) == 1 and len(asked) == 2 and asked[0] == 1 and num_again >= 1
+    # On a slow host fresher groups come first once more; at the third time a step waits.
+    assert len(found) == 1 and len(asked) in (2, 3) and asked[0] == 1 and num_again == len(asked) - 1
     tokens = [cast(Rollout, rollout.payload).token_ids[0] for group in (old.judged(), *found) for rollout in group.rollouts]
     assert len(set(tokens)) == 4 and all(cast(Rollout, one.payload).turns[0].weight_version >= 3 for one in found[0].rollouts)
