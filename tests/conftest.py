@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.long import record as records
 from tests.long.record import OUTCOMES, Row, record
 from tests.runner.progress import EventWriter
 from tests.waiting import PATIENCE
@@ -45,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before pytest-timeout looks. It ends tests that hang; marks give those of long parts more.
     if config.option.timeout is None:
         config.option.timeout = TEST_S
+    records.is_selection = bool(config.option.keyword) or any("::" in word for word in config.args)
     # Also for the processes that tests start: none of them may write into the user's home.
     folder = os.environ["MRL_CACHE"] = tempfile.mkdtemp(prefix="mrl-test-cache-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -89,8 +91,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if unexpected_skips(skipped, EXPECTED_SKIPS.read_text()):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     part = session.config.getoption("--long")
-    is_whole = session.config.args == ["tests"] and not session.config.option.keyword
-    if part in OUTCOMES and is_whole and session.exitstatus == pytest.ExitCode.OK:
+    if part in OUTCOMES and session.config.args == ["tests"] and session.exitstatus == pytest.ExitCode.OK:
         outcomes: list[Row] = [{"passed": node_id.rpartition("::")[2], "seconds": round(seconds)} for node_id, seconds in passed]
         record(part, attack_rows() if part == "hostile" else outcomes)
 

@@ -106,6 +106,10 @@ OUTCOMES = ("async", "config", "environments", "faults", "hangs", "hostile", "mo
 """Parts that measure nothing but whether their tests pass; `tests/conftest.py` records that."""
 
 
+is_selection = False
+"""True in a run of tests chosen by name, as with `-k`: a table of a part of its rows would take the place of the whole."""
+
+
 def record(
     part: str,
     rows: Sequence[Row],
@@ -115,8 +119,12 @@ def record(
 ) -> None:
     """Writes the rows that `command` measured, by default `scripts/test.sh --long PART`, with where and on what they were measured.
 
-    The commit is that of the start, when this module was imported; "-dirty" if files outside docs/ differed from it then or do now.
+    In a run of tests that were chosen by name it writes nothing. The commit is that of the start, when this module was imported; "-dirty" if
+    files outside docs/ differed from it then or do now.
     """
+    if is_selection and folder == DATA_FOLDER:
+        print(f"not recorded, as tests were chosen by name: {part}")
+        return
     now = commit()
     data = {
         "part": part,
