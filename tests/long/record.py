@@ -119,8 +119,8 @@ def record(
 ) -> None:
     """Writes the rows that `command` measured, by default `scripts/test.sh --long PART`, with where and on what they were measured.
 
-    In a run of tests that were chosen by name it writes nothing. The commit is that of the start, when this module was imported; "-dirty" if
-    files outside docs/ differed from it then or do now.
+    In a run of tests that were chosen by name it writes nothing. The commit is that of the start, when this module was imported; "-dirty"
+    if files outside docs/ differed from it then or do now.
     """
     if is_selection and folder == DATA_FOLDER:
         print(f"not recorded, as tests were chosen by name: {part}")
