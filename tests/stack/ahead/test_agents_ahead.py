@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from mrl.data.order import prompts_at
 from mrl.loop.rollouts import RolloutSupplier
 from mrl.loop.run import Run
 from mrl.train import train_step
-from mrl.types import Rollout, RolloutGroup
+from mrl.types import Rollout, RolloutGroup, RunState
 from tests import models, routes
 from tests.stack.ahead.conftest import running
 from tests.waiting import HANG_S
@@ -31,6 +32,7 @@ SETTINGS = [
     "grpo.num_prompts_per_step=2",
     "grpo.use_dynamic_sampling=true",
     "grpo.max_val_samples=2",
+    "grpo.max_num_steps=20",
     "grpo.reward_shaping={enabled: true, overlong_buffer_length: 1, overlong_buffer_penalty: 0.01, max_response_length: 10}",
     "grpo.overlong_filtering=true",
     "reward_penalties.penalize_unwanted_tokens=true",
@@ -98,6 +100,36 @@ def test_agents_are_asked_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         events = [json.loads(line) for line in run.folder.ledger.path.read_text().splitlines()]
         trained = [prompt_id for event in events if event["event"] == "trained" for _, prompt_id in event["prompts"]]
         assert trained[:4] == [prompt.prompt_id for prompt in prompts[1:5]] and len(set(trained)) == 6
+        assert_too_old_groups_are_asked_again(run, state, taken, tmp_path)
+
+
+def assert_too_old_groups_are_asked_again(
+    run: Run[RolloutSupplier], state: RunState, taken: list[list[RolloutGroup]], folder: Path
+) -> None:
+    """A group that ends two weights after it was asked for, while steps go on without it."""
+    train, ledger, queue = run.supplier.data.train, run.folder.ledger, run.supplier.queue
+    queue.plan = dataclasses.replace(queue.plan, freshest_first=True)
+    picks = prompts_at(0, len(train), num_prompts=len(train), seed=run.config.grpo.seed)
+    known = {*ledger.state.taken, *ledger.state.consumed}
+    held = next(train[index] for _, index in picks if (0, train[index].prompt_id) not in known)
+    (folder / "free").write_text("\n".join(prompt.text for prompt in map(train.__getitem__, range(len(train))) if prompt != held))
+    while held.prompt_id not in {asked.prompt.prompt_id for asked in queue._asked.values()}:
+        train_step(run, state)
+    asked_of = state.weight_version
+    for _ in range(2):
+        train_step(run, state)
+    (folder / "free").write_text("*")
+    num_again = 0.0
+    while held not in [group.prompt for group in taken[-1]]:
+        train_step(run, state)
+        num_again += state.metrics["rollout/regenerated_groups"]
+        assert state.metrics["train/max_trajectory_age"] <= 1
+    (group,) = [group for group in taken[-1] if group.prompt == held]
+    (sampled,) = payloads([group])
+    versions = {turn.weight_version for sequences in sampled for rollout in sequences for turn in rollout.turns}
+    assert num_again >= 1 and min(versions) >= state.weight_version - 2 and min(versions) > asked_of + 1
+    # Four rollouts were asked for twice.
+    assert [line.partition(" ")[2] for line in (folder / "waiting").read_text().splitlines()].count(held.text) == 2 * len(sampled)
 
 
 def assert_penalties(groups: list[RolloutGroup], sampled: list[list[list[Rollout]]]) -> None:

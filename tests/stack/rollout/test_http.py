@@ -241,6 +241,8 @@ def test_what_cannot_be_honoured_is_refused(engine: Engine, client: openai.OpenA
         {"structured_outputs": {"choice": ["a"], "grammar": "b"}},
         {"structured_outputs": {"grammar": "root ::= root"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": "[[["}}},
+        {"messages": [{"role": "user", "content": "half \ud800"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}]}]},
         {"bad_words": ["\ud800"]},
         {"n": 10**9},
         {"kv_transfer_params": {"prompt_token_ids": [10**9]}},
