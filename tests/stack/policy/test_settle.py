@@ -85,14 +85,14 @@ def test_a_flipped_byte_in_one_copy_is_named_on_all_ranks(ranks: RankPool, folde
     for messages in results:
         assert messages == results[0]
         for (slot, copies), message in zip(slots.items(), messages, strict=True):
-            assert "copies of 1 weights differ" in message
+            assert "copies of weights differ between ranks (1)" in message
             assert slot in message and copies in message, message
 
 
 def test_a_flipped_byte_in_the_copy_of_a_tied_embedding_is_named(ranks: RankPool, tmp_path: Path):
     config = policy_ranks.run_config(models.save_model(tmp_path, "qwen3"), "pp2 dp2")
     for (message,) in ranks.run(policy_ranks.settle_with_flipped_bytes, config, ["output_layer.weight"], world_size=4):
-        assert "copies of 1 weights differ" in message
+        assert "copies of weights differ between ranks (1)" in message
         assert "embedding.word_embeddings.weight" in message and "ranks [0, 1, 2] / [3]" in message
 
 
