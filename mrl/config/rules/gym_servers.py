@@ -41,7 +41,7 @@ def check_gym(config: RunConfig, problems: Problems) -> None:
         )
     if gym.head_server.host:
         _check_address(config, problems)
-    else:
+    elif gym.command:
         _check_compared(config, problems)
     if section.should_use_nemo_gym and not gym.has_servers:
         if missing := served(section):

@@ -13,7 +13,7 @@ import pytest
 from mrl.config.errors import ConfigError, Problems, Unprovided
 from mrl.config.load import load_run
 from mrl.config.rules.data import check_environments, environment_names, is_agent, route_of
-from mrl.config.rules.gym_servers import describe_routes
+from mrl.config.rules.gym_servers import COMPARED, describe_routes
 from mrl.config.schema.env import EnvConfig, GymHeadConfig, NemoGymConfig, OwnEnvConfig
 from mrl.config.schema.run import RunConfig
 
@@ -123,6 +123,10 @@ def test_a_server_that_compares_a_group_waits_for_as_many_as_it_has(servers: dic
     found = [problem for problem in problems.texts if "genrm_compare" in problem]
     assert len(found) == len(told) and all(one in problem for one, problem in zip(told, found, strict=True))
     assert all(problem.startswith(f"grpo.num_generations_per_prompt={size}: ") for problem in found)
+    # Its settings arrive only at servers that the run starts.
+    run.env.nemo_gym.command = None
+    check_environments(run, problems := Problems(run))
+    assert not [problem for problem in problems.texts if COMPARED in problem]
 
 
 def test_agents_rules_hold_for_servers():
