@@ -29,7 +29,7 @@ WALK = [
 
 
 def attempt(run_folder: Path, inputs: list[str], log: str, *settings: str) -> Attempt:
-    overrides = [*inputs, *SETTINGS, f"checkpointing.checkpoint_dir={run_folder}", *settings]
+    overrides = [*SETTINGS, *inputs, f"checkpointing.checkpoint_dir={run_folder}", *settings]
     return Attempt(run_folder, overrides, run_folder.with_name(f"{log}.log"))
 
 
