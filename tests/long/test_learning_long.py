@@ -52,7 +52,7 @@ def test_every_seed_learns(tmp_path: Path, rows: list[Row], seed: int, kind: str
             "sampled_from_the_export": exported.sampled,
         }
     )
-    assert before <= 0.30 and initial.greedy <= 0.50
+    assert before <= 0.30 and initial.greedy <= 0.55
     assert after >= 0.90 and exported.greedy >= 0.90
     assert abs(exported.sampled - after) <= sampling_noise([exported.sampled, after], exported.num_problems)
 
