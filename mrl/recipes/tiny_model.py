@@ -96,7 +96,8 @@ class WarmStart:
     target: float
 
 
-# Without weight decay the dense model learns its additions by heart, and then GRPO what it trains on: 0.82 of held-out sums, not 0.96.
+# With less weight decay the dense model learns its additions by heart: with 0.1 GRPO ended at 0.84 of held-out sums for one seed, with 0.3
+# at 0.97.
 WARM_STARTS: dict[Kind, WarmStart] = {"tiny": WarmStart(2e-3, 0.0, 0.22), "tiny_dense": WarmStart(1e-2, 0.3, 0.23)}
 
 
