@@ -80,7 +80,7 @@ def gradients(setup: Setup) -> list[Row]:
             with one_rank(visible) as ranks:
                 config = layout_ranks.policy_config()
                 results.append(ranks.run(layout_ranks.gradients, config, folder, rows, world_size=1, timeout_s=300)[0])
-    (loss, found), (expected_loss, expected) = results
+    (loss, found, _), (expected_loss, expected, _) = results
     assert found.keys() == expected.keys()
     errors = {name: float(np.linalg.norm(found[name] - grad) / max(np.linalg.norm(grad), 1e-30)) for name, grad in expected.items()}
     worst = max(errors, key=lambda name: errors[name])

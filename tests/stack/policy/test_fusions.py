@@ -51,7 +51,6 @@ def test_without_a_gpu_all_fusions_are_off(ranks: RankPool):
     assert optimizer == {"use_precision_aware_optimizer": False, "store_param_remainders": False}
 
 
-@pytest.mark.long("parity")
 def test_the_checks_of_the_policy_run_on_the_cpu():
     (row,) = policy_checks.gradients(CPU)
     assert row["worst relative error of a gradient"] == 0.0 and row["layers"] == "local, plain torch"
