@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of a refit on a GPU: one launch copies all boxes of a round, one takes the checksums of all of a round's boxes.
+"""Kernels of a refit on a GPU: one launch for each kind of box copies all boxes of a round, or takes the checksums of all of its values.
 
 Imported on hosts with GPUs only. Written in Triton, whose interpreter (TRITON_INTERPRET=1) runs them on CPU tensors too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import triton
@@ -18,13 +19,12 @@ from torch import Tensor
 from mrl.refit.device_checksum import BLOCK_WORDS, odd_weights
 from mrl.refit.strided import Strided, padded, strided
 
-# Words that one program copies: few enough registers a thread for two programs on a multiprocessor.
-_COPY_WORDS = 2048
-_COPY_WARPS = 16
-# Words of a block that one program adds up at a time.
-_STEP_WORDS = 1024
-_SUM_WARPS = 8
-# Columns of a table: first tile, bytes of a word, words, words of a run, two lengths; then for each memory its address and strides.
+# A thread loads at most 16 bytes at once. Of longer words, fewer places are computed.
+_WORD_BYTES = (128, 16, 8, 4, 2, 1)
+# Elements that one program copies, and blocks and elements of each that one program adds up at a time.
+_COPY_ELEMENTS, _COPY_WARPS = 4096, 8
+_SUM_BLOCKS, _SUM_ELEMENTS, _SUM_WARPS = 8, 1024, 8
+# Columns of a table: first tile, number, words, words of a run, two lengths; then for each memory its address and strides.
 _COPY_COLUMNS = tl.constexpr(14)
 _SUM_COLUMNS = tl.constexpr(10)
 
@@ -35,63 +35,78 @@ class _Kernel(Protocol):
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]: ...
 
 
+class _Kind(NamedTuple):
+    """Boxes that one compiled kernel takes."""
+
+    word_bytes: int
+    is_run: bool
+    """The box is one run of words."""
+
+
+class _Table(NamedTuple):
+    """Boxes of one kind on the device."""
+
+    kind: _Kind
+    rows: Tensor
+    """int64 [boxes, columns]."""
+    row_of_tile: Tensor
+    """int32 [tiles]: the row of each program."""
+
+
 class BoxCopies:
-    """Copies of boxes inside one GPU, bytes as they are, by one kernel and a table that stays on the device."""
+    """Copies of boxes inside one GPU, bytes as they are, by a kernel for each kind of box and tables that stay on the device."""
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Each source has its target's shape and item size, and shares no memory with any target. All lie on one device."""
         self._kept = (list(targets), list(sources))
-        rows, num_tiles = [], 0
-        for target, source in zip(targets, sources, strict=True):
-            for part in strided([source, target], max_word_bytes=8).parts() if target.numel() else ():
-                rows.append(_row(num_tiles, part))
-                num_tiles += triton.cdiv(part.num_words, _COPY_WORDS)
-        self._table, self._row_of_tile = _on_device(rows, num_tiles, targets[0].device)
+        boxes = [
+            part
+            for target, source in zip(targets, sources, strict=True)
+            if target.numel()
+            for part in _box([source, target], max_word_bytes=128).parts()
+        ]
+        self._device = targets[0].device
+        self._tables = _tables(((box, 0) for box in boxes), _COPY_ELEMENTS, element_bytes=8, device=self._device)
 
     def run(self) -> None:
-        """Queues one kernel that writes all targets."""
-        if not len(self._row_of_tile):
-            return
-        with _on(self._table.device):
-            cast(_Kernel, _copy_kernel)[(len(self._row_of_tile),)](self._table, self._row_of_tile, BLOCK=_COPY_WORDS, num_warps=_COPY_WARPS)
+        """Queues the kernels that write all targets."""
+        with _on(self._device):
+            for kind, rows, row_of_tile in self._tables:
+                cast(_Kernel, _copy_kernel)[(len(row_of_tile),)](
+                    rows, row_of_tile, ELEMENTS=_COPY_ELEMENTS, WORD_BYTES=kind.word_bytes, IS_RUN=kind.is_run, num_warps=_COPY_WARPS
+                )
 
 
 class BoxSums:
-    """`word_sum` of values that stay where they are on one GPU, by one kernel and a table that stays on the device."""
+    """`word_sum` of values that stay where they are on one GPU, by a kernel for each kind of box and tables that stay on the device."""
 
     def __init__(self, values: Sequence[Tensor]) -> None:
         """Values of which `is_summable` holds, on one device."""
         self._kept = list(values)
-        device = values[0].device
+        self._device = values[0].device
         num_blocks = [triton.cdiv(value.nbytes, 4 * BLOCK_WORDS) for value in values]
-        self._inner, self._outer = odd_weights(BLOCK_WORDS, device), odd_weights(max(num_blocks) + 2, device)
-        rows, num_tiles = [], 0
-        for value, blocks in zip(values, num_blocks, strict=True):
-            if blocks:
-                box = strided([value], max_word_bytes=4)
-                if box.word_bytes < 4:
-                    box = strided([value], max_word_bytes=1)
-                rows.append(_row(num_tiles, box))
-            else:
-                rows.append((num_tiles, *[0] * (_SUM_COLUMNS.value - 1)))
-            num_tiles += blocks
-        lengths = torch.tensor([value.nbytes for value in values], device=device)
-        self._initial = self._outer[torch.tensor(num_blocks, device=device).clamp(min=1)] * lengths
-        self._table, self._row_of_tile = _on_device(rows, num_tiles, device)
+        self._inner, self._outer = odd_weights(BLOCK_WORDS, self._device), odd_weights(max(num_blocks) + 2, self._device)
+        lengths = torch.tensor([value.nbytes for value in values], device=self._device)
+        self._initial = self._outer[torch.tensor(num_blocks, device=self._device).clamp(min=1)] * lengths
+        boxes = ((_sum_box(value), index) for index, value in enumerate(values) if value.nbytes)
+        self._tables = _tables(boxes, _SUM_BLOCKS * BLOCK_WORDS, element_bytes=4, device=self._device)
 
     def take(self) -> Tensor:
-        """Current sums of the values, int64 [number of values], on the device; queues one kernel."""
+        """Current sums of the values, int64 [number of values], on the device; queues kernels."""
         sums = self._initial.clone()
-        if len(self._row_of_tile):
-            with _on(sums.device):
-                cast(_Kernel, _sum_kernel)[(len(self._row_of_tile),)](
-                    self._table,
-                    self._row_of_tile,
+        with _on(self._device):
+            for kind, rows, row_of_tile in self._tables:
+                cast(_Kernel, _sum_kernel)[(len(row_of_tile),)](
+                    rows,
+                    row_of_tile,
                     self._inner,
                     self._outer,
                     sums,
                     BLOCK=BLOCK_WORDS,
-                    STEP=_STEP_WORDS,
+                    BLOCKS=_SUM_BLOCKS,
+                    ELEMENTS=_SUM_ELEMENTS,
+                    WORD_BYTES=kind.word_bytes,
+                    IS_RUN=kind.is_run,
                     num_warps=_SUM_WARPS,
                 )
         return sums
@@ -102,16 +117,42 @@ def is_summable(value: Tensor) -> bool:
     return not value.numel() or strided([value], max_word_bytes=1).is_walkable
 
 
-def _row(first_tile: int, box: Strided) -> tuple[int, ...]:
-    memories = (value for address, strides in zip(box.addresses, box.strides, strict=True) for value in (address, *padded(strides, 0)))
-    return (first_tile, box.word_bytes, box.num_words, box.run, *padded(box.sizes, 1)[1:], *memories)
+def _box(tensors: Sequence[Tensor], *, max_word_bytes: int) -> Strided:
+    """The tensors as a box whose words a kernel knows."""
+    word_bytes = strided(tensors, max_word_bytes=max_word_bytes).word_bytes
+    return strided(tensors, max_word_bytes=next(known for known in _WORD_BYTES if known <= word_bytes))
 
 
-def _on_device(rows: Sequence[Sequence[int]], num_tiles: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The table (int64), and for each tile its row (int32). A row's first column is its first tile."""
-    table = torch.tensor(rows, dtype=torch.int64)
-    counts = torch.diff(table[:, 0], append=torch.tensor([num_tiles])) if rows else table.flatten()
-    return table.to(device), torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), counts).to(device)
+def _sum_box(value: Tensor) -> Strided:
+    """A box of words of four bytes or of a multiple of them; else of single bytes."""
+    box = _box([value], max_word_bytes=128)
+    if box.word_bytes >= 16:
+        return box
+    return strided([value], max_word_bytes=4 if box.word_bytes >= 4 else 1)
+
+
+def _tables(boxes: Iterable[tuple[Strided, int]], tile_elements: int, *, element_bytes: int, device: torch.device) -> list[_Table]:
+    """A table for each kind of box, each with the number that stands beside it. An element is `element_bytes` of a word, or a shorter word.
+
+    Bytes that are summed are elements of four.
+    """
+    by_kind: dict[_Kind, list[tuple[Strided, int]]] = defaultdict(list)
+    for box, number in boxes:
+        by_kind[_Kind(box.word_bytes, not box.sizes)].append((box, number))
+    tables = []
+    for kind, found in by_kind.items():
+        rows, counts, num_tiles = [], [], 0
+        for box, number in found:
+            memories = (
+                value for address, strides in zip(box.addresses, box.strides, strict=True) for value in (address, *padded(strides, 0))
+            )
+            rows.append((num_tiles, number, box.num_words, box.run, *padded(box.sizes, 1)[1:], *memories))
+            num_bytes = tile_elements * (element_bytes if element_bytes == 4 else min(element_bytes, box.word_bytes))
+            counts.append(triton.cdiv(box.num_words * box.word_bytes, num_bytes))
+            num_tiles += counts[-1]
+        row_of_tile = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(counts))
+        tables.append(_Table(kind, torch.tensor(rows, dtype=torch.int64).to(device), row_of_tile.to(device)))
+    return tables
 
 
 @contextmanager
@@ -124,8 +165,13 @@ def _on(device: torch.device) -> Iterator[None]:
 
 
 @triton.jit
-def _places(start, columns, run, size1, size2):
-    """Returns each word's index in the outer dimensions, and its place in the run, for the words `start + columns`."""
+def _offsets(row, memory, start, columns, IS_RUN: tl.constexpr):
+    """Offset in a memory, in words, of each of the words `start + columns`."""
+    if IS_RUN:
+        return start + columns
+    run = tl.load(row + 3)
+    size1 = tl.load(row + 4)
+    size2 = tl.load(row + 5)
     first = start // run
     place = (start - first * run).to(tl.int32) + columns
     rows = place // run.to(tl.int32)
@@ -137,79 +183,75 @@ def _places(start, columns, run, size1, size2):
     middle = (first % size1).to(tl.int32) + carry
     carry = middle // size1.to(tl.int32)
     middle -= carry * size1.to(tl.int32)
-    return first // size1 + carry, middle, last, place
-
-
-@triton.jit
-def _offsets(memory, outer, middle, last, place):
+    outer = first // size1 + carry
     return outer * tl.load(memory + 1) + middle * tl.load(memory + 2) + last * tl.load(memory + 3) + place
 
 
 @triton.jit
-def _copy_tile(row, start, BLOCK: tl.constexpr, WORD: tl.constexpr):
-    source = tl.load(row + 6).to(tl.pointer_type(WORD))
-    target = tl.load(row + 10).to(tl.pointer_type(WORD))
-    num_words = tl.load(row + 2)
-    run = tl.load(row + 3)
-    columns = tl.arange(0, BLOCK)
-    inside = start + columns < num_words
-    if run == num_words:
-        values = tl.load(source + start + columns, mask=inside)
-        tl.store(target + start + columns, values, mask=inside)
-    else:
-        outer, middle, last, place = _places(start, columns, run, tl.load(row + 4), tl.load(row + 5))
-        values = tl.load(source + _offsets(row + 6, outer, middle, last, place), mask=inside)
-        tl.store(target + _offsets(row + 10, outer, middle, last, place), values, mask=inside)
+def _elements(memory, offsets, ELEMENT: tl.constexpr, COUNT: tl.constexpr):
+    """Pointers to the elements of words, one more dimension: `COUNT` in each."""
+    address = tl.load(memory).to(tl.pointer_type(ELEMENT))
+    if COUNT > 1:
+        address = tl.multiple_of(address, 16)
+    return address + tl.expand_dims(offsets * COUNT, -1) + tl.arange(0, COUNT)
 
 
 @triton.jit
-def _copy_kernel(table, row_of_tile, BLOCK: tl.constexpr):
+def _copy_kernel(table, row_of_tile, ELEMENTS: tl.constexpr, WORD_BYTES: tl.constexpr, IS_RUN: tl.constexpr):
+    """Copies a tile of a box."""
+    COUNT: tl.constexpr = WORD_BYTES // 8 if WORD_BYTES > 8 else 1
+    WORDS: tl.constexpr = ELEMENTS // COUNT
+    ELEMENT: tl.constexpr = tl.int64 if WORD_BYTES >= 8 else (tl.int32 if WORD_BYTES == 4 else (tl.int16 if WORD_BYTES == 2 else tl.int8))
     tile = tl.program_id(0)
     row = table + tl.load(row_of_tile + tile).to(tl.int64) * _COPY_COLUMNS
-    start = (tile - tl.load(row)) * BLOCK
-    word_bytes = tl.load(row + 1)
-    if word_bytes == 8:
-        _copy_tile(row, start, BLOCK, tl.int64)
-    elif word_bytes == 4:
-        _copy_tile(row, start, BLOCK, tl.int32)
-    elif word_bytes == 2:
-        _copy_tile(row, start, BLOCK, tl.int16)
-    else:
-        _copy_tile(row, start, BLOCK, tl.int8)
+    start = (tile - tl.load(row)) * WORDS
+    columns = tl.arange(0, WORDS)
+    inside = (start + columns < tl.load(row + 2))[:, None]
+    source = _elements(row + 6, _offsets(row, row + 6, start, columns, IS_RUN), ELEMENT, COUNT)
+    target = _elements(row + 10, _offsets(row, row + 10, start, columns, IS_RUN), ELEMENT, COUNT)
+    tl.store(target, tl.load(source, mask=inside), mask=inside)
 
 
 @triton.jit
-def _load_units(row, start, columns, UNIT: tl.constexpr):
-    """Loads words or bytes of a value at `start + columns` in C order, zeros behind its end. Bypasses L1, which holds the weights."""
-    address = tl.load(row + 6).to(tl.pointer_type(UNIT))
-    num_units = tl.load(row + 2)
-    run = tl.load(row + 3)
-    offsets = start + columns
-    inside = offsets < num_units
-    if run != num_units:
-        outer, middle, last, place = _places(start, columns, run, tl.load(row + 4), tl.load(row + 5))
-        offsets = _offsets(row + 6, outer, middle, last, place)
-    return tl.load(address + offsets, mask=inside, other=0, cache_modifier=".cg")
-
-
-@triton.jit
-def _sum_kernel(table, row_of_tile, inner, outer, sums, BLOCK: tl.constexpr, STEP: tl.constexpr):
+def _sum_kernel(
+    table,
+    row_of_tile,
+    inner,
+    outer,
+    sums,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+    WORD_BYTES: tl.constexpr,
+    IS_RUN: tl.constexpr,
+):
+    """Adds up some blocks of a value: the columns of all of them first, so that a weight of a column is read and multiplied once."""
+    COUNT: tl.constexpr = WORD_BYTES // 4 if WORD_BYTES > 4 else 1
+    WORDS: tl.constexpr = ELEMENTS // COUNT
+    BYTES: tl.constexpr = 4 if WORD_BYTES == 1 else 1
     tile = tl.program_id(0)
-    value = tl.load(row_of_tile + tile).to(tl.int64)
-    row = table + value * _SUM_COLUMNS
-    block = tile - tl.load(row)
-    word_bytes = tl.load(row + 1)
-    num_bytes = tl.load(row + 2) * word_bytes - block * BLOCK * 4
-    total = tl.zeros([STEP], dtype=tl.int64)
-    for at in range(0, tl.minimum((num_bytes + 3) // 4, BLOCK).to(tl.int32), STEP):
-        columns = at + tl.arange(0, STEP)
-        words = tl.zeros([STEP], dtype=tl.int32)
-        if word_bytes == 4:
-            words = _load_units(row, block * BLOCK, columns, tl.int32)
+    row = table + tl.load(row_of_tile + tile).to(tl.int64) * _SUM_COLUMNS
+    num_words = tl.load(row + 2)
+    block = (tile - tl.load(row)) * BLOCKS
+    blocks = tl.arange(0, BLOCKS)
+    weights = tl.load(outer + block + blocks, mask=(block + blocks) * BLOCK < (num_words * COUNT + BYTES - 1) // BYTES, other=0)
+    total = tl.zeros([WORDS, COUNT], dtype=tl.int64)
+    for at in range(0, BLOCK, ELEMENTS):
+        columns = blocks[:, None] * (BLOCK // COUNT) + at // COUNT + tl.arange(0, WORDS)[None, :]
+        if BYTES == 1:
+            start = block * (BLOCK // COUNT)
+            inside = (start + columns < num_words)[:, :, None]
+            elements = _elements(row + 6, _offsets(row, row + 6, start, columns, IS_RUN), tl.int32, COUNT)
+            values = tl.load(elements, mask=inside, other=0, cache_modifier=".cg")
         else:
+            start = block * (BLOCK * 4)
+            values = tl.zeros([BLOCKS, WORDS, COUNT], dtype=tl.int32)
             for index in tl.static_range(4):
-                byte = _load_units(row, block * BLOCK * 4, columns * 4 + index, tl.uint8)
-                words |= byte.to(tl.int32) << (8 * index)
-        total += words.to(tl.int64) * tl.load(inner + columns)
+                inside = (start + columns * 4 + index < num_words)[:, :, None]
+                elements = _elements(row + 6, _offsets(row, row + 6, start, columns * 4 + index, IS_RUN), tl.uint8, COUNT)
+                values |= tl.load(elements, mask=inside, other=0, cache_modifier=".cg").to(tl.int32) << (8 * index)
+        added = tl.sum(values.to(tl.int64) * weights[:, None, None], axis=0)
+        places = at + (tl.arange(0, WORDS) * COUNT)[:, None] + tl.arange(0, COUNT)
+        total += added * tl.load(inner + places)
     # Integer sums wrap around and do not depend on their order.
-    tl.atomic_add(sums + value, tl.sum(total) * tl.load(outer + block), sem="relaxed")
+    tl.atomic_add(sums + tl.load(row + 1), tl.sum(total), sem="relaxed")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
 import time
 import traceback
@@ -14,6 +13,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
+from tests.stack import processes
 from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
@@ -96,11 +96,9 @@ class RankPool:
 
 
 def _start() -> tuple[BaseProcess, Connection]:
-    context = multiprocessing.get_context("forkserver")
-    # Imports take longer than most tests.
-    context.set_forkserver_preload(["tests.stack.preload"])
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    started = processes.context()
+    ours, theirs = started.Pipe()
+    process = started.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
     return process, ours

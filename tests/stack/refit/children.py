@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -25,12 +24,10 @@ from mrl.refit.copies import converted
 from mrl.refit.exchange import Exchange, GpuHandles
 from mrl.refit.group import ExchangeGroup, GroupAddress
 from mrl.refit.pull import Puller, VerifyReport
+from tests.stack import processes
 from tests.waiting import HANG_S
 
 DEADLINE_S = HANG_S
-FORKED = multiprocessing.get_context("forkserver")
-# As the ranks of the other stack tests, so that both are forked from the same process.
-FORKED.set_forkserver_preload(["tests.stack.preload"])
 
 
 class State:
@@ -53,8 +50,10 @@ class Child:
     """A process that runs `function(state, *args)` on demand."""
 
     def __init__(self) -> None:
-        self._connection, theirs = FORKED.Pipe()
-        self._process = FORKED.Process(target=_serve, args=(theirs,), daemon=True)
+        # As the ranks of the other stack tests, so that both are forked from the same process.
+        started = processes.context()
+        self._connection, theirs = started.Pipe()
+        self._process = started.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
 
     def send(self, function: Callable, *args: object) -> None:
