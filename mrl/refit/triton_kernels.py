@@ -22,8 +22,8 @@ from mrl.refit.strided import Strided, padded, strided
 # A thread loads at most 16 bytes at once. Of longer words, fewer places are computed.
 _WORD_BYTES = (128, 16, 8, 4, 2, 1)
 # Elements that one program copies, and blocks and elements of each that one program adds up at a time.
-_COPY_ELEMENTS, _COPY_WARPS = 4096, 8
-_SUM_BLOCKS, _SUM_ELEMENTS, _SUM_WARPS = 8, 1024, 8
+_COPY_ELEMENTS, _COPY_WARPS = 2048, 8
+_SUM_BLOCKS, _SUM_ELEMENTS, _SUM_WARPS = 4, 1024, 4
 # Columns of a table: first tile, number, words, words of a run, two lengths; then for each memory its address and strides.
 _COPY_COLUMNS = tl.constexpr(14)
 _SUM_COLUMNS = tl.constexpr(10)
