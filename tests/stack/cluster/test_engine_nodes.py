@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+import openai
 import pytest
 import ray
 
@@ -25,6 +26,7 @@ from mrl.types import Rollout
 from tests.models import save_model
 from tests.rollouts import differences, random_requests, run
 from tests.stack.loop.conftest import SMALL, write_inputs
+from tests.stack.rollout.test_http import completion
 from tests.waiting import HANG_S, wait_until
 
 DEADLINE_S = HANG_S
@@ -58,7 +60,7 @@ def is_running(pid: int) -> bool:
 @pytest.mark.long("cluster")
 @pytest.mark.parametrize("kinds", [("tensor",), ("tensor", "expert"), ("pipeline",)], ids="+".join)
 def test_an_engine_over_two_nodes_samples_is_refitted_and_comes_back(two_nodes: None, tmp_path: Path, kinds: tuple[str, ...]):
-    sizes = ["cluster.num_nodes=2", "cluster.cpu_units_per_node=1"]
+    sizes = ["cluster.num_nodes=2", "cluster.cpu_units_per_node=1", "policy.generation.vllm_cfg.expose_http_server=true"]
     engine = [f"policy.generation.vllm_cfg.{kind}_parallel_size=2" for kind in kinds]
     inputs = write_inputs(tmp_path, num_rows=8)
     if kinds == ("pipeline",):  # vLLM needs attention on both stages
@@ -88,6 +90,12 @@ def test_an_engine_over_two_nodes_samples_is_refitted_and_comes_back(two_nodes: 
         assert engines.call(EngineVerbs.live_digest)[0] == loaded
         (again,) = engines.apply(sample, deadline_s=DEADLINE_S)
         assert differences(together, again) == []
+        with openai.OpenAI(base_url=engines.base_urls[0], api_key=engines.api_key, max_retries=0, timeout=HANG_S) as client:
+            for one in REQUESTS:
+                (choice,) = completion(client, list(one.token_ids), seed=one.seed, max_tokens=16).choices
+                rollout = together[one.request_id]
+                assert choice.token_ids == rollout.token_ids.tolist()
+                assert choice.logprobs.token_logprobs == rollout.generator_logprobs.tolist()
 
         # The first node's part dies in its turn, and other weights arrive at both.
         kill(0)
