@@ -28,6 +28,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from mrl.check import examine
+from mrl.config.dialect.tables import NEEDS_GPU
 from mrl.config.dialect.translate import is_evaluation
 from mrl.config.files import Settings, read_settings, sections_of
 from tests.long.record import Row, record
@@ -226,6 +227,7 @@ def count_row(algorithm: str, backend: str, outcomes: Sequence[Outcome]) -> Row:
         "files": len(outcomes),
         "accepted": len(accepted),
         "of them against the model's config.json": sum(not outcome.unchecked for outcome in accepted),
+        "refused, needing a GPU": sum(NEEDS_GPU in " ".join(outcome.refused) for outcome in outcomes),
         "refused for one reason": sum(len(outcome.refused) == 1 for outcome in outcomes),
         "most often refused": f"{str(reasons[0]['reason']).partition(':')[0]} ({reasons[0]['files']})" if reasons else None,
     }

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from mrl.config.dialect.tables import NEEDS_GPU
 from scripts.bench import nemo_recipes
-from scripts.bench.nemo_recipes import Outcome, check_file, check_files, group_rows, reason_of, reason_rows
+from scripts.bench.nemo_recipes import Outcome, check_file, check_files, count_row, group_rows, reason_of, reason_rows
 from tests.sources import ROOT
 
 NEMO_RL = ROOT / "tests/data/nemo_rl"
@@ -58,6 +59,12 @@ def test_files_are_counted_by_what_they_are(outcomes: list[Outcome]):
         ("all", "all"): (8, 4, 4),
     }
     assert rows["grpo", "megatron"]["most often refused"] == "grpo.sed (1)"
+
+
+def test_files_that_need_a_gpu_are_counted_once():
+    gpu = ["policy.quant_cfg: training with quantised weights needs a GPU to be built honestly", "policy.fp8: training in FP8 " + NEEDS_GPU]
+    found = [Outcome("a", "grpo", "megatron", "m", refused) for refused in (gpu, [*gpu, "a.b: is required"], ["a.b: is required"], [])]
+    assert count_row("grpo", "megatron", found)["refused, needing a GPU"] == 2
 
 
 def test_a_model_that_is_here_is_checked_to_the_end(outcomes: list[Outcome]):

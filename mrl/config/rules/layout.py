@@ -66,7 +66,8 @@ def _check_engine_slots(config: RunConfig, problems: Problems) -> None:
     tp, ep = config.policy.generation.vllm_cfg.tensor_parallel_size, config.policy.generation.vllm_cfg.expert_parallel_size
     if ep not in (1, tp):
         rule = f"must be 1 or policy.generation.vllm_cfg.tensor_parallel_size={tp}"
-        rule += ": to share experts among several groups of that size, vLLM runs engines in lockstep, which mrl does not" if ep > tp else ""
+        if ep > tp:
+            rule += ": groups of that size that share experts (vLLM's data_parallel_size) make each pass together, and mrl steps each alone"
         problems.add(f"{_ENGINE}.expert_parallel_size", rule, "use one of them")
     dedicated, is_one_node = config.num_dedicated_slots, cluster.gpus_per_node == 0 or cluster.num_nodes == 1
     per_node = dedicated if dedicated and is_one_node else cluster.slots_per_node
