@@ -53,7 +53,7 @@ class Sequence:
     def generated(self) -> Scores:
         """The scores of the sampled tokens."""
         length = len(self.rollout.token_ids)
-        return Scores(self.scores.logprobs[-length:], self.scores.margins[-length:])
+        return Scores(*(values[-length:] for values in (self.scores.logprobs, self.scores.margins, self.scores.least_margins)))
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import openai
@@ -95,7 +95,9 @@ def test_an_engine_of_two_stages_draws_what_one_process_draws(start_engine: Star
 def check_answers(engine: Engine, url: str, expected: Mapping[str, Rollout]) -> None:
     """Asks for some of the rollouts over HTTP, beside the others, and for a chat whose tokens a grammar chooses."""
     with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=TIMEOUT_S) as client:
-        calls = [lambda one=one: completion(client, list(one.token_ids), seed=one.seed, max_tokens=16) for one in REQUESTS[:4]]
+        calls: list[Callable[[], Any]] = [
+            lambda one=one: completion(client, list(one.token_ids), seed=one.seed, max_tokens=16) for one in REQUESTS[:4]
+        ]
         forced = {"structured_outputs": {"choice": ["yes", "no"]}, "record": True}
         calls.append(lambda: chat(client, [{"role": "user", "content": "hello"}], max_completion_tokens=8, extra_body=forced))
         beside: dict[str, Rollout] = {}
