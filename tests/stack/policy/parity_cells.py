@@ -74,8 +74,9 @@ ADAPTERS = _megatron(**{"peft.enabled": True, "peft.dim": 4, "peft.alpha": 8})
 # Adapters start as zeros, so that half of their factors have no gradient in the first step.
 ADAPTED_STEP = 1
 BF16 = {"precision": "bfloat16", **_megatron(**{"optimizer.bf16": True})}
-# Of numbers with 8 bits, through routers that then choose other experts here and there.
-BF16_LIMITS = Limits(loss=0.05, gradient=0.6, logprob=1.0)
+REPLAY = {"router_replay.enabled": True}
+# Of numbers with 8 bits. Routers that see them choose other experts here and there, whose gradients are others: choices are replayed.
+BF16_LIMITS = Limits(loss=0.01, gradient=0.1, logprob=0.1)
 
 FEATURES = [
     Feature("packed rows, distributed optimizer with overlaps (DP1)", {}),
@@ -90,11 +91,12 @@ FEATURES = [
     Feature("routers in float64", _megatron(moe_router_dtype="fp64"), MOE),
     Feature(
         "router replay of the model's own choices",
-        {"router_replay.enabled": True},
+        REPLAY,
         MOE,
         why_unequal="the routes are those of the starting weights, and without replay routers change their choices as they learn",
     ),
-    Feature("bfloat16", BF16, limits=BF16_LIMITS, why_unequal="8 bits of precision"),
+    Feature("bfloat16", BF16, DENSE, limits=BF16_LIMITS),
+    Feature("bfloat16, choices replayed", {**BF16, **REPLAY}, MOE, plain=REPLAY, limits=BF16_LIMITS, why_unequal="8 bits of precision"),
     Feature("DP2, distributed optimizer with overlaps", {}, num_ranks=2),
     Feature("TP2 SP", TP2, num_ranks=2),
     Feature("TP2 SP, ETP2", {**TP2, **ETP2}, MOE, 2),
