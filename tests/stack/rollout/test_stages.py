@@ -20,10 +20,11 @@ from mrl.refit.checksum import digest
 from mrl.types import Rollout, RolloutRequest
 from tests import models
 from tests.rollouts import MAX_MODEL_LEN, StartEngine, differences, random_requests, run
-from tests.stack.rollout.test_http import KEY, TIMEOUT_S, chat, completion, served
+from tests.stack.rollout.test_http import TIMEOUT_S, chat, completion, served
 from tests.stack.rollout.test_plan import CPU_BLOCK
 from tests.stack.rollout.trainer import Trainer, expected_tensors, refit
 from tests.stack.rollout.witness import PP2
+from tests.unit.rollout.gateways import ENGINE_KEY, RUN_KEY, Running
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def test_an_engine_of_two_stages_draws_what_one_process_draws(start_engine: Star
     assert engine.live_digest() == before == [digest(expected_tensors(loaded, PP2, worker)) for worker in range(2)]
     assert differences(run(engine, REQUESTS), expected[1]) == []
     policy = load_config("grpo_tiny.yaml", [f"policy.model_name={loaded}"]).policy
-    url = start_server(engine, policy, host="127.0.0.1", api_key=KEY, wake=lambda: None)
+    url = start_server(engine, policy, host="127.0.0.1", api_key=ENGINE_KEY, wake=lambda: None)
     check_answers(engine, url, expected[1])
 
     # Dropped while passes are under way; a second time the next weights come.
@@ -93,16 +94,21 @@ def test_an_engine_of_two_stages_draws_what_one_process_draws(start_engine: Star
 
 
 def check_answers(engine: Engine, url: str, expected: Mapping[str, Rollout]) -> None:
-    """Asks for some of the rollouts over HTTP, beside the others, and for a chat whose tokens a grammar chooses."""
-    with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=TIMEOUT_S) as client:
-        calls: list[Callable[[], Any]] = [
-            lambda one=one: completion(client, list(one.token_ids), seed=one.seed, max_tokens=16) for one in REQUESTS[:4]
-        ]
-        forced = {"structured_outputs": {"choice": ["yes", "no"]}, "record": True}
-        calls.append(lambda: chat(client, [{"role": "user", "content": "hello"}], max_completion_tokens=8, extra_body=forced))
-        beside: dict[str, Rollout] = {}
-        engine.add(REQUESTS[4:])
-        *answers, chosen = served(engine, *calls, beside=beside)
+    """Asks for some of the rollouts over HTTP, beside the others: the engine and the gateway, and for a chat that a grammar chooses."""
+    gateway = Running()
+    gateway.use(url)
+    places = (url, ENGINE_KEY), (f"{gateway.url}/v1", RUN_KEY)
+    clients = [openai.OpenAI(base_url=place, api_key=key, max_retries=0, timeout=TIMEOUT_S) for place, key in places]
+    calls: list[Callable[[], Any]] = [
+        lambda one=one, client=client: completion(client, list(one.token_ids), seed=one.seed, max_tokens=16)
+        for one, client in zip(REQUESTS[:4], 2 * clients, strict=True)
+    ]
+    forced = {"structured_outputs": {"choice": ["yes", "no"]}, "record": True}
+    calls.append(lambda: chat(clients[0], [{"role": "user", "content": "hello"}], max_completion_tokens=8, extra_body=forced))
+    beside: dict[str, Rollout] = {}
+    engine.add(REQUESTS[4:])
+    *answers, chosen = served(engine, *calls, beside=beside)
+    gateway.stop()
     beside |= run(engine, ())
     assert differences(beside, {one.request_id: expected[one.request_id] for one in REQUESTS[4:]}) == []
     for one, answer in zip(REQUESTS[:4], answers, strict=True):
@@ -118,7 +124,10 @@ def ask(engine: Engine, url: str, one: RolloutRequest) -> http.client.HTTPConnec
     line = http.client.HTTPConnection(str(address.hostname), address.port, timeout=TIMEOUT_S)
     body = {"prompt": list(one.token_ids), "max_tokens": 150, "ignore_eos": True}
     line.request(
-        "POST", f"{address.path}/completions", json.dumps(body), {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        "POST",
+        f"{address.path}/completions",
+        json.dumps(body),
+        {"Authorization": f"Bearer {ENGINE_KEY}", "Content-Type": "application/json"},
     )
     wait_until(lambda: engine.callers.are_waiting, "question over HTTP")
     return line
