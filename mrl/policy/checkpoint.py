@@ -292,6 +292,9 @@ def _load_optimizer(source: TorchDistFolder, state: TrainState, weights: WeightE
     distributed = _distributed(state)
     try:
         if distributed:
+            for part in [common] if len(distributed) == 1 else common.values():
+                # Left by rank 0 if it trains nothing; Megatron would look in it for the shards, which are read below.
+                part.pop("param_state", None)
             state.optimizer.load_state_dict(common)
         else:
             wanted = {"optimizer": state.optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())}
