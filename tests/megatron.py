@@ -37,7 +37,7 @@ def unpack_newest(folder: Path) -> Path:
 
 
 def table(part: str) -> tuple[str, str]:
-    """Name and command of a table of the part "parity", of which each version has its own."""
+    """Returns name and command of a table of the part "parity", of which each version has its own."""
     name, command = (f"{part}_megatron019", "megatron019") if IS_NEWEST else (part, "parity")
     return name, f"bash scripts/test.sh --long {command}"
 
