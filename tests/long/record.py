@@ -86,6 +86,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "router_replay": ("mrl/policy/moe.py", "mrl/rollout/worker.py"),
     "schedule": (*_COPIES, "conversion/families"),
     "signals": ("mrl/signals.py", "mrl/loop/signal_watch.py", "mrl/loop/main.py", "mrl/loop/run.py"),
+    "soak": ("mrl/train.py", "mrl/loop/saving.py", "mrl/policy/checkpoint.py", *(f"mrl/store/{n}.py" for n in ("checkpoints", "kept"))),
     "spans": ("mrl/spans.py", "mrl/view", "mrl/store/samples.py"),
     "speculation": ("mrl/policy/mtp.py", "mrl/rollout/cpu_speculation.py", "mrl/rollout/engine.py", *_TINY),
     "startup": ("mrl/loop/main.py", *(f"mrl/cluster/{name}.py" for name in ("session", "runtime", "environment")), *_TINY),
