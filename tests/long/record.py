@@ -59,6 +59,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "mrl/rollout/http_gate.py",
         "conversion/files",
     ),
+    "kills": ("mrl/train.py", "mrl/loop/saving.py", "mrl/policy/checkpoint.py", *_ROLLOUTS),
     "learning": (*_LEARNS, *_TINY, "configs/grpo_tiny_dense.yaml", "mrl/recipes/tiny_model.py"),
     "logprobs": ("mrl/policy/logprobs.py", "mrl/policy/output.py"),
     "math_verdicts": _MATH,
@@ -103,7 +104,7 @@ PATHS: dict[str, tuple[str, ...]] = {
 }
 """Measured parts: the product files and folders whose behaviour they measure; a change of their code makes the table old."""
 
-OUTCOMES = ("async", "config", "environments", "faults", "hangs", "hostile", "model_folders", "nodes", "signals")
+OUTCOMES = ("async", "config", "environments", "faults", "hangs", "hostile", "kills", "model_folders", "nodes", "signals")
 """Parts that measure nothing but whether their tests pass; `tests/conftest.py` records that."""
 
 
