@@ -58,6 +58,9 @@ RAY_ADDRESS = Variable("RAY_ADDRESS", "Head of the launcher's Ray cluster, which
 NCCL_SOCKET_IFNAME = Variable("NCCL_SOCKET_IFNAME", "Interfaces of NCCL, used by the library; mrl.doctor says whether there is such a one.")
 GLOO_SOCKET_IFNAME = Variable("GLOO_SOCKET_IFNAME", "Interface of Gloo, used by torch; without it the address of the host's name counts.")
 FI_PROVIDER = Variable("FI_PROVIDER", "Fabric of libfabric (`efa`), used by the library; mrl.doctor says whether there are devices for it.")
+LD_LIBRARY_PATH = Variable(
+    "LD_LIBRARY_PATH", "Folders of shared libraries. Policy ranks and engines on GPUs get the one of torch's cuDNN before them."
+)
 PYTORCH_ALLOC_CONF = Variable(
     "PYTORCH_ALLOC_CONF",
     "Options of torch's allocator. Policy ranks and engines on GPUs get those of the driver, with `expandable_segments` on and off.",

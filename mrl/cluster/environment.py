@@ -8,6 +8,7 @@ folder of the temporary folder whose name anybody can guess, and make first.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import logging
 import os
 import stat
@@ -139,7 +140,23 @@ def _on_gpus(precision: str, given: Mapping[str, str], *, expandable_segments: b
         settings = env.with_expandable_segments(inherited, expandable_segments)
         if inherited:
             _log_change("policy ranks" if expandable_segments else "engines", inherited, settings)
-    return dict.fromkeys(names, settings) | (env.FULL_FLOAT32 if precision == "float32" else {})
+    # Of kernels that are chosen by timing, a resumed run takes those of the attempt before it: others round differently.
+    own = {**dict.fromkeys(names, settings), "TRITON_CACHE_AUTOTUNING": "1", **_cudnn_of_torch()}
+    return own | (env.FULL_FLOAT32 if precision == "float32" else {})
+
+
+def _cudnn_of_torch() -> dict[str, str]:
+    """Variables with which a process loads no other cuDNN than the one that torch brings.
+
+    cuDNN opens its own parts by name, and Transformer Engine looks into the system's folders first. Parts of two versions end the process
+    with an undefined symbol, or compute with the older one.
+    """
+    found = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
+    if found is None or not found.submodule_search_locations:
+        return {}
+    folder = Path(next(iter(found.submodule_search_locations)))
+    searched = [str(folder / "lib"), *filter(None, [env.LD_LIBRARY_PATH.read()])]
+    return {"CUDNN_HOME": str(folder), env.LD_LIBRARY_PATH.name: ":".join(searched)}
 
 
 @cache

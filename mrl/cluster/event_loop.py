@@ -23,6 +23,8 @@ CALL_TIMEOUT_S = 60.0
 # Halves the processor time of a rollout; garbage in circles of so many objects takes megabytes.
 GC_THRESHOLD = 50_000
 TICK_S = 0.25
+# A run that ends because the loop is stuck must not be stuck, too.
+END_TIMEOUT_S = 5.0
 
 
 @cache
@@ -45,16 +47,18 @@ def in_loop(function: Callable[[*Ts], T], *arguments: *Ts) -> T:
 
 @contextmanager
 def tasks_ended() -> Iterator[None]:
-    """Ends all tasks of the loop at the end of the `with` block."""
+    """Ends all tasks of the loop at the end of the `with` block, and waits for them as long as the loop answers."""
 
-    def end() -> None:
-        for task in asyncio.all_tasks():
+    async def end() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     try:
         yield
     finally:
-        event_loop().call_soon_threadsafe(end)
+        futures.wait([asyncio.run_coroutine_threadsafe(end(), event_loop())], timeout=END_TIMEOUT_S)
 
 
 class Silence(Exception):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def local_memory() -> float:
 
 
 def local_gpu() -> Gpu | None:
-    """The GPU of this host that is nearest in memory; None where there is none, or the driver does not say."""
+    """The GPU of this host, by its name and then its memory; None where there is none, or the driver does not say."""
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return None
     try:
@@ -82,7 +83,15 @@ def local_gpu() -> Gpu | None:
         return None
     try:
         pynvml.nvmlInit()
-        total = int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total)
+        device = pynvml.nvmlDeviceGetHandleByIndex(0)
+        total, name = int(pynvml.nvmlDeviceGetMemoryInfo(device).total), pynvml.nvmlDeviceGetName(device)
     except pynvml.NVMLError:
         return None
-    return min(GPUS.values(), key=lambda gpu: abs(gpu.memory - total))
+    return nearest(name, total)
+
+
+def nearest(name: str, memory: int) -> Gpu:
+    """The GPU whose model is in NVML's name of a device, or any where none is, that is nearest in memory (bytes)."""
+    words = re.findall(r"[a-z]+ ?[0-9]+", name.lower())
+    model = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in {word.replace(" ", "") for word in words}]
+    return min(model or GPUS.values(), key=lambda gpu: abs(gpu.memory - memory))

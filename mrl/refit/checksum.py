@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of the bytes of tensors: crc32 in host memory; on a GPU `word_sum`, which one kernel takes there."""
+"""Checksums of the bytes of tensors: crc32 in host memory; on a GPU `word_sum`, which kernels take there."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class TensorCopy(NamedTuple):
 
 
 class Copies:
-    """Copies that run together: on a GPU in one kernel, on the host in at most one native call each."""
+    """Copies that run together: on a GPU in one kernel for each kind of box, on the host in at most one native call each."""
 
     def __init__(self, copies: Sequence[TensorCopy]) -> None:
         copies = [copy._replace(target=copy.target.detach(), source=copy.source.detach()) for copy in copies]

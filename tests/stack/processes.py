@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the stack tests start the processes of ranks and workers."""
+"""Start of the processes that are ranks and workers of the stack tests."""
 
 from __future__ import annotations
 

@@ -134,3 +134,15 @@ if sys.argv[1:]:
     os.utime(left, (0, 0))
     start()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_on_gpus_load_torchs_own_cudnn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "nvidia" / "cudnn" / "lib").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/local/cuda/lib64")
+    folder = tmp_path / "nvidia" / "cudnn"
+    for variables in (policy_variables, engine_variables):
+        found = variables(run_config(), {})
+        assert (found["CUDNN_HOME"], found["LD_LIBRARY_PATH"]) == (str(folder), f"{folder}/lib:/usr/local/cuda/lib64")
+        assert variables(run_config(), {"CUDNN_HOME": "/opt/cudnn"})["CUDNN_HOME"] == "/opt/cudnn"
+        assert "CUDNN_HOME" not in variables(run_config(gpus_per_node=0), {})

@@ -24,7 +24,7 @@ from mrl.loop.preflight import check_start
 from mrl.plan.__main__ import main
 from mrl.plan.deadlines import checkpoint_deadline
 from mrl.plan.facts import PlanModel, read_model, state_rules
-from mrl.plan.hardware import GIB, GPUS
+from mrl.plan.hardware import GIB, GPUS, nearest
 from mrl.plan.memory import cache_bytes, disk_bytes, engine_memory, host_memory, rank_memory, saved_bytes, stage_states, work_of
 from mrl.plan.plan import as_data, make_plan, prediction, search_layouts
 from mrl.plan.search import worst_rank
@@ -254,6 +254,23 @@ def test_a_start_is_refused_by_a_clear_margin_only(folders: dict[str, str], monk
     monkeypatch.setattr("mrl.loop.preflight.local_gpu", lambda: H100)
     with pytest.raises(ValueError, match="it fits with: policy.megatron_cfg.optimizer.optimizer_offload_fraction=1.0 "):
         check_start(over)
+
+
+@pytest.mark.parametrize(
+    ("name", "mebibytes", "expected"),
+    [
+        # As NVML gives them; an H100 has as much memory as an A100 of 80 GB.
+        ("NVIDIA H100 80GB HBM3", 81559, "h100-80g"),
+        ("NVIDIA A100-SXM4-80GB", 81920, "a100-80g"),
+        ("NVIDIA A100-SXM4-40GB", 40960, "a100-40g"),
+        ("NVIDIA H200", 143771, "h200-141g"),
+        ("NVIDIA GB200", 189471, "gb200"),
+        ("NVIDIA GeForce RTX 5090", 32607, "rtx5090-32g"),
+        ("NVIDIA L40S", 46068, "a100-40g"),
+    ],
+)
+def test_a_gpu_is_told_by_its_name_and_then_its_memory(name: str, mebibytes: int, expected: str):
+    assert nearest(name, mebibytes * 2**20).name == expected
 
 
 @pytest.fixture(scope="module")
