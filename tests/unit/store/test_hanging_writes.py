@@ -119,7 +119,7 @@ def test_a_save_that_gets_no_answer_ends_the_run_and_keeps_the_checkpoint_before
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "IO_TIMEOUT_S", SOON_S)
         answers = stuck(patch, "rename", "tmp_step_2")
-        ranks.written.set()
+        ranks.write()
         with pytest.raises(TimeoutError, match=r"commit of .*/run/tmp_step_2: no answer within"):
             attempt.saver.finish()
         assert [found.step for found in checkpoints.checkpoints_in(folder.path)] == [1]
