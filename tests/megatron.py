@@ -8,6 +8,7 @@ import io
 import os
 import urllib.error
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from tests.sources import ROOT
 
 PYTHON = "3.12"
 VERSION = read_pins(ROOT / "constraints-gpu.txt", PYTHON)["megatron-core"]
+IS_NEWEST = version("megatron-core") == VERSION
+"""True where this process has it, as with `environment`, or on a newer Python."""
 # Of its compiled part, an index of data sets, mrl uses nothing.
 WHEEL = "-cp312-cp312-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl"
 
@@ -31,6 +34,12 @@ def unpack_newest(folder: Path) -> Path:
     assert hashlib.sha256(wheel).hexdigest() in (ROOT / "constraints-gpu.hashes.txt").read_text()
     zipfile.ZipFile(io.BytesIO(wheel)).extractall(folder)
     return folder
+
+
+def table(part: str) -> tuple[str, str]:
+    """Returns name and command of a table of the part "parity", of which each version has its own."""
+    name, command = (f"{part}_megatron019", "megatron019") if IS_NEWEST else (part, "parity")
+    return name, f"bash scripts/test.sh --long {command}"
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from conversion.files.crc32 import crc32
-from conversion.files.durable import IO_TIMEOUT_S, sync_file
+from conversion.files.durable import IO_TIMEOUT_S, remove_file, sync_file, write_atomic
 from conversion.files.reading import name_inside, open_file, read_file
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 # Raised whenever the same Hugging Face folder would be written differently than before: other keys, shapes, or formats.
@@ -292,3 +295,30 @@ class WriteReport:
     """Seconds of writing in the background."""
     problem: str = ""
     """Reason why there is no checkpoint, the same on all ranks; "" if there is one."""
+
+
+WRITTEN = "written.json"
+"""File beside weights that ranks write in the background: empty until all have written, then with their reports; removed if one failed."""
+
+
+def tell_written(weights: Path, reports: Sequence[WriteReport]) -> None:
+    """Writes the reports of all ranks; without any, or where the disk is full, removes the file, and the ranks must be asked."""
+    try:
+        if reports:
+            write_atomic(weights / WRITTEN, json.dumps([asdict(report) for report in reports]))
+            return
+    except OSError as error:
+        logger.warning("%s: %s", weights / WRITTEN, error)
+    remove_file(weights / WRITTEN)
+
+
+def read_written(weights: Path) -> list[WriteReport] | None:
+    """The reports of all ranks; None while they write, empty if they must be asked."""
+    try:
+        text = read_file(weights / WRITTEN).decode()
+    except FileNotFoundError:
+        return []
+    parts = json.loads(text) if text else None
+    return parts and [
+        WriteReport({name: FileRecord(**record) for name, record in part["files"].items()}, part["hidden_s"]) for part in parts
+    ]

@@ -368,9 +368,10 @@ class RolloutQueue:
         found = {**revived, **{group.key: group for group in groups}}
         self._asked |= {key: found[key] for key in keys}
 
-    def num_unjudged(self) -> int:
-        """Groups that are sampled and have no verdict yet. Any thread may ask."""
-        return sum(group.num_missing == 0 and group.num_unjudged > 0 for group in list(self._asked.values()))
+    def num_unjudged(self, weight_version: int) -> int:
+        """Groups from weights up to a version that are sampled and have no verdict yet. Any thread may ask."""
+        sampled = [group for group in list(self._asked.values()) if group.num_missing == 0 and group.num_unjudged > 0]
+        return sum(group.oldest_version <= weight_version for group in sampled)
 
     def _wait_for_batch(self, weight_version: int) -> list[AskedGroup]:
         size = min(self.plan.batch, len(self._asked))

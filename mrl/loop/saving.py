@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING
 
-from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S
+from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S, remove_file
+from conversion.files.manifest import WRITTEN, read_written
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.plan.deadlines import checkpoint_deadline
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from mrl.store.kept import KeptRollouts
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
 
 POLL_INTERVAL_S = 0.5
 
@@ -104,7 +103,7 @@ class CheckpointSaver:
                 raise OSError(problem)
             if waits or not self._is_async:
                 self._is_awaited.set()
-                self._publish(checkpoint)
+                self._publish(checkpoint, ends=waits)
             else:
                 self._is_awaited.clear()
                 self._under_way = under_way = Future[None]()
@@ -122,31 +121,31 @@ class CheckpointSaver:
     def _publish_once_written(self, pending: Checkpoint, under_way: Future[None]) -> None:
         """Publishes a save once every rank has written its part, or as soon as the driver waits for it."""
         try:
-            while not all(all(answers.values()) for _, answers in self._ask(PolicyVerbs.is_written)):
-                if self._is_awaited.wait(POLL_INTERVAL_S):
-                    break
-                if self._is_abandoned.is_set():
-                    raise InterruptedError("the save is abandoned")
             with self._may_fail(pending.step, is_needed=False):
+                # Ranks that train the next step would not answer before its end.
+                while any(read_written(pending.weights_of(model)) is None for model in self._session.trained_models):
+                    if self._is_awaited.wait(POLL_INTERVAL_S):
+                        break
+                    if self._is_abandoned.is_set():
+                        raise InterruptedError("the save is abandoned")
                 self._publish(pending)
         except Exception as error:  # the driver raises it
             under_way.set_exception(error)
         else:
             under_way.set_result(None)
 
-    def _ask(self, verb: Callable[[PolicyVerbs, *Ts], T], *arguments: *Ts) -> list[tuple[ModelName, dict[int, T]]]:
-        limits = {"deadline_s": self._deadline_s, "is_awaited": self._is_awaited, "is_abandoned": self._is_abandoned}
-        return [(model, group.call_behind(verb, *arguments, **limits)) for model, group in self._session.trained_models.items()]
-
-    def _publish(self, pending: Checkpoint) -> None:
-        """Waits until all ranks have written, and publishes the checkpoint. OSError: it cannot be written."""
+    def _publish(self, pending: Checkpoint, *, ends: bool = False) -> None:
+        """Waits until all ranks have written, and publishes the checkpoint, with which a run `ends`. OSError: it cannot be written."""
         files: dict[str, FileRecord] = {}
         hidden_s, problems = 0.0, list[str]()
-        for model, parts in self._ask(PolicyVerbs.finish_save, self._deadline_s):
+        limits = {"deadline_s": self._deadline_s, "is_awaited": self._is_awaited, "is_abandoned": self._is_abandoned}
+        for model, group in self._session.trained_models.items():
+            weights = pending.weights_of(model)
+            parts = read_written(weights) or list(group.call_behind(PolicyVerbs.finish_save, self._deadline_s, **limits).values())
+            remove_file(weights / WRITTEN)
             problems += [parts[0].problem] if parts[0].problem else []
-            folder = pending.weights_of(model).relative_to(pending.folder)
-            files |= {f"{folder}/{name}": record for part in parts.values() for name, record in part.files.items()}
-            hidden_s = max(hidden_s, *(part.hidden_s for part in parts.values()))
+            files |= {f"{weights.relative_to(pending.folder)}/{name}": one for part in parts for name, one in part.files.items()}
+            hidden_s = max(hidden_s, *(part.hidden_s for part in parts))
         if problems:
             raise OSError(problems[0])
         if self._is_abandoned.is_set():
@@ -154,7 +153,7 @@ class CheckpointSaver:
         # A checkpoint whose steps the ledger lacks could not be resumed from.
         self._folder.ledger.flush()
         if self._kept is not None:
-            self._kept.prepare(pending.step)
+            self._kept.prepare(pending.step, ends=ends)
         self._folder.checkpoints.commit(pending, files)
         if self._kept is not None:
             self._kept.published(pending.step)

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from conversion.convert import REWARD_HEAD_KEY
 from conversion.files.durable import sync_file
-from conversion.files.manifest import RUN_CONFIG_FILE, FileRecord, WriteReport, file_record
+from conversion.files.manifest import RUN_CONFIG_FILE, WRITTEN, WriteReport, file_record, tell_written
 from conversion.files.reading import open_file
 from conversion.files.torch_dist import TorchDistFolder
 from mrl import spans
@@ -98,15 +99,15 @@ def begin_save(
     hf_config: Mapping[str, object],
     save_optimizer: bool,
     adapters: Mapping[str, object] | None = None,
-    in_background: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> CheckpointWrite:
     """Begins to write `weights_dir/iter_0000000` and the file that names it. Collective over all ranks; weights must be settled.
 
     Call `find_obstacle` first: no rank may write before rank 0 has checked that the folder is empty.
 
-    The checkpoint is complete once `finish` of the result has returned. With `in_background`, a thread writes a copy of the present state
-    in host memory, and weights may change meanwhile. `adapters` is `Lora.description`, None without adapters; the checkpoint holds them
-    apart from the weights that they change.
+    The checkpoint is complete once `finish` of the result has returned. With `group`, of all ranks and for this alone, a thread writes a
+    copy of the present state in host memory; weights may change meanwhile, and `read_written` says when it is complete. `adapters` is
+    `Lora.description`, None without adapters; the checkpoint holds them apart from the weights that they change.
     """
     folder = weights_dir / ITERATION_FOLDER
     weights, others = _model_state(state)
@@ -132,74 +133,79 @@ def begin_save(
         (folder / "hf_config.json").write_text(json.dumps(hf_config, indent=2))
         (folder / RUN_CONFIG_FILE).write_text(json.dumps({"model": _parallel_sizes(), "optimizer": optimizer_form, **peft}, indent=2))
         (weights_dir / LATEST_FILE).write_text("0")
-    return CheckpointWrite(folder, *_plan(sharded, folder, takes_snapshot=in_background), in_background=in_background)
+        if group is not None:
+            (weights_dir / WRITTEN).touch()
+    return CheckpointWrite(folder, *_plan(sharded, folder, group), group)
 
 
 class CheckpointWrite:
-    """Writes this rank's file of a checkpoint, in a thread or at once."""
+    """Writes a checkpoint together with the other ranks, in a thread or at once."""
 
-    def __init__(self, folder: Path, write: Callable[[], None], write_metadata: Callable[[], None], *, in_background: bool) -> None:
-        """Starts writing; without `in_background`, returns when the file is on disk, or cannot be written."""
-        self._folder, self._write_tensors, self._write_metadata, self._in_background = folder, write, write_metadata, in_background
+    def __init__(
+        self, folder: Path, write: Callable[[], None], write_metadata: Callable[[], None], group: dist.ProcessGroup | None
+    ) -> None:
+        """Starts writing; without `group`, returns when all files are on disk, or one cannot be written. Collective over all ranks."""
+        self._folder, self._group = folder, group
         self._begun_at = time.monotonic()
-        self._written: Future[tuple[dict[str, FileRecord], float]]
-        if in_background:
+        self._written: Future[WriteReport]
+        if group is not None:
             executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-            self._written = executor.submit(self._write)
+            self._written = executor.submit(self._write, write, write_metadata)
             executor.shutdown(wait=False)
         else:
             self._written = Future()
-            try:
-                self._written.set_result(self._write())
-            except RuntimeError as error:
-                self._written.set_exception(error)
-
-    def is_done(self) -> bool:
-        """Tells whether the file is on disk, or cannot be written. Not collective."""
-        return self._written.done()
+            self._written.set_result(self._write(write, write_metadata))
 
     def finish(self, timeout_s: float) -> WriteReport:
-        """Waits for this rank's file, then writes the metadata of all ranks' files, unless a rank has failed. Collective over all ranks."""
-        asked_at = time.monotonic()
+        """Waits until all ranks have written; may be called again. Not collective."""
+        waited_from_s = time.monotonic() - self._begun_at
         wait([self._written], timeout=timeout_s)
         if not self._written.done():
             raise TimeoutError(f"{self._folder}: not written within {timeout_s:g} s (deadlines.checkpoint_s)")
-        failure = self._written.exception(timeout=0)
-        if problem := _first_problem(str(failure or "")):
-            return WriteReport({}, 0.0, problem)
-        files, written_at = self._written.result(timeout=0)
-        try:
-            self._write_metadata()
-        except CheckpointException as error:
-            return WriteReport({}, 0.0, f"{self._folder}: {error}")
-        return WriteReport(files, hidden_s=min(asked_at, written_at) - self._begun_at if self._in_background else 0.0)
+        report = self._written.result(timeout=0)
+        return replace(report, hidden_s=min(report.hidden_s, waited_from_s) if self._group is not None else 0.0)
 
-    def _write(self) -> tuple[dict[str, FileRecord], float]:
+    def _write(self, write: Callable[[], None], write_metadata: Callable[[], None]) -> WriteReport:
+        """Writes this rank's file, then the metadata of all ranks' files, unless a rank has failed. Collective over all ranks."""
+        reports = [WriteReport({}, 0.0)] * dist.get_world_size()
+        dist.all_gather_object(reports, self._write_own(write), group=self._group)
+        problem = next((report.problem for report in reports if report.problem), "")
+        if not problem:
+            try:
+                write_metadata()
+            except CheckpointException as error:
+                problem = f"{self._folder}: {error}"
+        if self._group is not None and dist.get_rank() == 0:
+            tell_written(self._folder.parent, [] if problem else reports)
+        return WriteReport({}, 0.0, problem) if problem else reports[dist.get_rank()]
+
+    def _write_own(self, write: Callable[[], None]) -> WriteReport:
         try:
             with spans.span("write", "checkpoint writer"):
-                self._write_tensors()
+                write()
                 paths = list(self._folder.glob(f"__{dist.get_rank()}_*.distcp"))
                 for path in paths:
                     sync_file(path)
                 files = {f"{self._folder.name}/{path.name}": file_record(path) for path in paths}
-        except Exception as error:
-            # torch's writer turns disk errors into several types.
-            raise RuntimeError(
+        except Exception as error:  # torch's writer turns disk errors into several types
+            return WriteReport(
+                {},
+                0.0,
                 f"{self._folder}: this rank's part of the checkpoint could not be written: {error}; free space on this disk, "
-                "or choose another checkpointing.checkpoint_dir"
-            ) from error
-        return files, time.monotonic()
+                "or choose another checkpointing.checkpoint_dir",
+            )
+        return WriteReport(files, hidden_s=time.monotonic() - self._begun_at)
 
 
-def _plan(sharded: ShardedStateDict, folder: Path, *, takes_snapshot: bool) -> tuple[Callable[[], None], Callable[[], None]]:
+def _plan(sharded: ShardedStateDict, folder: Path, group: dist.ProcessGroup | None) -> tuple[Callable[[], None], Callable[[], None]]:
     """Plans a write: returns one function for this rank's file, which needs no other rank, and one for the metadata of all files.
 
-    The metadata function is collective over all ranks, and so is this one. With `takes_snapshot`, the state may change before the write.
+    The metadata function is collective over `group`, and this one over all ranks. With a `group`, the state may change before the write.
 
     Torch's own writer writes in the rank's process: Megatron's starts processes, which costs seconds and may fail in actors.
     """
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    if takes_snapshot:
+    if group is not None:
         # One tensor at a time, so that tensors which only the save holds are freed on the way.
         for entry in (entry for entries in by_key.values() for entry in entries):
             if isinstance(entry, ShardedTensor) and entry.data is not None:
@@ -237,7 +243,7 @@ def _plan(sharded: ShardedStateDict, folder: Path, *, takes_snapshot: bool) -> t
         # Megatron takes a folder with this file for a complete checkpoint.
         save_config(CheckpointingConfig("torch_dist"), str(folder))
 
-    return write, lambda: ranks.all_reduce("write", lambda: results, finish)
+    return write, lambda: _DistWrapper(group, True, 0).all_reduce("write", lambda: results, finish)
 
 
 def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object] | None = None, is_start: bool = False) -> bool:
@@ -292,6 +298,9 @@ def _load_optimizer(source: TorchDistFolder, state: TrainState, weights: WeightE
     distributed = _distributed(state)
     try:
         if distributed:
+            for part in [common] if len(distributed) == 1 else common.values():
+                # Left by rank 0 if it trains nothing; Megatron would look in it for the shards, which are read below.
+                part.pop("param_state", None)
             state.optimizer.load_state_dict(common)
         else:
             wanted = {"optimizer": state.optimizer.sharded_state_dict(weights, is_loading=True, metadata=_metadata())}

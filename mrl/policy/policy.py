@@ -8,17 +8,20 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from conversion.boxes import Layout, Slot
 from conversion.families.registry import family
+from conversion.files.durable import IO_TIMEOUT_S
 from conversion.files.hf_folder import has_reward_head
 from conversion.files.manifest import WriteReport
 from conversion.files.reading import find_difference
@@ -118,6 +121,7 @@ class PolicyRank:
         self._batches: list[RankBatch] = []
         self._has_moments = False
         self._writing: CheckpointWrite | None = None
+        self._save_group: dist.ProcessGroup | None = None
         self._exchange: Exchange | None = None
         device = next(iter(self._tensors.values())).device
         self._memory = TrainingMemory(self._state, device, HostBlock() if device.type == "cuda" else None)
@@ -201,11 +205,15 @@ class PolicyRank:
                 self._reference[slot].copy_(tensor.detach())
 
     def begin_save(self, weights_dir: Path | str) -> str:
-        """Begins to write `weights_dir/iter_0000000`; see `mrl.policy.checkpoint`. Finish the save before first."""
-        assert self._writing is None, "finish_save comes first"
+        """Begins to write `weights_dir/iter_0000000`; see `mrl.policy.checkpoint`. The save before must be complete."""
+        if self._writing is not None:
+            self._writing.finish(IO_TIMEOUT_S)
         if problem := checkpoint.find_obstacle(Path(weights_dir)):
             return problem
         self.settled_weights()
+        is_async = self._config.policy.megatron_cfg.checkpoint.async_save
+        if is_async and self._save_group is None:
+            self._save_group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timedelta(seconds=IO_TIMEOUT_S)))
         self._writing = checkpoint.begin_save(
             Path(weights_dir),
             self._state,
@@ -213,20 +221,14 @@ class PolicyRank:
             # A policy that waits for its critic has no moments yet, and is as it was loaded.
             save_optimizer=self._config.checkpointing.save_optimizer and self._has_moments,
             adapters=self._lora.description,
-            in_background=self._config.policy.megatron_cfg.checkpoint.async_save,
+            group=self._save_group if is_async else None,
         )
         return ""
 
-    def is_written(self) -> bool:
-        """Tells whether this rank has written its part, or failed to. Not collective."""
-        assert self._writing is not None, "begin_save comes first"
-        return self._writing.is_done()
-
     def finish_save(self, timeout_s: float) -> WriteReport:
-        """Waits for the write that `begin_save` began, and completes it; returns what this rank wrote, or why there is no checkpoint."""
+        """Waits for the write that `begin_save` began; returns what this rank wrote, or why there is no checkpoint. Not collective."""
         assert self._writing is not None, "begin_save comes first"
-        writing, self._writing = self._writing, None
-        return writing.finish(timeout_s)
+        return self._writing.finish(timeout_s)
 
     def find_damage(self, shards: Mapping[Path, str]) -> str:
         """Describes the first of these checkpoint files with another sha256; "" if there is none. Reads all bytes. Not collective."""

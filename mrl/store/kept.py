@@ -113,8 +113,8 @@ class KeptRollouts:
         """Steps of the weights of the groups in each file."""
         self._sizes: dict[Path, int] = {}
         self._usable: dict[PromptKey, KeptGroup] = {}
-        self._num_unjudged: Callable[[], int] = lambda: 0
-        self._is_over, self._is_writing, self._is_awaited, self._has_failed, self._is_said = False, False, False, False, False
+        self._num_unjudged: Callable[[int], int] = lambda weight_version: 0
+        self._is_over, self._is_awaited, self._has_failed, self._is_said = False, False, False, False
         self._last_number, self._written_at = 0, 0.0
         self._thread = threading.Thread(target=self._run, name="kept rollouts", daemon=True)
 
@@ -192,14 +192,20 @@ class KeptRollouts:
                 if key in self._whole or key in on_disk:
                     self._consumed[key] = step
 
-    def prepare(self, step: int) -> None:
-        """Writes, before a checkpoint of `step`, the groups that a run resumed there needs; waits a while for their verdicts."""
+    def prepare(self, step: int, *, ends: bool) -> None:
+        """Writes, before a checkpoint of `step`, the groups that a run resumed there needs; waits a while for their verdicts.
+
+        Unless the run `ends` there, waits for none of the step's own weights: they are written meanwhile, and can be sampled again.
+        """
+        last = step if ends else step - 1
 
         def is_written() -> bool:
-            return self._has_failed or not (self._due() or self._is_writing or self._num_unjudged())
+            is_due = any(self._whole[group.key][1] <= last for group in self._due())
+            return self._has_failed or not (is_due or self._num_unjudged(version))
 
         with self._changed:
             self._checkpoint, self._is_awaited = step, True
+            version = max((version for version, at in self._steps.items() if at <= last), default=-1)
             self._changed.notify_all()
             is_done = self._changed.wait_for(is_written, FLUSH_S)
             self._is_awaited = False
@@ -236,8 +242,8 @@ class KeptRollouts:
         with self._changed:
             self._steps.setdefault(state.weight_version, state.step)
 
-    def watch(self, num_unjudged: Callable[[], int]) -> None:
-        """`num_unjudged` counts sampled groups without all verdicts."""
+    def watch(self, num_unjudged: Callable[[int], int]) -> None:
+        """`num_unjudged` counts sampled groups without all verdicts, of weights up to a version."""
         self._num_unjudged = num_unjudged
 
     def _is_needed(self, key: PromptKey, step: int, checkpoint: int) -> bool:
@@ -267,7 +273,6 @@ class KeptRollouts:
                 if self._is_over:
                     return
                 due = self._due()
-                self._is_writing = bool(due)
             if due:
                 has_failed = True
                 try:
@@ -282,7 +287,7 @@ class KeptRollouts:
                     self._is_said = True
                 finally:
                     with self._changed:
-                        self._is_writing, self._has_failed = False, has_failed
+                        self._has_failed = has_failed
                         kept = () if has_failed else self._whole.items()
                         self._whole = {key: held for key, held in kept if not any(held[0] is group for group in due)}
                         self._changed.notify_all()

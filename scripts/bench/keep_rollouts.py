@@ -62,7 +62,7 @@ def main() -> None:
             kept.note(group)
         loop_s = time.monotonic() - began
         while not list(Path(folder).rglob("*.mrl")):
-            kept.prepare(0)
+            kept.prepare(0, ends=True)
         writer_s = time.process_time() - processor_s - loop_s
         size = sum(path.stat().st_size for path in Path(folder).rglob("*.mrl"))
         began = time.monotonic()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of every step of TRL's GRPOTrainer on grpo_tiny.yaml's model, prompts and rewards; vs_trl.py runs it in TRL's own environment.
 
-Usage: python trl_steps.py PREPARED NEW_TOKENS STEPS SETTINGS OUT
+Usage: python trl_steps.py PREPARED ROLLOUTS NEW_TOKENS STEPS SETTINGS OUT
 
 PREPARED is the folder of `python -m mrl.prepare tiny`; OUT gets a JSON list.
 """
@@ -13,21 +13,22 @@ import sys
 import time
 from pathlib import Path
 
-ROLLOUTS, GENERATIONS, LEARNING_RATE = 512, 16, 1e-3
-SETTINGS = {
-    "TRL's defaults": dict(gradient_accumulation_steps=ROLLOUTS // 8),
-    "one batch": dict(per_device_train_batch_size=ROLLOUTS, gradient_checkpointing=False),
-}
+GENERATIONS, LEARNING_RATE = 16, 1e-3
 
 
 def main() -> None:
-    """Trains STEPS steps of 512 rollouts of NEW_TOKENS tokens, 16 to a prompt."""
+    """Trains STEPS steps of ROLLOUTS rollouts of NEW_TOKENS tokens, 16 to a prompt."""
     # Only TRL's environment has these.
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    prepared, new_tokens, steps, settings, out = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
+    prepared, settings, out = Path(sys.argv[1]), sys.argv[5], Path(sys.argv[6])
+    rollouts, new_tokens, steps = map(int, sys.argv[2:5])
+    batches = {
+        "TRL's defaults": dict(gradient_accumulation_steps=rollouts // 8),
+        "one batch": dict(per_device_train_batch_size=rollouts, gradient_checkpointing=False),
+    }
     rows = [json.loads(line) for line in (prepared / "data" / "train.jsonl").read_text().splitlines()]
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows])
     ends: list[float] = []
@@ -52,7 +53,7 @@ def main() -> None:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        **SETTINGS[settings],
+        **batches[settings],
     )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(prepared / "model", dtype="float32"),

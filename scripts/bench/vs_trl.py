@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.bench.shapes import widen
+from scripts.bench.trl_steps import GENERATIONS
 from scripts.uv_settings import pip_variables
 from tests.long.record import Row, record
 
@@ -36,15 +37,17 @@ TINY, WIDE = "0.4 M", "20 M"
 
 @dataclass(frozen=True)
 class Case:
-    """A model, mrl's policy ranks, new tokens of a rollout, and steps of a run of mrl."""
+    """A model, mrl's policy ranks, new tokens of a rollout, steps of a run of mrl, and rollouts of a step."""
 
     model: str
     num_ranks: int
     new_tokens: int
     num_steps: int
+    num_rollouts: int = 512
 
 
-CASES = (Case(TINY, 4, 3, 30), Case(TINY, 4, 64, 12), Case(TINY, 1, 3, 30), Case(TINY, 1, 64, 12), Case(WIDE, 1, 256, 4))
+# Of 512 rollouts of the wide model, TRL's one batch would need more memory than the host has.
+CASES = (Case(TINY, 4, 3, 30), Case(TINY, 4, 64, 12), Case(TINY, 1, 3, 30), Case(TINY, 1, 64, 12), Case(WIDE, 1, 256, 4, 64))
 TRL_STEPS = {DEFAULTS: 3, "one batch": 5}
 WARM_UP, TRL_WARM_UP = 2, 1
 TIMEOUT_S = 1800.0
@@ -69,12 +72,11 @@ def main() -> None:
             ours: list[float] = []
             theirs: dict[tuple[str, int], list[float]] = {setting: [] for setting in settings}
             for _ in range(arguments.repeats):
-                step_s = mrl_steps(
-                    folders[case.model], case.num_ranks, case.new_tokens, case.num_steps, "loss_fn.force_on_policy_ratio=true"
-                )
+                overrides = ["loss_fn.force_on_policy_ratio=true", *batch_of(case.num_rollouts)]
+                step_s = mrl_steps(folders[case.model], case.num_ranks, case.new_tokens, case.num_steps, *overrides)
                 ours.append(statistics.median(step_s))
                 for setting, times in theirs.items():
-                    times.append(statistics.median(trl_steps(folders[case.model], case.new_tokens, *setting)))
+                    times.append(statistics.median(trl_steps(folders[case.model], case.num_rollouts, case.new_tokens, *setting)))
             rows += [row_of(case, setting, ours, times) for setting, times in theirs.items()]
             print(*map(json.dumps, rows[-len(settings) :]), sep="\n", flush=True)
     if not arguments.no_record:
@@ -87,6 +89,7 @@ def row_of(case: Case, setting: tuple[str, int], ours: list[float], theirs: list
     return {
         "model": case.model,
         "policy ranks": case.num_ranks,
+        "rollouts": case.num_rollouts,
         "new tokens": case.new_tokens,
         "TRL": f"{setting[0]}, {setting[1]} thread{'s' * (setting[1] > 1)}",
         "mrl s": round(statistics.median(ours), 2),
@@ -136,12 +139,18 @@ def mrl_steps(prepared: Path, num_ranks: int, new_tokens: int, num_steps: int, *
     return [row["time/total"] for row in rows if row["step"] > WARM_UP]
 
 
-def trl_steps(prepared: Path, new_tokens: int, settings: str, num_threads: int) -> list[float]:
+def batch_of(num_rollouts: int) -> list[str]:
+    """Overrides of grpo_tiny.yaml for so many rollouts a step."""
+    return [f"grpo.num_prompts_per_step={num_rollouts // GENERATIONS}", f"policy.train_global_batch_size={num_rollouts}"]
+
+
+def trl_steps(prepared: Path, num_rollouts: int, new_tokens: int, settings: str, num_threads: int) -> list[float]:
     """Seconds of the steps of one run of TRL."""
     out = prepared / "trl.json"
     script = Path(__file__).with_name("trl_steps.py")
     python = TRL_ENVIRONMENT / "bin" / "python"
-    run(python, script, prepared, new_tokens, TRL_STEPS[settings], settings, out, folder=prepared, OMP_NUM_THREADS=str(num_threads))
+    words = [num_rollouts, new_tokens, TRL_STEPS[settings], settings, out]
+    run(python, script, prepared, *words, folder=prepared, OMP_NUM_THREADS=str(num_threads))
     return json.loads(out.read_text())[TRL_WARM_UP:]
 
 

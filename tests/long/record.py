@@ -59,6 +59,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "mrl/rollout/http_gate.py",
         "conversion/files",
     ),
+    "kills": ("mrl/train.py", "mrl/loop/saving.py", "mrl/policy/checkpoint.py", *_ROLLOUTS),
     "learning": (*_LEARNS, *_TINY, "configs/grpo_tiny_dense.yaml", "mrl/recipes/tiny_model.py"),
     "logprobs": ("mrl/policy/logprobs.py", "mrl/policy/output.py"),
     "math_verdicts": _MATH,
@@ -68,15 +69,8 @@ PATHS: dict[str, tuple[str, ...]] = {
     "nemo_reasons": ("mrl/config", "mrl/check.py"),
     "nodes": ("scripts/ray_node.sh", "mrl/cluster/runtime.py", "mrl/cluster/nodes.py"),
     "packing": ("mrl/data/packing.py", "mrl/data/planning.py"),
-    "parity": (
-        *_UPDATE,
-        "mrl/policy/model.py",
-        "mrl/policy/specs.py",
-        "mrl/policy/parallel.py",
-        "mrl/algo/losses.py",
-        "conversion/families",
-    ),
-    "parity_steps": _MODEL,
+    **dict.fromkeys(("parity", "parity_megatron019"), (*_MODEL, "conversion/families")),
+    **dict.fromkeys(("parity_steps", "parity_steps_megatron019"), _MODEL),
     "plan_later": _PEAKS,
     "plan_points": _PEAKS,
     "ppo": (*_LEARNS, "mrl/loop/critic.py", "configs/ppo_tiny.yaml", "mrl/recipes/tiny.py"),
@@ -86,6 +80,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "router_replay": ("mrl/policy/moe.py", "mrl/rollout/worker.py"),
     "schedule": (*_COPIES, "conversion/families"),
     "signals": ("mrl/signals.py", "mrl/loop/signal_watch.py", "mrl/loop/main.py", "mrl/loop/run.py"),
+    "soak": ("mrl/train.py", "mrl/loop/saving.py", "mrl/policy/checkpoint.py", *(f"mrl/store/{n}.py" for n in ("checkpoints", "kept"))),
     "spans": ("mrl/spans.py", "mrl/view", "mrl/store/samples.py"),
     "speculation": ("mrl/policy/mtp.py", "mrl/rollout/cpu_speculation.py", "mrl/rollout/engine.py", *_TINY),
     "startup": ("mrl/loop/main.py", *(f"mrl/cluster/{name}.py" for name in ("session", "runtime", "environment")), *_TINY),
@@ -102,7 +97,7 @@ PATHS: dict[str, tuple[str, ...]] = {
 }
 """Measured parts: the product files and folders whose behaviour they measure; a change of their code makes the table old."""
 
-OUTCOMES = ("async", "config", "environments", "faults", "hangs", "hostile", "model_folders", "nodes", "signals")
+OUTCOMES = ("async", "config", "environments", "faults", "hangs", "hostile", "kills", "model_folders", "nodes", "signals")
 """Parts that measure nothing but whether their tests pass; `tests/conftest.py` records that."""
 
 

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from tests import models
-from tests.long.record import DATA_FOLDER
 from tests.megatron import VERSION, environment, unpack_newest
 from tests.sources import ROOT
 
@@ -47,13 +46,7 @@ def python(*words: object, environment: Mapping[str, str]) -> str:
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_suites_pass_on_the_newest_megatron(newest: Path, suite: str):
-    table = DATA_FOLDER / "parity.json"
-    ours = table.read_bytes()
-    try:
-        assert "passed" in python("-m", "pytest", "-q", *SUITES[suite], environment=environment(newest))
-    finally:
-        # The table is of what is installed.
-        table.write_bytes(ours)
+    assert "passed" in python("-m", "pytest", "-q", *SUITES[suite], environment=environment(newest))
 
 
 @pytest.mark.parametrize("is_newer_first", [False, True], ids=["older to newer", "newer to older"])

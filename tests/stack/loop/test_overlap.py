@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -73,13 +74,13 @@ def test_rewards_begin_during_the_generation_and_do_not_hold_it_up(live: LiveRun
 def hold_back_writing(_: object, may_write: Path) -> None:
     from mrl.policy.checkpoint import CheckpointWrite
 
-    write = CheckpointWrite._write
+    write_own = CheckpointWrite._write_own
 
-    def write_later(self: CheckpointWrite):
+    def write_later(self: CheckpointWrite, write: Callable[[], None]):
         wait_for(may_write)
-        return write(self)
+        return write_own(self, write)
 
-    CheckpointWrite._write = write_later
+    CheckpointWrite._write_own = write_later
 
 
 def test_the_next_step_does_not_wait_for_the_checkpoint(live: LiveRun, tmp_path: Path):
@@ -109,6 +110,31 @@ def test_a_checkpoint_is_published_during_the_next_rollouts(live: LiveRun):
     # Told at the end of the step in which it is published, or of the next one.
     (hidden,) = [metrics[key] for metrics in (during, live.state.metrics) if (key := "time/checkpoint_hidden") in metrics]
     assert hidden > 0 and live.state.metrics["time/reward_hidden"] >= 0
+
+
+def wait_in_rank(_: object, asked: Path, may_end: Path) -> None:
+    asked.touch()
+    wait_for(may_end)
+
+
+def test_a_checkpoint_is_published_while_the_ranks_are_at_work(live: LiveRun, tmp_path: Path):
+    """The ranks answer nothing before they are done, as in a step whose rollouts were ready when it began."""
+    train_step(live.run, live.state)
+    published = live.run.folder.path / f"step_{live.state.step}"
+    live.on_ranks(hold_back_writing, tmp_path / "may_write")
+    live.run.saver.begin(live.state)
+    work = threading.Thread(target=live.on_ranks, args=(wait_in_rank, tmp_path / "asked", tmp_path / "may_end"))
+    work.start()
+    try:
+        wait_for(tmp_path / "asked")
+        assert not published.exists()
+        (tmp_path / "may_write").touch()
+        wait_until(lambda: find_damage(published) is None, "published checkpoint")
+        assert work.is_alive()
+    finally:
+        (tmp_path / "may_end").touch()
+        work.join()
+    assert live.run.saver.take_metrics()["time/checkpoint_hidden"] > 0
 
 
 def limit_files(policy, ranks: tuple[int, ...], limit: int) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from conversion.files.manifest import read_written
 from mrl.config.schema.run import RunConfig
 from tests.stack.policy.policy_ranks import main_shards, open_policy, raw_checksums, train
 from tests.stack.ranks import Rank
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 
 if TYPE_CHECKING:
     from mrl.policy.policy import PolicyRank
@@ -29,18 +31,19 @@ def save(policy: PolicyRank, weights_dir: Path) -> None:
     assert policy.finish_save(TIMEOUT_S).problem == ""
 
 
-def save_at_once_and_late(rank: Rank, config: RunConfig, at_once: Path, late: Path) -> tuple[bool, bool, list[str]]:
+def save_at_once_and_late(rank: Rank, config: RunConfig, at_once: Path, late: Path) -> tuple[bool, bool, list[str], list[str]]:
     """The same state, saved without and with `async_save`; the bytes of the second are held back until after the next step.
 
-    Whether they were written before, whether the step changed weights, and the files that this rank wrote.
+    Whether they were written before, whether the step changed weights, the files that this rank wrote, and those of all ranks that
+    whoever asks no rank reads of.
     """
     from mrl.policy.checkpoint import CheckpointWrite
 
-    may_write, write = threading.Event(), CheckpointWrite._write
+    may_write, write_own = threading.Event(), CheckpointWrite._write_own
 
-    def write_later(writing: CheckpointWrite) -> object:
+    def write_later(writing: CheckpointWrite, write: Callable[[], None]) -> object:
         assert may_write.wait(HANG_S)
-        return write(writing)
+        return write_own(writing, write)
 
     with open_policy(rank, config) as policy, pytest.MonkeyPatch.context() as patch:
         train(policy, 1)
@@ -48,15 +51,16 @@ def save_at_once_and_late(rank: Rank, config: RunConfig, at_once: Path, late: Pa
         settings.async_save = False
         save(policy, at_once)
         settings.async_save = True
-        patch.setattr(CheckpointWrite, "_write", write_later)
+        patch.setattr(CheckpointWrite, "_write_own", write_later)
         policy.begin_save(late)
         before = raw_checksums(policy)
         train(policy, 1)
         policy.settle()
-        is_written = policy.is_written()
+        is_written = read_written(late) is not None
         may_write.set()
-        report = policy.finish_save(TIMEOUT_S)
-        return is_written, raw_checksums(policy) != before, sorted(report.files)
+        wait_until(lambda: read_written(late) is not None, "what rank 0 leaves")
+        told = sorted(name for report in read_written(late) or [] for name in report.files)
+        return is_written, raw_checksums(policy) != before, sorted(policy.finish_save(TIMEOUT_S).files), told
 
 
 def save_where_a_file_cannot_be_written(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[str, float]:

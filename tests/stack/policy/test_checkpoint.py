@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from conversion.boxes import Slot
 from conversion.families.registry import family
+from conversion.files.manifest import WRITTEN
 from conversion.files.torch_dist import TorchDistFolder
 from tests.stack.policy import policy_ranks, save_ranks
 from tests.stack.policy.policy_ranks import BF16
@@ -45,8 +46,11 @@ def test_what_is_written_late_is_what_was_saved_bit_for_bit(ranks: RankPool, fol
     at_once, late = tmp_path / "at_once", tmp_path / "late"
     config = policy_ranks.run_config(folder, SAVED_LAYOUT)
     results = ranks.run(save_ranks.save_at_once_and_late, config, at_once, late, world_size=policy_ranks.world_size(SAVED_LAYOUT))
-    assert [(is_written, is_changed) for is_written, is_changed, _ in results] == [(False, True)] * len(results)
-    assert [files for _, _, files in results] == [[f"iter_0000000/__{rank}_0.distcp"] for rank in range(len(results))]
+    assert [(is_written, is_changed) for is_written, is_changed, _, _ in results] == [(False, True)] * len(results)
+    shards = [f"iter_0000000/__{rank}_0.distcp" for rank in range(len(results))]
+    assert [files for _, _, files, _ in results] == [[shard] for shard in shards]
+    assert all(told == shards for _, _, _, told in results)
+    (late / WRITTEN).unlink()
     names = {path.relative_to(at_once) for path in at_once.rglob("*") if path.is_file()}
     assert names == {path.relative_to(late) for path in late.rglob("*") if path.is_file()}
     # It also holds an id of the save; which bytes are whose it says by offsets into the files, which are equal.

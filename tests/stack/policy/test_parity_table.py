@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.long.record import Row, record
+from tests.megatron import table
 from tests.stack.policy.parity import Errors, Result, distance, loss_errors, measure, run_config, save_example
 from tests.stack.policy.parity_cells import CELLS, IN_CI, IN_TINY, ONE_RANK, PLAIN, Feature, Settings
 from tests.stack.ranks import RankPool
@@ -59,7 +60,8 @@ def rows() -> Iterator[list[Row]]:
     measured: list[Row] = []
     yield measured
     if measured:
-        record("parity", measured)
+        name, command = table("parity")
+        record(name, measured, command=command)
 
 
 @pytest.mark.long("parity")
@@ -95,7 +97,8 @@ def tiny_rows() -> Iterator[list[Row]]:
     measured: list[Row] = []
     yield measured
     if measured:
-        record("parity_steps", measured, command="bash scripts/test.sh --long parity")
+        name, command = table("parity_steps")
+        record(name, measured, command=command)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import pytest
 
 from tests import models
 from tests.long.record import record
+from tests.megatron import IS_NEWEST
 from tests.stack.policy import layout_ranks, memory_ranks
 from tests.stack.policy.layouts import Gradients, assert_close, gradients_of, sequences
 from tests.stack.policy.sizes import sizes
@@ -107,7 +108,8 @@ def test_memory_of_activations_is_recorded(ranks: RankPool, tmp_path: Path):
             table.append(
                 {"model": name, "layers": 24, "tokens": 4096, "recomputed": recomputed, "peak_mb": peak / 1e6, "share": peak / everything}
             )
-    record("recompute", table, command="pytest --long parity tests/stack/policy/test_recompute.py")
+    if not IS_NEWEST:
+        record("recompute", table, command="pytest --long parity tests/stack/policy/test_recompute.py")
     assert all(row["share"] < 0.25 for row in table if row["recomputed"] == "all layers")
 
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from conversion.files.manifest import FileRecord, WriteReport, file_record
+from conversion.files.manifest import WRITTEN, FileRecord, WriteReport, file_record, tell_written
 from conversion.files.reading import find_difference
 from mrl.loop import saving
 from mrl.loop.run import Budget
 from mrl.loop.saving import CheckpointSaver
-from mrl.store.checkpoints import NoWholeCheckpoint
+from mrl.store.checkpoints import NoWholeCheckpoint, find_damage
 from mrl.store.ledger import replay
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
@@ -63,9 +63,6 @@ class Ranks:
         (weights / "iter_0000000").mkdir(exist_ok=True)
         (weights / "iter_0000000" / f"__{rank}_0.distcp").write_bytes(bytes([rank]) * 100)
         return ""
-
-    def is_written(self, rank: int) -> bool:
-        return True
 
     def finish_save(self, rank: int, timeout_s: float) -> WriteReport:
         assert self.wrote is not None
@@ -118,15 +115,21 @@ def attempt(tmp_path: Path) -> Iterator[Callable[[], Attempt]]:
 
 
 class Slow(Ranks):
-    """Ranks whose files are on disk once `written` is set, and that may fail to write them."""
+    """Ranks whose files are on disk once `write` is called, and that may fail to write them; they answer no question meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.written, self.finished_by = threading.Event(), list[str]()
+        self.finished_by = list[str]()
         self.error: Exception | None = None
 
-    def is_written(self, rank: int) -> bool:
-        return self.written.is_set()
+    def begin_save(self, rank: int, weights: Path) -> str:
+        (weights / WRITTEN).touch()
+        return super().begin_save(rank, weights)
+
+    def write(self) -> None:
+        """Leaves what the ranks leave that have written."""
+        assert self.wrote is not None
+        tell_written(self.wrote, [] if self.error else [super(Slow, self).finish_save(rank, 0.0) for rank in range(NUM_RANKS)])
 
     def finish_save(self, rank: int, timeout_s: float) -> WriteReport:
         self.finished_by.append(threading.current_thread().name)
@@ -148,10 +151,11 @@ def test_a_save_is_published_while_the_loop_goes_on(attempt: Callable[[], Attemp
     ranks, marker = slow(now), now.folder.path / "step_3" / "COMPLETE"
     now.saver.begin(now.train(3))
     assert now.saver.take_metrics() == {} and not marker.exists()
-    ranks.written.set()
+    ranks.write()
     wait_until(marker.exists, "the checkpoint")
-    assert ranks.finished_by == ["saves"] * NUM_RANKS
+    assert ranks.finished_by == [], "ranks that train were asked"
     now.saver.finish()
+    assert list(marker.parent.rglob(WRITTEN)) == [] and find_damage(marker.parent) is None
     assert now.saver.take_metrics().keys() == {"time/checkpoint_hidden"}
 
 
@@ -186,7 +190,7 @@ def test_what_ends_a_save_ends_the_run_at_the_end_of_its_step(attempt: Callable[
     assert "the checkpoint of step 3 cannot be written: no space left; the one before it stays" in caplog.text
     ranks.error = TimeoutError("the file system does not answer")
     now.saver.begin(now.train(4))
-    ranks.written.set()
+    ranks.write()
 
     def has_ended() -> bool:
         try:

@@ -7,6 +7,7 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,13 +208,13 @@ def test_only_what_a_checkpoint_needs_is_written_and_stays(tmp_path: Path):
     write(run, tmp_path, ["s3"], version=8)
     run.note_trained(2, [(0, "s0")])
     run.note_trained(3, [(0, "s1")])
-    run.prepare(3)
+    run.prepare(3, ends=False)
     run.published(3)
     assert written(tmp_path) == ["s2", "s3"]
     run.note_trained(4, [(0, "s2")])
     run.published(3)  # the next checkpoint could fail: a run that resumes at 3 needs them
     assert written(tmp_path) == ["s2", "s3"]
-    run.prepare(4)  # a signal ends the run after step 4, of whose weights groups are whole
+    run.prepare(4, ends=True)  # a signal ends the run after step 4, of whose weights groups are whole
     assert written(tmp_path) == ["s2", "s3", "s4"]
     run.published(4)
     assert written(tmp_path) == ["s3", "s4"]
@@ -222,12 +223,39 @@ def test_only_what_a_checkpoint_needs_is_written_and_stays(tmp_path: Path):
     run.close()
 
 
+def test_a_checkpoint_waits_for_what_it_needs_and_not_for_what_its_own_weights_can_sample_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Lag 1, a save after every step: the groups from the weights of step 3 have no verdict, or are being written, when that is saved."""
+    monkeypatch.setattr(kept, "FLUSH_S", HANG_S)
+    run, may_write, is_asked = attempt(tmp_path, period=1), threading.Event(), threading.Event()
+    run._steps.update({5 + step: step for step in range(4)})
+    write(run, tmp_path, ["s2"], version=7)
+
+    def pull_later(infos: Sequence[RolloutInfo]) -> list[Rollout]:
+        is_asked.set()
+        assert may_write.wait(HANG_S)
+        return payloads(infos)
+
+    run._pull = pull_later
+    run.watch(lambda weight_version: int(weight_version >= 8))
+    run.note(whole("s3", 8))
+    assert is_asked.wait(HANG_S)
+    run.prepare(3, ends=False)
+    assert written(tmp_path) == ["s2"]
+    run.watch(lambda weight_version: 0)
+    threading.Timer(0.05, may_write.set).start()
+    run.prepare(3, ends=True)
+    assert written(tmp_path) == ["s2", "s3"]
+    run.close()
+
+
 def test_a_full_folder_and_a_lost_payload_cost_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     small = attempt(tmp_path, limit_bytes=10)
     small.note(whole("a", 5))
     wait_until(lambda: "keep_rollouts_gb" in caplog.text, "a message")
     small.note(whole("b", 5))
-    small.prepare(0)  # waits for nothing that cannot be written
+    small.prepare(0, ends=True)  # waits for nothing that cannot be written
     assert written(tmp_path) == [] and caplog.text.count("some rollouts are not kept") == 1
     small._limit = 1e9
     write(small, tmp_path, ["c"])  # later there is room
@@ -239,7 +267,7 @@ def test_a_full_folder_and_a_lost_payload_cost_no_run(tmp_path: Path, caplog: py
 
     small._pull = lost
     small.note(whole("d", 5))
-    small.prepare(0)
+    small.prepare(0, ends=True)
     assert caplog.text.count("some rollouts are not kept") == 2 and "an engine has died" in caplog.text
     write(small, tmp_path, ["e"])
     small.close()
@@ -258,7 +286,7 @@ def test_a_file_system_without_an_answer_is_not_asked_again(
     wait_until(lambda: "rollouts are not kept any more" in caplog.text, "a message")
     monkeypatch.undo()
     found.note(whole("b", 5))
-    found.prepare(0)
+    found.prepare(0, ends=True)
     found.close()
     assert written(tmp_path) == [] and caplog.text.count("kept any more") == 1
 
