@@ -121,6 +121,7 @@ def live_run(folder: Path, *further: str) -> Iterator[LiveRun]:
         "loss_fn.reference_policy_kl_penalty=0.01",
         "policy.refit_buffer_size_gb=0.0002",  # several rounds
         "policy.not_finite_steps=skip",
+        "checkpointing.save_period=1000",  # tests save, and count on nobody else doing so
         *PASSED_ON,
         *further,
     ]
