@@ -5,7 +5,7 @@
 #      Libraries that are missing can be carried: pip install --no-deps --target DIR megatron-core==0.19.2 einops safetensors; PYTHONPATH=DIR.
 #      A check is left out, by name, where this Python lacks a library that it needs.
 #   b: an installation with mrl[gpu]: parity of trainer and engine, sleep and wake, speed of sampling and training.
-#   first: both tiers on one GPU in ten minutes, what fails soonest and costs least first; later checks run whatever the earlier ones say.
+#   first: both tiers on one GPU, what fails soonest and costs least first; later checks run whatever the earlier ones say.
 #   PYTHON=python3 scripts/gpu_check.sh first|a|b [--model HF_FOLDER] [--only CHECK] [--gigabytes N] [--out FOLDER]
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -49,6 +49,7 @@ class Row:
     model_type: str
     num_tokens: int
     num_excluded: int
+    num_reached: int
     num_wrong: int
     max_difference: float
     """Largest difference of tokens' logprobs from transformers'."""
