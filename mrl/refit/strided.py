@@ -54,7 +54,7 @@ class Strided(NamedTuple):
 def strided(tensors: Sequence[Tensor], *, max_word_bytes: int) -> Strided:
     """Tensors of one shape and item size as one box in several memories.
 
-    Words are as long as addresses, runs and strides allow, at most `max_word_bytes` (1, 2, 4 or 8). No strides may be negative (torch has
+    Words are as long as addresses, runs and strides allow, at most `max_word_bytes` (a power of two). No strides may be negative (torch has
     none), and no length zero.
     """
     item_bytes = tensors[0].element_size()

@@ -59,14 +59,9 @@ class BoxCopies:
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Each source has its target's shape and item size, and shares no memory with any target. All lie on one device."""
         self._kept = (list(targets), list(sources))
-        boxes = [
-            part
-            for target, source in zip(targets, sources, strict=True)
-            if target.numel()
-            for part in _box([source, target], max_word_bytes=128).parts()
-        ]
+        boxes = [part for target, source in zip(targets, sources, strict=True) if target.numel() for part in _box([source, target]).parts()]
         self._device = targets[0].device
-        self._tables = _tables(((box, 0) for box in boxes), _COPY_ELEMENTS, element_bytes=8, device=self._device)
+        self._tables = _tables(((box, 0) for box in boxes), lambda box: _COPY_ELEMENTS * min(8, box.word_bytes), self._device)
 
     def run(self) -> None:
         """Queues the kernels that write all targets."""
@@ -89,7 +84,7 @@ class BoxSums:
         lengths = torch.tensor([value.nbytes for value in values], device=self._device)
         self._initial = self._outer[torch.tensor(num_blocks, device=self._device).clamp(min=1)] * lengths
         boxes = ((_sum_box(value), index) for index, value in enumerate(values) if value.nbytes)
-        self._tables = _tables(boxes, _SUM_BLOCKS * BLOCK_WORDS, element_bytes=4, device=self._device)
+        self._tables = _tables(boxes, lambda _: 4 * _SUM_BLOCKS * BLOCK_WORDS, self._device)
 
     def take(self) -> Tensor:
         """Current sums of the values, int64 [number of values], on the device; queues kernels."""
@@ -117,25 +112,22 @@ def is_summable(value: Tensor) -> bool:
     return not value.numel() or strided([value], max_word_bytes=1).is_walkable
 
 
-def _box(tensors: Sequence[Tensor], *, max_word_bytes: int) -> Strided:
+def _box(tensors: Sequence[Tensor]) -> Strided:
     """The tensors as a box whose words a kernel knows."""
-    word_bytes = strided(tensors, max_word_bytes=max_word_bytes).word_bytes
+    word_bytes = strided(tensors, max_word_bytes=_WORD_BYTES[0]).word_bytes
     return strided(tensors, max_word_bytes=next(known for known in _WORD_BYTES if known <= word_bytes))
 
 
 def _sum_box(value: Tensor) -> Strided:
     """A box of words of four bytes or of a multiple of them; else of single bytes."""
-    box = _box([value], max_word_bytes=128)
+    box = _box([value])
     if box.word_bytes >= 16:
         return box
     return strided([value], max_word_bytes=4 if box.word_bytes >= 4 else 1)
 
 
-def _tables(boxes: Iterable[tuple[Strided, int]], tile_elements: int, *, element_bytes: int, device: torch.device) -> list[_Table]:
-    """A table for each kind of box, each with the number that stands beside it. An element is `element_bytes` of a word, or a shorter word.
-
-    Bytes that are summed are elements of four.
-    """
+def _tables(boxes: Iterable[tuple[Strided, int]], tile_bytes: Callable[[Strided], int], device: torch.device) -> list[_Table]:
+    """A table for each kind of box, each with the number that stands beside it; a program takes `tile_bytes` of a box."""
     by_kind: dict[_Kind, list[tuple[Strided, int]]] = defaultdict(list)
     for box, number in boxes:
         by_kind[_Kind(box.word_bytes, not box.sizes)].append((box, number))
@@ -147,8 +139,7 @@ def _tables(boxes: Iterable[tuple[Strided, int]], tile_elements: int, *, element
                 value for address, strides in zip(box.addresses, box.strides, strict=True) for value in (address, *padded(strides, 0))
             )
             rows.append((num_tiles, number, box.num_words, box.run, *padded(box.sizes, 1)[1:], *memories))
-            num_bytes = tile_elements * (element_bytes if element_bytes == 4 else min(element_bytes, box.word_bytes))
-            counts.append(triton.cdiv(box.num_words * box.word_bytes, num_bytes))
+            counts.append(triton.cdiv(box.num_words * box.word_bytes, tile_bytes(box)))
             num_tiles += counts[-1]
         row_of_tile = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(counts))
         tables.append(_Table(kind, torch.tensor(rows, dtype=torch.int64).to(device), row_of_tile.to(device)))
