@@ -50,7 +50,7 @@ class PlanModel:
         return {"policy": self, **self.beside}
 
     def _engine_bytes(self, parallel: VllmParallel, dtype: str) -> int:
-        """Weights of an engine's worker with the most; the first of each stage has the most experts of the stage."""
+        """Weights of an engine's worker with the most; the first of each stage, or group, has the most experts of it."""
         layouts = (
             self.family.vllm_layout(self.hf_config, parallel, worker, dtype) for worker in range(0, parallel.num_workers, parallel.tp)
         )
