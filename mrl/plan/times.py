@@ -264,8 +264,8 @@ def step_times(
     sizes = dict(rollouts=per_group, at_once=at_once, mean=mean_tokens, longest=longest)
     # Sums stay within a stage; what stages hand on is little. Groups exchange their tokens before and after the experts.
     num_nodes = config.nodes_of_engine if tp * num_groups > config.cluster.slots_per_node else 1
-    layout = dict(tp=tp, pp=vllm.pipeline_parallel_size, num_groups=num_groups, num_nodes=num_nodes)
-    generate = decode_seconds(shape, gpu, engine, **layout, **sizes)
+    pp = vllm.pipeline_parallel_size
+    generate = decode_seconds(shape, gpu, engine, tp=tp, pp=pp, num_groups=num_groups, **sizes, num_nodes=num_nodes)
     if refit is not None:
         num_calls = refit_calls(config)
         phases["refit"] = refit_times(refit, gpu, engine_weights=engine.weights, num_calls=num_calls).overlapped

@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from mrl.rollout.groups import GROUP_SIZE, GroupsOutput
+from mrl.rollout.groups import GroupsOutput, group_size
 
 if TYPE_CHECKING or not current_platform.is_cpu():
     from vllm.v1.worker.gpu_worker import Worker
@@ -26,7 +26,7 @@ class GroupWorker(Worker):
     def __init__(
         self, vllm_config: VllmConfig, local_rank: int, rank: int, distributed_init_method: str, is_driver_worker: bool = False
     ) -> None:
-        parallel, size = vllm_config.parallel_config, vllm_config.additional_config[GROUP_SIZE]
+        parallel, size = vllm_config.parallel_config, group_size(vllm_config)
         self._rank_of_all = rank
         self._group, self._rank_in_group = divmod(rank, size)
         self._output: ModelRunnerOutput | AsyncModelRunnerOutput | None = None
@@ -45,9 +45,7 @@ class GroupWorker(Worker):
         if self.parallel_config.nnodes > 1:
             parallel_state._INNER_DP_WORLD = parallel_state.get_world_group()
 
-    def execute_model(  # type: ignore[override]
-        self, scheduler_output: GroupsOutput
-    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+    def execute_model(self, scheduler_output: GroupsOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         mine = scheduler_output.groups[self._group]
         self._output = super().execute_model(mine)
         if not scheduler_output.total_num_scheduled_tokens:
@@ -57,8 +55,6 @@ class GroupWorker(Worker):
             self.execute_dummy_batch()
         return None
 
-    def sample_tokens(  # type: ignore[override]
-        self, grammar_output: Sequence[GrammarOutput | None]
-    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+    def sample_tokens(self, grammar_output: Sequence[GrammarOutput | None]) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         output = super().sample_tokens(grammar_output[self._group]) if self._output is None else self._output
         return output if self._rank_in_group == 0 else None

@@ -26,8 +26,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-GROUP_SIZE = "mrl_group_size"
-"""Key of vLLM's `additional_config` under which workers find the tensor-parallel size of their group."""
+# Key of vLLM's `additional_config`, which comes to the workers.
+_GROUP_SIZE = "mrl_group_size"
 
 
 def start_groups(arguments: EngineArgs) -> LLMEngine:
@@ -58,12 +58,18 @@ def as_one(config: VllmConfig) -> VllmConfig:
     """Makes vLLM's executor start the workers of all groups as those of one; each of them joins its group (`GroupWorker`)."""
     parallel = config.parallel_config
     assert isinstance(config.additional_config, dict)
-    config.additional_config |= {GROUP_SIZE: parallel.tensor_parallel_size}
+    config.additional_config |= {_GROUP_SIZE: parallel.tensor_parallel_size}
     parallel.worker_cls = "mrl.rollout.group_worker.GroupWorker"
     parallel.tensor_parallel_size = parallel.world_size = parallel.tensor_parallel_size * parallel.data_parallel_size
     parallel.data_parallel_size = parallel.data_parallel_size_local = 1
     parallel.data_parallel_rank = parallel.data_parallel_index = 0
     return config
+
+
+def group_size(config: VllmConfig) -> int:
+    """Workers of each group, by a config that `as_one` has changed."""
+    assert isinstance(config.additional_config, dict)
+    return config.additional_config[_GROUP_SIZE]
 
 
 @dataclass(frozen=True)
@@ -84,10 +90,10 @@ class GroupsOutput:
 class GroupExecutor(MultiprocExecutor):
     """vLLM's executor, which brings an answer of each group."""
 
-    def execute_model(self, scheduler_output: GroupsOutput, non_block: bool = False) -> object:  # type: ignore[override]
+    def execute_model(self, scheduler_output: GroupsOutput, non_block: bool = False) -> object:
         return self._of_groups("execute_model", scheduler_output, non_block)
 
-    def sample_tokens(self, grammar_output: object, non_block: bool = False) -> object:  # type: ignore[override]
+    def sample_tokens(self, grammar_output: object, non_block: bool = False) -> object:
         return self._of_groups("sample_tokens", grammar_output, non_block)
 
     def _of_groups(self, method: str, argument: object, non_block: bool) -> object:
@@ -97,25 +103,25 @@ class GroupExecutor(MultiprocExecutor):
         return future if non_block else future.result()
 
     def _first_of_groups(self, answers: Sequence[ModelRunnerOutput | None]) -> Sequence[ModelRunnerOutput | None] | None:
-        found = answers[:: self.vllm_config.additional_config[GROUP_SIZE]]
+        found = answers[:: group_size(self.vllm_config)]
         # None asks for a call of `sample_tokens`; only as one do workers ask so.
         return None if found[0] is None else found
 
 
 class GroupScheduler(SchedulerInterface):
-    """The schedulers of all groups as one. A request comes to the group that has the fewest then."""
+    """The schedulers of all groups as one. A request comes to the group that has the fewest then; answers to one question stay together."""
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
         self._schedulers = schedulers
 
-    def schedule(self, throttle_prefills: bool = False) -> GroupsOutput:  # type: ignore[override]
+    def schedule(self, throttle_prefills: bool = False) -> GroupsOutput:
         return GroupsOutput([scheduler.schedule(throttle_prefills) for scheduler in self._schedulers])
 
-    def get_grammar_bitmask(self, scheduler_output: GroupsOutput) -> list[GrammarOutput | None] | None:  # type: ignore[override]
+    def get_grammar_bitmask(self, scheduler_output: GroupsOutput) -> list[GrammarOutput | None] | None:
         parts = zip(self._schedulers, scheduler_output.groups, strict=True)
         return [scheduler.get_grammar_bitmask(part) for scheduler, part in parts]
 
-    def update_from_output(  # type: ignore[override]
+    def update_from_output(
         self, scheduler_output: GroupsOutput, model_runner_output: Sequence[ModelRunnerOutput]
     ) -> dict[int, EngineCoreOutputs]:
         parts = zip(self._schedulers, scheduler_output.groups, model_runner_output, strict=True)
@@ -124,7 +130,10 @@ class GroupScheduler(SchedulerInterface):
         return {0: EngineCoreOutputs(outputs=[output for one in found for client in one.values() for output in client.outputs])}
 
     def add_request(self, request: Request) -> None:
-        min(self._schedulers, key=Scheduler.get_num_unfinished_requests).add_request(request)
+        # vLLM adds the answers to a question as `0_ID`, `1_ID`, ... in one call; their routes are asked for together, too.
+        first = f"0_{request.request_id.partition('_')[2]}"
+        siblings = [scheduler for scheduler in self._schedulers if first in scheduler.requests]
+        min(siblings or self._schedulers, key=Scheduler.get_num_unfinished_requests).add_request(request)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         named = [request_ids] if isinstance(request_ids, str) else request_ids and list(request_ids)
