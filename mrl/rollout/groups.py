@@ -9,11 +9,10 @@ none can fall behind, and refits, sleep, aborts, further nodes and the death of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NoReturn
 
-from vllm import EngineArgs, LLMEngine
+from vllm import EngineArgs, LLMEngine, envs
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
@@ -97,10 +96,13 @@ class GroupExecutor(MultiprocExecutor):
         return self._of_groups("sample_tokens", grammar_output, non_block)
 
     def _of_groups(self, method: str, argument: object, non_block: bool) -> object:
-        future: Future = self.collective_rpc(method, args=(argument,), non_block=True)
-        assert isinstance(future, FutureWrapper)
-        future.aggregate = self._first_of_groups
-        return future if non_block else future.result()
+        timeout = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        found = self.collective_rpc(method, args=(argument,), timeout=timeout, non_block=non_block)
+        if not non_block:
+            return self._first_of_groups(found)
+        assert isinstance(found, FutureWrapper)
+        found.aggregate = self._first_of_groups
+        return found
 
     def _first_of_groups(self, answers: Sequence[ModelRunnerOutput | None]) -> Sequence[ModelRunnerOutput | None] | None:
         found = answers[:: group_size(self.vllm_config)]
