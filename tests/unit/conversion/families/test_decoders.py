@@ -172,7 +172,7 @@ def test_megatron_ranks_against_a_slow_version(model_type: str, tp: int, ep: int
 
 
 @pytest.mark.parametrize("model_type", DECODERS)
-@pytest.mark.parametrize("parallel", [VllmParallel(*sizes) for sizes in ((1,), (2,), (4,), (2, 2), (4, 4), (1, 4), (2, 4))])
+@pytest.mark.parametrize("parallel", [VllmParallel(tp, ep) for tp, ep in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (1, 4), (2, 4))])
 def test_engine_workers_against_a_slow_version(model_type: str, parallel: VllmParallel):
     hf_config = tiny(model_type)
     found = family(hf_config)
