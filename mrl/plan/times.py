@@ -256,16 +256,16 @@ def step_times(
         phases[name] = train_seconds(other.shape, other.cost(), gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=parts)
     if engine is None:
         return StepTimes(phases, mean_tokens, 0.0)
-    vllm, num_groups = config.policy.generation.vllm_cfg, config.policy.generation.num_groups
-    per_group = rollouts / config.num_engines / num_groups
+    vllm = config.policy.generation.vllm_cfg
+    per_group = rollouts / config.num_engines / vllm.num_groups
     at_once = max(1.0, min(per_group, engine.limits.num_seqs, engine.concurrency(int(mean_tokens))))
     longest = max(mean_tokens, vllm.max_model_len)
     tp = vllm.tensor_parallel_size
     sizes = dict(rollouts=per_group, at_once=at_once, mean=mean_tokens, longest=longest)
     # Sums stay within a stage; what stages hand on is little. Groups exchange their tokens before and after the experts.
-    num_nodes = config.nodes_of_engine if tp * num_groups > config.cluster.slots_per_node else 1
+    num_nodes = config.nodes_of_engine if tp * vllm.num_groups > config.cluster.slots_per_node else 1
     pp = vllm.pipeline_parallel_size
-    generate = decode_seconds(shape, gpu, engine, tp=tp, pp=pp, num_groups=num_groups, **sizes, num_nodes=num_nodes)
+    generate = decode_seconds(shape, gpu, engine, tp=tp, pp=pp, num_groups=vllm.num_groups, **sizes, num_nodes=num_nodes)
     if refit is not None:
         num_calls = refit_calls(config)
         phases["refit"] = refit_times(refit, gpu, engine_weights=engine.weights, num_calls=num_calls).overlapped

@@ -94,9 +94,14 @@ class VllmConfig:
     """A Python file or module that registers a parser of thoughts with vLLM."""
 
     @property
+    def num_groups(self) -> int:
+        """Groups of an engine's workers that sample rollouts of their own; known of sizes that do not fit each other, too."""
+        return max(1, self.expert_parallel_size // self.tensor_parallel_size)
+
+    @property
     def num_http_slots(self) -> int:
         """Answers to requests over HTTP that an engine samples at the same time."""
-        return max(1, int(self.http_server_share * (self.max_num_seqs or 0)))
+        return max(1, int(self.http_server_share * (self.max_num_seqs or 0))) * self.num_groups
 
 
 @dataclass(frozen=True)
@@ -165,11 +170,6 @@ class GenerationConfig:
         return VllmParallel(vllm.tensor_parallel_size, vllm.expert_parallel_size, has_drafter, vllm.pipeline_parallel_size)
 
     @property
-    def num_groups(self) -> int:
-        """Groups of an engine's workers that sample rollouts of their own; like `num_workers` known of any sizes."""
-        return max(1, self.vllm_cfg.expert_parallel_size // self.vllm_cfg.tensor_parallel_size)
-
-    @property
     def num_workers(self) -> int:
         """Workers of an engine. Unlike `parallel`, known of sizes that do not fit each other, too."""
-        return self.vllm_cfg.tensor_parallel_size * self.vllm_cfg.pipeline_parallel_size * self.num_groups
+        return self.vllm_cfg.tensor_parallel_size * self.vllm_cfg.pipeline_parallel_size * self.vllm_cfg.num_groups

@@ -59,7 +59,7 @@ def test_an_engine_has_slots_for_the_workers_of_all_stages():
 
 def test_an_engine_has_slots_for_the_workers_of_all_groups():
     gpu = run_config(ClusterConfig(num_nodes=4, gpus_per_node=4), tp=2, ep=8, colocated=ColocatedConfig())
-    assert (gpu.num_engines, gpu.nodes_of_engine, gpu.policy.generation.num_groups) == (2, 2, 4)
+    assert (gpu.num_engines, gpu.nodes_of_engine, gpu.policy.generation.vllm_cfg.num_groups) == (2, 2, 4)
     assert slots_of(gpu) == [tuple(range(8)), tuple(range(8, 16))]
 
 

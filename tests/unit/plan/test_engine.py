@@ -144,7 +144,7 @@ def test_groups_share_experts_and_reach_those_of_all(tmp_path: Path):
     words = [f"policy.model_name={tmp_path}", "policy.generation.vllm_cfg.tensor_parallel_size=1", "grpo.max_val_samples=1"]
     sizes = [[], ["policy.generation.vllm_cfg.expert_parallel_size=8"]]
     whole, groups = (load_config("grpo_nanov3.yaml", [*words, *more]) for more in sizes)
-    assert (groups.num_engines, groups.policy.generation.num_groups) == (whole.num_engines // 8, 8)
+    assert (groups.num_engines, groups.policy.generation.vllm_cfg.num_groups) == (whole.num_engines // 8, 8)
     assert groups.engine_limits == whole.engine_limits
     alone, one = (engine_memory(config, read_model(config), H100) for config in (whole, groups))
     # 23 layers of 128 experts, each of two matrices of 1,856 x 2,688 in bfloat16.
