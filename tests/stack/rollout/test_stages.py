@@ -44,8 +44,11 @@ def test_an_engine_of_two_parts_draws_what_one_process_draws(
 ) -> None:
     loaded, other = (models.save_model(tmp_path / str(seed), model_type, seed) for seed in range(2))
     alone = start_engine(loaded, max_num_batched_tokens=CHUNK_TOKENS)
+    from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
     from vllm.v1.engine.core_client import InprocClient
 
+    from mrl.rollout.groups import GroupScheduler
     from mrl.rollout.http_server import start_server
 
     trainer = Trainer(loaded)
@@ -75,14 +78,14 @@ def test_an_engine_of_two_parts_draws_what_one_process_draws(
     url = start_server(engine, policy, host="127.0.0.1", api_key=ENGINE_KEY, wake=lambda: None)
     check_answers(engine, url, expected[1])
 
+    assert isinstance(engine.llm.engine_core, InprocClient)
+    core = engine.llm.engine_core.engine_core
     # Dropped while passes are under way; a second time the next weights come.
     for hangs_up in (False, True):
         engine.add(REQUESTS)
         line = ask(engine, url, REQUESTS[0])
         for _ in range(6):
             engine.step()
-        assert isinstance(engine.llm.engine_core, InprocClient)
-        core = engine.llm.engine_core.engine_core
         # Stages have several passes under way.
         assert core.batch_queue if parallel.pp > 1 else core.scheduler.get_request_counts() == (len(REQUESTS) + 1, 0)
         assert engine.num_unfinished == len(REQUESTS)
@@ -104,6 +107,12 @@ def test_an_engine_of_two_parts_draws_what_one_process_draws(
             assert (answer["weight_version"], answer["num_weight_versions"]) == (1, 2)
     assert engine.live_digest() == [digest(expected_tensors(other, parallel, worker)) for worker in range(2)]
     assert differences(run(engine, REQUESTS), expected[2]) == []
+    if parallel.num_groups > 1:
+        # Two of these requests in a group and one in the other, to which all answers to a question come.
+        engine.add(REQUESTS[:3])
+        engine.llm.add_request("many", tokens_input([1, 2, 3]), SamplingParams(n=3))
+        assert isinstance(core.scheduler, GroupScheduler)
+        assert sorted(len(scheduler.requests) for scheduler in core.scheduler._schedulers) == [2, 4]
 
 
 def check_answers(engine: Engine, url: str, expected: Mapping[str, Rollout]) -> None:
