@@ -198,6 +198,8 @@ BAD = [
     (["cluster.gpus_per_node=8", f"{ENGINE}.pipeline_parallel_size=3", f"{ENGINE}.tensor_parallel_size=2"],
      f"{ENGINE}.tensor_parallel_size=2: nodes hold whole engines or engines whole nodes, and", "use 1, 2, 4 or 8 workers"),
     ([f"{ENGINE}.env_vars={{VLLM_PP_LAYER_PARTITION: '5,2'}}"], f"{ENGINE}.env_vars.VLLM_PP_LAYER_PARTITION", "remove it"),
+    ([f"{ENGINE}.env_vars={{VLLM_DP_SIZE: '2'}}"], f"{ENGINE}.env_vars.VLLM_DP_SIZE", "remove it"),
+    (["++policy.generation.vllm_kwargs.data_parallel_rank=1"], "policy.generation.vllm_kwargs.data_parallel_rank", "remove the key"),
     (["policy.generation.num_cpu_engines=5"], "policy.generation.num_cpu_engines=5", "lower it"),
     ([f"{DEDICATED}.enabled=false", f"{DEDICATED}.resources.num_nodes=1"], f"{DEDICATED}.resources.num_nodes=1", "set it to null"),
     (["cluster.gpus_per_node=8", f"{DEDICATED}.enabled=false"], f"{DEDICATED}.resources.gpus_per_node=null", "use 1 to 7"),
