@@ -22,7 +22,7 @@ from conversion.files.torch_dist import find_checkpoint
 from conversion.tensors import read_whole
 from mrl.config.model import model_folder
 from mrl.convert import _report, main, size_in_bytes
-from tests.unit.conversion.dense import TINY
+from tests.tiny import TINY_CONFIG as TINY
 
 
 @pytest.fixture(scope="module")

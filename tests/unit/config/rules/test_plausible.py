@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import json
 from pathlib import Path
 
 import pytest
@@ -119,17 +118,11 @@ def test_the_memory_of_the_gpus(workplace: Path, overrides: list[str], num_bytes
     assert [f" take {num_bytes} on each of 4 GPUs; " in doubt for doubt in doubts] == [True] * (num_bytes is not None)
 
 
-def test_an_8b_model_on_one_gpu(workplace: Path):
-    sizes = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32}
-    sizes |= {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
-    (workplace / "8b").mkdir()
-    (workplace / "8b/config.json").write_text(json.dumps({**sizes, "hidden_act": "silu", "tie_word_embeddings": False}))
-    one = ["policy.model_name=8b", "cluster.gpus_per_node=1"]
+def test_an_8b_model_on_one_gpu(workplace: Path, llama_8b: Path):
+    one = [f"policy.model_name={llama_8b}", "cluster.gpus_per_node=1"]
     (doubt,) = find_doubts(load_config("grpo_math_8B.yaml", one))
     # 8.03 billion parameters with 2 bytes of weights, 4 of gradients and 12 of optimizer.
-    assert doubt.startswith(
-        "policy.model_name=8b: weights, gradients and optimizer of 8.0 billion parameters take 145 GB on each of 1 GPU;"
-    )
+    assert doubt.startswith(f"{one[0]}: weights, gradients and optimizer of 8.0 billion parameters take 145 GB on each of 1 GPU;")
     optimizer = "policy.megatron_cfg.optimizer"
     offloaded = [
         f"{optimizer}.optimizer_cpu_offload=true",

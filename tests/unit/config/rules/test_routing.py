@@ -9,25 +9,11 @@ from pathlib import Path
 
 from mrl.config.load import load_config
 from mrl.config.rules.plausible import find_doubts
+from tests.tiny import TINY
 from tests.unit.config.problems import problems_of
 
 MEGATRON = "policy.megatron_cfg"
-DECODER = {
-    "vocab_size": 264,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-}
-QWEN3_MOE = DECODER | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-QWEN3_MOE |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-LLAMA = DECODER | {"model_type": "llama"}
+QWEN3_MOE, LLAMA = ({"model_type": name, **TINY[name], "rope_theta": 1e4} for name in ("qwen3_moe", "llama"))
 
 
 def found(*overrides: str) -> list[str]:
