@@ -152,6 +152,7 @@ data.train.data_path=no/such/file -> no such file or folder in
 data.default.processor=vlm_hf_data_processor -> no such processor; use one of
 data.validation.processor=mine -> no such processor
 data.train.env_name=maths -> no such environment; use one of math,
+data.default.env_name=maths -> no such environment; use one of math,
 data.default.prompt_file=no.txt -> no such file in
 data.validation.system_prompt_file=no.txt -> no such file in
 data.train.repeat=0 -> out of range
