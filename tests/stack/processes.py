@@ -6,7 +6,6 @@ from __future__ import annotations
 import multiprocessing
 from multiprocessing.context import ForkServerContext, SpawnContext
 
-import psutil
 import torch
 
 
@@ -22,6 +21,8 @@ def context() -> ForkServerContext | SpawnContext:
 
 def listening_sockets() -> set[tuple[str, str]]:
     """Name and address of each process of this one that listens, itself included."""
+    import psutil  # a bare machine with a GPU, whose checks start processes too, lacks it
+
     me = psutil.Process()
     return {
         (process.name(), connection.laddr.ip)
