@@ -87,9 +87,9 @@ def write(found: KeptRollouts, folder: Path, names: Sequence[str], version: int 
     wait_until(lambda: written(folder) == sorted([*before, *names]), "a write")
 
 
-def earlier(folder: Path, **options: int) -> None:
+def earlier(folder: Path, *, step: int = 0, lag: int = 1) -> None:
     """An attempt that has kept group "a", and has ended."""
-    first = attempt(folder, **options)
+    first = attempt(folder, step=step, lag=lag)
     write(first, folder, ["a"])
     first.close()
 
