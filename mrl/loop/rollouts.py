@@ -26,8 +26,8 @@ from mrl.config.schema.run import RunConfig
 from mrl.data.batch import make_batches
 from mrl.data.order import num_steps_of, prompts_left
 from mrl.data.prompts import PromptData, load_prompts, validation_sampling
-from mrl.loop.critic import Critic
 from mrl.loop.keeping import Revive, open_kept, reviver
+from mrl.loop.learning import Critic
 from mrl.loop.preflight import check_start
 from mrl.loop.run import Budget, Run, Step, Stopped, Training
 from mrl.loop.saving import open_saver
