@@ -379,7 +379,7 @@ def _rope(source: Mapping[str, object]) -> dict[str, object]:
 
 def find_override_problems(folder: Path, overrides: Mapping[str, object]) -> list[str]:
     """A problem for every override that nothing here reads, and for every one that does not fit the checkpoint."""
-    hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    hf_config = read_config(folder / "config.json")
     merged = _Reads(overridden_config(hf_config, overrides))
     try:
         found = family(merged)
@@ -400,7 +400,7 @@ def overridden_folder(folder: Path, overrides: Mapping[str, object], *, beside: 
     That has the overrides, and tied embeddings only where the weights have them. Weights that only vLLM would read have no link.
     Equal folders are made once. All hosts that read the result must have `folder` at the same path.
     """
-    hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    hf_config = read_config(folder / "config.json")
     merged, hidden = overridden_config(read_model_config(folder), overrides), files_to_hide(folder)
     if merged == hf_config and not hidden:
         return folder

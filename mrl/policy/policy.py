@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from conversion.boxes import Layout, Slot
 from conversion.families.registry import family
 from conversion.files.durable import IO_TIMEOUT_S
-from conversion.files.hf_folder import has_reward_head
+from conversion.files.hf_folder import has_reward_head, read_config
 from conversion.files.manifest import WriteReport
 from conversion.files.reading import find_difference
 from conversion.files.safetensors import fill_layout
@@ -90,7 +89,7 @@ class PolicyRank:
             seed=config.training.seed,
             device_index=rank % max(config.cluster.gpus_per_node, 1),
         )
-        self._hf_config: dict[str, object] = json.loads((Path(config.policy.model_name) / "config.json").read_text())
+        self._hf_config = read_config(Path(config.policy.model_name) / "config.json")
         self._layout = live_layout(config.policy, self._hf_config, parallel.coordinates())
         is_trained, trains_mtp = self._role.trains_in is not None, config.mtp_steps > 0
         bare_chunks = build_model(config.policy, self._hf_config, is_trained=is_trained, trains_mtp=trains_mtp)
