@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 
 import ray
 
+from mrl.cluster.book import GENERATION, ActorWork, RequestBook
 from mrl.cluster.calls import Actors, answered, ask, start_actor
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import ActorLost
 from mrl.cluster.event_loop import in_loop
 from mrl.cluster.payload import Packed, PayloadRef, describe, pack
-from mrl.cluster.rollouts import GENERATION, ActorWork, RequestBook
 from mrl.cluster.runtime import Placement
 from mrl.config.rules.data import is_agent
 from mrl.config.schema.run import RunConfig

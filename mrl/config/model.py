@@ -204,16 +204,11 @@ def with_value(section: Section, key: str, value: object) -> Section:
 
 def with_section(config: RunConfig, model: ModelName, section: PolicyConfig | ValueConfig) -> RunConfig:
     """A copy of the config with another section for a model."""
-    changed, name = copy.copy(config), model.partition(":")[2]
     if isinstance(section, ValueConfig):
-        changed.value = section
-    elif name:
+        return with_value(config, "value", section)
+    if name := model.partition(":")[2]:
         return config.with_facts(replace(config.facts, teachers={**config.facts.teachers, name: section}))
-    elif model == "teacher":
-        changed.teacher = section
-    else:
-        changed.policy = section
-    return changed
+    return with_value(config, model, section)
 
 
 class LatentAttention(NamedTuple):

@@ -38,6 +38,7 @@ from mrl.policy.logprobs import TokenDistribution, vocab_size_of
 from mrl.policy.lora import attach_adapters
 from mrl.policy.model import FLAVOUR, build_model, live_layout, wrap_ddp
 from mrl.policy.moe import RouterReplay
+from mrl.policy.objectives import Objective
 from mrl.policy.optimizer import TrainingMemory, TrainState, build_optimizer, build_scheduler
 from mrl.policy.output import attach_reward_head
 from mrl.policy.parallel import Meeting
@@ -124,7 +125,7 @@ class PolicyRank:
         self._exchange: Exchange | None = None
         device = next(iter(self._tensors.values())).device
         self._memory = TrainingMemory(self._state, device, HostBlock() if device.type == "cuda" else None)
-        is_moved = not self._role.is_mapped and device.type == "cuda"
+        is_moved = self._arena is None and device.type == "cuda"
         self._storages = HostStorages(list(self._tensors.values()), is_constant=not is_trained) if is_moved else None
         self._profiler = RankProfiler(config.profiler)
         self._phase: Phase | None = None
@@ -185,7 +186,7 @@ class PolicyRank:
     def _start_from_weights(self) -> None:
         self._state.optimizer.reload_model_params()
         self._is_settled = False
-        if not self._role.is_mapped:
+        if self._arena is None:
             # Settled once, a teacher's weights stay so; they may lie on the host from here on.
             self.settle()
         elif self._config.keeps_reference:
@@ -329,11 +330,10 @@ class PolicyRank:
             RuntimeError: loss or gradient is not finite, on all ranks, and no parameter has changed, unless `policy.not_finite_steps` says
                 that such a step is skipped. Or the phase is not `train`.
         """
-        if self._phase != self._role.trains_in:
-            needed = f"enter('{self._role.trains_in}') comes first"
-            raise RuntimeError(f"a train step in phase {self._phase}, where gradients have no memory: {needed}")
+        if self._phase != (needed := self._role.trains_in):
+            raise RuntimeError(f"a train step in phase {self._phase}, where gradients have no memory: enter('{needed}') comes first")
         batch = self.batches()[update_index]
-        if self._role.is_mapped and self._config.has_engines:
+        if self._arena is not None and self._config.has_engines:
             if self._config.needs_old_logprobs and not batch.has_old_logprobs:
                 raise RuntimeError("compute_old_logprobs comes before train_step")
             if not batch.is_finished:
@@ -344,7 +344,7 @@ class PolicyRank:
             self._state.optimizer,
             batch.rows,
             size=batch.size,
-            objective=self._role.objective(self._config, self.distribution, batch),
+            objective=self._objective(batch),
             megatron=self._config.policy.megatron_cfg,
             replay=self._replay,
             skips=self._config.policy.not_finite_steps == "skip",
@@ -385,7 +385,7 @@ class PolicyRank:
         batch = self.batches()[0]
         self.settled_weights()
         with self._lora.without_dropout():
-            return evaluate(self._chunks, batch.rows, self._role.objective(self._config, self.distribution, batch))
+            return evaluate(self._chunks, batch.rows, self._objective(batch))
 
     def start_profile(self) -> None:
         """Records what this rank does until `stop_profile`. Not collective."""
@@ -430,6 +430,9 @@ class PolicyRank:
     def _whole_groups(self, rows: list[PackedRow]) -> list[PackedRow]:
         """`rows`, and as many empty ones as the interleaved schedule needs: it goes through rows in groups, one for each stage."""
         return [*rows, *(replace(self._empty_row) for _ in range(-len(rows) % self._row_group))]
+
+    def _objective(self, batch: RankBatch) -> Objective:
+        return self._role.objective(self._config, self.distribution, batch)
 
     def _logprobs(self, rows: list[PackedRow], distribution: TokenDistribution) -> list[Tensor]:
         return self.computed(compute_logprobs, rows, distribution, self._replay)[: len(rows)]

@@ -30,10 +30,11 @@ from unittest.mock import patch
 import numpy as np
 
 from mrl import api, train
+from mrl.cluster.book import RequestBook
 from mrl.cluster.event_loop import News, in_loop
 from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.refit import Refitter
-from mrl.cluster.rollouts import RequestBook, RolloutCollector
+from mrl.cluster.rollouts import RolloutCollector
 from mrl.loop import rollouts, run
 from mrl.loop.run import Run
 from mrl.store.ledger import Ledger

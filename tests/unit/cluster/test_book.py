@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from mrl.cluster.book import ActorWork, RequestBook
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.event_loop import News
-from mrl.cluster.rollouts import ActorWork, RequestBook
 from mrl.types import RolloutRequest, SamplingParams
 from tests.waiting import HANG_S
 
