@@ -84,8 +84,8 @@ def reshard(
         last_rounds = [(classes[item.class_index].num_rounds - 1) * item.num_turns + item.turn for item in workers.values()]
         return Schedule(max(1, 1 + max(last_rounds, default=0)), tuple(classes), found.class_of, workers, body_bytes)
     finally:
+        # Later collections leave them out, with all that an engine has frozen: vLLM collects at each switch of phase.
         gc.freeze()
-        gc.unfreeze()
         if was_enabled:
             gc.enable()
 

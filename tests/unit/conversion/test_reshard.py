@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 
 import pytest
@@ -53,6 +54,16 @@ def test_one_half_comes_from_the_own_gpu_and_one_from_the_other_rank():
     assert schedule.class_of(10).written_bytes == 128
     assert schedule.received_on(1) == schedule.sent_by(0) == [[]]
     assert schedule.link_bytes() == {"gpu": 64, "node": 64, "network": 0}
+
+
+def test_what_a_process_has_frozen_stays_out_of_collections():
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        reshard(HALVES, {10: WHOLE}, gpu_of={10: 0}, buffer_bytes=1 << 16)
+        assert gc.isenabled() and gc.get_freeze_count() > frozen // 2
+    finally:
+        gc.unfreeze()
 
 
 def test_replicas_send_equally_much():
