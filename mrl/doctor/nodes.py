@@ -47,22 +47,20 @@ def look_around(name: str, folders: Mapping[str, Path], canaries: Mapping[str, P
     return NodeLook(facts, {folder: answer_canary(canary, name, patience_s=patience_s) for folder, canary in canaries.items()})
 
 
-def report_nodes(
-    folders: Mapping[str, Path], shared: Sequence[Path], *, tries_imports: bool, patience_s: float = PATIENCE_S
-) -> tuple[list[NodeReport], list[str]]:
+def report_nodes(folders: Mapping[str, Path], shared: Sequence[Path], *, tries_imports: bool) -> tuple[list[NodeReport], list[str]]:
     """A report of every node, and the names of those that have left; all should share the folders `shared`. NoCluster: there is none."""
     # Judging reports needs no Ray.
     from mrl.cluster.nodes import ask_nodes, clock_offsets, cluster_nodes
 
     with _released_canaries(shared) as canaries, cluster_nodes() as nodes:
         alive = [node for node in nodes if node.is_alive]
-        replies = ask_nodes(alive, look_around, folders, canaries, patience_s, tries_imports, deadline_s=ANSWER_TIMEOUT_S)
+        replies = ask_nodes(alive, look_around, folders, canaries, PATIENCE_S, tries_imports, deadline_s=ANSWER_TIMEOUT_S)
         clocks = clock_offsets([node for node in alive if not replies[node.name].error], deadline_s=ANSWER_TIMEOUT_S)
         reports = []
         for name, reply in replies.items():
             look = reply.answer if isinstance(reply.answer, NodeLook) else None
             sees = look.sees if look is not None else {}
-            seen = {folder: is_answered(canaries[folder], name, patience_s=patience_s) for folder, can_see in sees.items() if can_see}
+            seen = {folder: is_answered(canaries[folder], name, patience_s=PATIENCE_S) for folder, can_see in sees.items() if can_see}
             ahead_s, uncertainty_s = clocks.get(name, (None, 0.0))
             reports.append(NodeReport(name, look, reply.error, seen, ahead_s, uncertainty_s))
         return reports, [node.name for node in nodes if not node.is_alive]

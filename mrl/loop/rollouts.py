@@ -73,7 +73,7 @@ class RolloutSupplier:
         if self.config.policy.generation.compare_at_start and len(self.data.train):
             from mrl.cluster.agreement import compare_at_start  # with Ray
 
-            figures = compare_at_start(self.session, self.data.train, pad_token_id=self.data.pad_token_id)
+            figures = compare_at_start(self.session, self.data.train)
             logger.info("Trainer and engine compute the same model: %s", figures)
 
     def take(self, state: RunState, step: Step) -> list[Batch]:

@@ -76,21 +76,11 @@ class Step:
         self.tokens = {**self.tokens, **tokens}
 
 
-class PaddedData(Protocol):
-    """Data of a run, as far as the loop knows them."""
-
-    @property
-    def pad_token_id(self) -> int: ...
-
-
 class Supplier(Protocol):
     """Differences between training on rollouts and on examples."""
 
     @property
     def session(self) -> Session: ...
-
-    @property
-    def data(self) -> PaddedData: ...
 
     def prove_weights(self) -> None:
         """Refit zero: proves that policy and engines, which hold the starting weights, hold the same. Without engines, nothing."""
@@ -204,8 +194,7 @@ class Run(Generic[S_co]):
 
     def _record(self, step: int, batches: Sequence[Batch], metrics: Mapping[str, float], problem: str) -> None:
         try:
-            pad_token_id = self.supplier.data.pad_token_id
-            record = record_step(self.config, self.session, step, batches, metrics, pad_token_id=pad_token_id, problem=problem)
+            record = record_step(self.config, self.session, step, batches, metrics, problem=problem)
         except RuntimeError as error:  # an engine that has died since has taken its rollouts with it
             logger.warning("The batch of step %d is not recorded: %s", step, error)
             return

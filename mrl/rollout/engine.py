@@ -118,11 +118,6 @@ class Engine:
         self.num_tokens = 0
 
     @property
-    def unfinished_ids(self) -> list[str]:
-        """Ids of the requests that have neither finished nor been aborted, oldest first."""
-        return list(self._unfinished)
-
-    @property
     def num_unfinished(self) -> int:
         """Number of rollouts that later steps return."""
         return len(self._unfinished) + len(self._finished)
