@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -27,6 +26,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from conversion.boxes import Slot
 from conversion.families.common import EngineDtypes
 from conversion.families.registry import family
+from conversion.files.hf_folder import read_config
 from mrl import phases
 from mrl.config.schema.generation import GenerationConfig
 from mrl.data.turns import appended
@@ -102,7 +102,7 @@ class Engine:
         self._finished: list[Rollout] = []
         self._expert_layers: list[int] | None = None
         if keeps_routes:
-            hf_config = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
+            hf_config = read_config(Path(model_dir) / "config.json")
             self._expert_layers = list(family(hf_config).expert_layers(hf_config))
             if current_platform.is_cpu():
                 self._workers("record_routes", self._expert_layers)
@@ -116,11 +116,6 @@ class Engine:
         self.weight_version: int | None = None
         self.num_steps = 0
         self.num_tokens = 0
-
-    @property
-    def unfinished_ids(self) -> list[str]:
-        """Ids of the requests that have neither finished nor been aborted, oldest first."""
-        return list(self._unfinished)
 
     @property
     def num_unfinished(self) -> int:

@@ -35,7 +35,7 @@ def test_routes_are_the_choices_of_transformers(start_engine: StartEngine, check
         if step == 9:
             # Running requests start over: what they have sampled so far is computed again.
             engine.set_weight_version(1)
-    dropped = engine.unfinished_ids[:3]
+    dropped = list(engine._unfinished)[:3]
     engine.abort(dropped)
     rollouts |= run(engine, [request for request in requests if request.request_id in dropped])
     # A rollout has the version of its first token.

@@ -93,10 +93,10 @@ def test_an_engine_of_two_parts_draws_what_one_process_draws(
             line.close()
             wait_until(lambda: not engine.callers._coming.empty(), "withdrawal of the question")
             engine.step()
-            engine.abort(engine.unfinished_ids)
+            engine.abort(list(engine._unfinished))
             assert not engine.callers.are_waiting and not engine.llm.has_unfinished_requests()
         else:
-            engine.abort(engine.unfinished_ids[::2])
+            engine.abort(list(engine._unfinished)[::2])
             trainer.load(other)
             refit(engine, trainer, version=2)
             mixed = run(engine, ())
