@@ -111,7 +111,9 @@ def start(app: ASGIApp, listener: socket.socket, *, api_key: str, max_body: int)
     """Serves `app` behind the gate from a thread that lives as long as the process; gives it back."""
     given = b"Bearer " + api_key.encode()
     server = make_server(app, has_key=lambda _, authorization: secrets.compare_digest(authorization, given), max_body=max_body)
-    thread = threading.Thread(target=server.run, args=([listener],), name="http server", daemon=True)
+    runner = asyncio.Runner(loop_factory=server.config.get_loop_factory())
+    # Never closed: while asyncio closes a loop that SystemExit has ended, it answers requests with half of its parts gone.
+    thread = threading.Thread(target=lambda: runner.run(server.serve([listener])), name="http server", daemon=True)
     thread.start()
     return thread
 
