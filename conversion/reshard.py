@@ -84,8 +84,11 @@ def reshard(
         last_rounds = [(classes[item.class_index].num_rounds - 1) * item.num_turns + item.turn for item in workers.values()]
         return Schedule(max(1, 1 + max(last_rounds, default=0)), tuple(classes), found.class_of, workers, body_bytes)
     finally:
+        # Old at once, and not one collection after the other. What the process has frozen, as engines and ranks have, stays so.
+        has_frozen = gc.get_freeze_count() > 0
         gc.freeze()
-        gc.unfreeze()
+        if not has_frozen:
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
 

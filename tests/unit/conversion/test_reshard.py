@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 
 import pytest
@@ -225,3 +226,15 @@ def test_a_transformed_source_is_refused():
 def test_a_buffer_smaller_than_a_message_is_refused():
     with pytest.raises(ValueError, match="refit buffer of 127 bytes is too small; it takes at least 128"):
         reshard(HALVES, {0: WHOLE}, gpu_of={0: 0}, buffer_bytes=127)
+
+
+def test_what_a_process_has_frozen_stays_so():
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        reshard(HALVES, {10: WHOLE}, gpu_of={10: 0}, buffer_bytes=1 << 16)
+        assert gc.get_freeze_count() >= frozen > 0
+    finally:
+        gc.unfreeze()
+    reshard(HALVES, {10: WHOLE}, gpu_of={10: 0}, buffer_bytes=1 << 16)
+    assert gc.get_freeze_count() == 0
