@@ -71,7 +71,10 @@ def reshard(
     """
     node_of = node_of or dict.fromkeys([*sources, *gpu_of.values()], 0)
     # A large schedule is millions of tuples without a cycle; looking for cycles among them takes a third of the time.
-    was_enabled = gc.isenabled()
+    was_enabled, has_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    if has_frozen:
+        # What is garbage by now would be frozen below, and kept.
+        gc.collect()
     gc.disable()
     try:
         found = _sources(sources, node_of)
@@ -85,7 +88,6 @@ def reshard(
         return Schedule(max(1, 1 + max(last_rounds, default=0)), tuple(classes), found.class_of, workers, body_bytes)
     finally:
         # Old at once, and not one collection after the other. What the process has frozen, as engines and ranks have, stays so.
-        has_frozen = gc.get_freeze_count() > 0
         gc.freeze()
         if not has_frozen:
             gc.unfreeze()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import weakref
 
 import pytest
 
@@ -228,12 +229,17 @@ def test_a_buffer_smaller_than_a_message_is_refused():
         reshard(HALVES, {0: WHOLE}, gpu_of={0: 0}, buffer_bytes=127)
 
 
-def test_what_a_process_has_frozen_stays_so():
+def test_what_a_process_has_frozen_stays_so_and_garbage_is_not_frozen_with_it():
+    class Circle:
+        def __init__(self) -> None:
+            self.itself = self
+
     gc.freeze()
     try:
-        frozen = gc.get_freeze_count()
+        frozen, garbage = gc.get_freeze_count(), weakref.ref(Circle())
         reshard(HALVES, {10: WHOLE}, gpu_of={10: 0}, buffer_bytes=1 << 16)
         assert gc.get_freeze_count() >= frozen > 0
+        assert garbage() is None
     finally:
         gc.unfreeze()
     reshard(HALVES, {10: WHOLE}, gpu_of={10: 0}, buffer_bytes=1 << 16)
