@@ -87,7 +87,7 @@ def reshard(
         last_rounds = [(classes[item.class_index].num_rounds - 1) * item.num_turns + item.turn for item in workers.values()]
         return Schedule(max(1, 1 + max(last_rounds, default=0)), tuple(classes), found.class_of, workers, body_bytes)
     finally:
-        # Old at once, and not one collection after the other. What the process has frozen, as engines and ranks have, stays so.
+        # Later collections leave them out, with all that an engine has frozen: vLLM collects at each switch of phase.
         gc.freeze()
         if not has_frozen:
             gc.unfreeze()

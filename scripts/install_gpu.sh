@@ -5,7 +5,8 @@
 #   scripts/install_gpu.sh base               all that need not be compiled
 #   scripts/install_gpu.sh wheel NAME FOLDER  a wheel of a library that PyPI has only as sources: the project's own from GitHub, else compiled here
 #   scripts/install_gpu.sh rest FOLDER        the wheels of FOLDER
-# CUDA_HOME [where nvcc is, or /usr/local/cuda]; MAX_JOBS compilers at once [one for each core and each 8 GB of memory]; MRL_UNCHECKED=1 takes files
+#   scripts/install_gpu.sh nvcc ARGUMENTS...  nvcc for the GPUs of TORCH_CUDA_ARCH_LIST alone
+# CUDA_HOME [where nvcc is, or /usr/local/cuda]; TORCH_CUDA_ARCH_LIST [those that each library lists], as "9.0;10.0"; MAX_JOBS compilers at once [one for each core and each 8 GB of memory]; MRL_UNCHECKED=1 takes files
 # of any content instead of those of constraints-gpu.hashes.txt.
 set -euo pipefail
 
@@ -79,6 +80,8 @@ build_wheel() {
     if ! "$PYTHON" -c "import urllib.request; urllib.request.urlopen('https://github.com', timeout=10)" 2>/dev/null; then
         export NVTE_PYTORCH_FORCE_BUILD=TRUE CAUSAL_CONV1D_FORCE_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE
     fi
+    # The setup.py of two of them lists up to twelve kinds of GPUs, and torch's variable does not reach it.
+    [[ -z ${TORCH_CUDA_ARCH_LIST:-} ]] || export PYTORCH_NVCC="bash $ROOT/scripts/install_gpu.sh nvcc"
     echo "Getting or compiling $name with at most $MAX_JOBS compilers ..."
     # pip's cache would give what was compiled against another torch.
     run_pip wheel --no-cache-dir "${CHECK[@]}" --no-build-isolation --no-deps --wheel-dir "$folder" --requirement <(pins "$name")
@@ -89,7 +92,27 @@ install_rest() {
     run_pip install --no-deps --no-index --find-links "$1" --constraint "$CONSTRAINTS" "${KERNELS[@]}"
 }
 
+# nvcc ARGUMENTS...: with -gencode for TORCH_CUDA_ARCH_LIST in place of those given.
+run_nvcc() {
+    local words=() kind number
+    for kind in ${TORCH_CUDA_ARCH_LIST//[;,]/ }; do
+        number="${kind%+PTX}" number="${number/./}"
+        words+=(-gencode "arch=compute_$number,code=sm_$number")
+        [[ $kind != *+PTX ]] || words+=(-gencode "arch=compute_$number,code=compute_$number")
+    done
+    while (($#)); do
+        case $1 in
+            -gencode) shift ;;
+            -gencode=*) ;;
+            *) words+=("$1") ;;
+        esac
+        shift
+    done
+    exec "$CUDA_HOME/bin/nvcc" "${words[@]}"
+}
+
 find_cuda
+if [[ ${1:-} == nvcc ]]; then run_nvcc "${@:2}"; fi
 case "${1:-all} $#" in
     "base 1") install_base ;;
     "wheel 3") build_wheel "$2" "$3" ;;

@@ -141,7 +141,8 @@ def _on_gpus(precision: str, given: Mapping[str, str], *, expandable_segments: b
         if inherited:
             _log_change("policy ranks" if expandable_segments else "engines", inherited, settings)
     # Of kernels that are chosen by timing, a resumed run takes those of the attempt before it: others round differently.
-    own = {**dict.fromkeys(names, settings), "TRITON_CACHE_AUTOTUNING": "1", **_cudnn_of_torch()}
+    # Transformer Engine names functions of a later cuBLAS, and calls them only with that one: a loader that binds at once would fail.
+    own = {**dict.fromkeys(names, settings), "TRITON_CACHE_AUTOTUNING": "1", "LD_BIND_NOW": "", **_cudnn_of_torch()}
     return own | (env.FULL_FLOAT32 if precision == "float32" else {})
 
 

@@ -48,6 +48,8 @@ class CudaProbe:
     nccl: str = ""
     unsupported: tuple[str, ...] = ()
     """Compute capabilities (`sm_70`) of GPUs that this build of torch has no code for."""
+    libraries: tuple[str, ...] = ()
+    """Paths of the cuDNN, cuBLAS and NCCL that the process of the products has loaded, several of one name if it has."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def probe_cuda() -> CudaProbe:
     if done.returncode != 0:
         return CudaProbe((done.stderr.strip().splitlines() or [f"the probe ended with code {done.returncode}"])[-1])
     said = json.loads(done.stdout.splitlines()[-1])
-    return CudaProbe(**{**said, "unsupported": tuple(said["unsupported"])})
+    return CudaProbe(**said | {name: tuple(said[name]) for name in ("unsupported", "libraries")})
 
 
 def try_torch() -> CudaProbe:
@@ -120,9 +122,15 @@ def try_torch() -> CudaProbe:
             if float((ones @ ones).sum()) != 64.0**3:
                 error = f"a product on GPU {index} is wrong"
                 break
+        torch.backends.cudnn.version()
     except RuntimeError as failure:
         error = str(failure).splitlines()[0]
-    return CudaProbe(error, num_gpus, nccl, unsupported)
+    return CudaProbe(error, num_gpus, nccl, unsupported, cuda_libraries(Path("/proc/self/maps").read_text(encoding="utf-8")))
+
+
+def cuda_libraries(maps: str) -> tuple[str, ...]:
+    """Paths of cuDNN, cuBLAS and NCCL in the memory map of a process (proc_pid_maps(5))."""
+    return tuple(sorted(set(re.findall(r"/\S*/lib(?:cudnn|cublas|nccl)\.so\S*", maps))))
 
 
 def runs_on(capability: tuple[int, int], built_for: Sequence[str]) -> bool:

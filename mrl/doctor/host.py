@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
 from mrl.cluster.lifetime import Capacity
 from mrl.config.rules.sockets import ENGINE_SOCKET, MAX_PATH_BYTES, longest_folder
@@ -80,12 +83,19 @@ def _gpus(gpus: Gpus, torch_cuda: str | None) -> list[Finding]:
             remedy = "unset CUDA_VISIBLE_DEVICES, or give the job or container all GPUs"
         right = f"{num_gpus} x {driver.gpus[0].name if num_gpus else 'none'}, NCCL {probe.nccl}"
         findings.append(Finding("torch on GPUs", "problem" if wrong else "ok", wrong or right, remedy))
+        findings += [_libraries(probe.libraries)] if probe.libraries else []
     busy = [(index, gpu) for index, gpu in enumerate(driver.gpus) if gpu.used_bytes > IDLE_GPU_BYTES]
     used = [f"GPU {index}: {gpu.used_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB" for index, gpu in busy]
     if used:
         remedy = "nvidia-smi shows the processes; end those of an earlier run, or wait for others"
         return [*findings, Finding("GPU memory", "problem", f"in use before the run: {', '.join(used)}", remedy)]
     return [*findings, Finding("GPU memory", "ok", "free on all GPUs")]
+
+
+def _libraries(paths: Sequence[str]) -> Finding:
+    twice = sorted(name for name, count in Counter(Path(path).name.partition(".")[0] for path in paths).items() if count > 1)
+    remedy = f"take the folders of the other {' and '.join(twice)} out of LD_LIBRARY_PATH and LD_PRELOAD" if twice else ""
+    return Finding("CUDA libraries", "problem" if twice else "ok", ", ".join(paths), remedy)
 
 
 def _capacity(capacity: Capacity) -> Finding:

@@ -134,6 +134,7 @@ def test_a_checkpoint_is_published_while_the_ranks_are_at_work(live: LiveRun, tm
     finally:
         (tmp_path / "may_end").touch()
         work.join()
+    live.run.saver.finish()
     assert live.run.saver.take_metrics()["time/checkpoint_hidden"] > 0
 
 

@@ -106,7 +106,11 @@ def settings_after_load(
         policy._state.scheduler.step(num_steps)
         fresh = settings_of(policy)
         policy._state.scheduler.step(-num_steps)
+        # An entry of Transformer Engine's FusedAdam, which reads it at each step, and which no checkpoint of a CPU host has.
+        for group in policy._state.optimizer.param_groups:
+            group["bias_correction"] = True
         policy.load_checkpoint(weights_dir)
+        assert all(group.pop("bias_correction") for group in policy._state.optimizer.param_groups)
         return fresh, settings_of(policy), [metrics["train/lr"] for metrics in train(policy, 2)]
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from mrl.doctor.findings import Finding, has_problem
-from mrl.doctor.gpus import CudaProbe, HostGpu
+from mrl.doctor.gpus import CudaProbe, HostGpu, cuda_libraries
 from mrl.doctor.host import MIN_CORES, MIN_MEMORY_BYTES, judge_machine
 from mrl.doctor.probe import GIB, TEMPORARY, UNLIMITED, Apex, Disk, HostFacts, Limit
 from mrl.doctor.software import Wanted, judge_software
@@ -55,6 +55,15 @@ def used(num_bytes: int) -> tuple[HostGpu, ...]:
     return (HostGpu("H100", 80 * GIB, GIB), *(HostGpu("H100", 80 * GIB, num_bytes) for _ in range(7)))
 
 
+MAPS = """\
+7f10-7f20 r-xp 00000000 08:01 11  /a/nvidia/cudnn/lib/libcudnn.so.9
+7f20-7f30 r--p 00001000 08:01 11  /a/nvidia/cudnn/lib/libcudnn.so.9
+7f30-7f40 r-xp 00000000 08:01 12  /b/libcudnn.so.9.13.0
+7f40-7f50 r-xp 00000000 08:01 13  /a/nvidia/cu13/lib/libcublas.so.13
+7f50-7f60 r-xp 00000000 08:01 14  /a/nvidia/cu13/lib/libcublasLt.so.13
+7f60-7f70 rw-p 00000000 00:00 0   [heap]
+"""
+TWO: dict[str, object] = {"probe": CudaProbe("", 8, libraries=cuda_libraries(MAPS))}
 SMALL_SHM = Disk("/dev/shm", 64 * 2**20, 64 * 2**20, True)
 CASES: dict[str, tuple[str, dict[str, object], str, str, str]] = {
     # what differs from the good node: part, values; then check, text of the finding, text of the remedy
@@ -62,6 +71,7 @@ CASES: dict[str, tuple[str, dict[str, object], str, str, str]] = {
     "driver away": ("gpus", {"driver": None, "driver_error": "the driver does not answer: X"}, "driver", "does not answer", "nvidia-smi"),
     "cuda fails": ("gpus", {"probe": CudaProbe("torch.cuda.is_available() is False")}, "torch on GPUs", "is False", "--gpus all"),
     "old GPUs": ("gpus", {"probe": CudaProbe("", 8, "2.28", ("sm_70",))}, "torch on GPUs", "no code for GPUs of sm_70", "torch"),
+    "two cuDNNs": ("gpus", TWO, "CUDA libraries", "13, /a/nvidia/cudnn/lib/libcudnn.so.9, /b/libcudnn.so.9.13", "other libcudnn out"),
     "hidden GPUs": ("gpus", {"probe": CudaProbe("", 4, "2.28", ())}, "torch on GPUs", "4 of the 8 GPUs", "CUDA_VISIBLE_DEVICES"),
     "others' memory": ("gpus.driver", {"gpus": used(60 * GIB)}, "GPU memory", "GPU 1: 60.0 of 80.0 GiB", "end those of an earlier run"),
     "one core": ("capacity", {"num_cores": 1}, "capacity", "1 cores, load 3.0, 1000.0 GB of memory free; 2 cores are needed", "container"),

@@ -105,6 +105,14 @@ def test_compilers_are_as_many_as_cores_and_memory_allow(host: dict[str, str]):
     assert 1 <= jobs <= min(len(os.sched_getaffinity(0)), max(1, memory_gib / 8))
 
 
+def test_kernels_are_compiled_for_the_listed_gpus_alone(host: dict[str, str], tmp_path: Path):
+    (tmp_path / "cuda/bin/nvcc").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    given = ["-gencode", "arch=compute_75,code=sm_75", "-gencode=arch=compute_80,code=sm_80", "-c", "a b.cu"]
+    done = install(host | {"TORCH_CUDA_ARCH_LIST": "9.0a;10.0+PTX"}, "nvcc", *given)
+    codes = ["arch=compute_90a,code=sm_90a", "arch=compute_100,code=sm_100", "arch=compute_100,code=compute_100"]
+    assert done.stdout.splitlines() == [*(word for code in codes for word in ("-gencode", code)), "-c", "a b.cu"]
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     {
