@@ -96,7 +96,7 @@ def row_of(case: Case, num_ranks: int, setting: tuple[str, int], ours: list[floa
         "mrl s": round(statistics.median(ours), 2),
         "TRL s": round(statistics.median(theirs), 2),
         "TRL / mrl": round(statistics.median(ratios), 2),
-        "at least": 1.0 if case.model == WIDE else None,
+        "at least": 1.0 if (case.model, setting[1]) == (WIDE, 1) else None,
         "lowest to highest": f"{min(ratios):.2f} to {max(ratios):.2f}",
         "steps": len(ours),
     }
