@@ -128,9 +128,9 @@ mrl/envs/mcqa.py: if MORE.match(behind) or ( >>> if (
 every instruction must be followed | unit/envs/test_instruction_following.py::test_all_instructions_must_be_followed
 mrl/envs/instruction_following.py: float(not broken) >>> float(len(broken) < len(names))
 # config rules and plan
-slots are a multiple of a whole replica | unit/config/rules/test_checks.py::test_a_problem_names_key_value_and_way_out
+slots are a multiple of a whole replica | unit/config/rules/test_table.py::test_a_config_is_told_the_key_the_rule_and_the_way_out
 mrl/config/rules/layout.py: if ranks % needed: >>> if ranks < needed:
-old rollouts need the correction | unit/config/rules/test_rollout_queue.py::test_what_cannot_be_supplied_is_refused
+old rollouts need the correction | unit/config/rules/test_table.py::test_a_config_is_told_the_key_the_rule_and_the_way_out
 mrl/config/rules/algorithms.py: if lag > 1 and not config.loss_fn >>> if lag > 2 and not config.loss_fn
 every token has an embedding | unit/config/rules/test_tokens.py::test_tokens_without_an_embedding_are_refused
 mrl/config/rules/tokens.py: if not 0 < columns < needed: >>> if not 0 < columns < needed - 1:

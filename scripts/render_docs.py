@@ -7,6 +7,7 @@ dates of the parts.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Collection
@@ -46,6 +47,10 @@ def _render_parts(parts: list[str], data_folder: Path, num_rows: int, column: st
         tables = [_table(head + [_tests(path, stale) for path in there])] if there else []
     else:
         tables = [render_part(path, num_rows, column, stale=stale) for path in there]
+    # Neighbours of one origin name it once.
+    for index, (table, following) in enumerate(itertools.pairwise(tables)):
+        if (origin := table.splitlines()[-1]) == following.splitlines()[-1]:
+            tables[index] = table.removesuffix(f"\n{origin}\n")
     return "\n".join([*tables, *([f"Not yet run: {missing}.\n"] if missing else [])])
 
 

@@ -7,7 +7,6 @@ Vocabularies are no multiple of what Megatron and vLLM pad to; key heads are few
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,123 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, NemotronHConfig, NemotronHForCausalLM, PreTrainedModel
 
 from conversion.families.registry import family
+from tests.tiny import TINY, TINY_NEMOTRON_H
 
 Model = TypeVar("Model", bound=PreTrainedModel)
-
-TINY_NEMOTRON_H = dict(
-    vocab_size=264,
-    hidden_size=64,
-    hybrid_override_pattern="MEM*EME",
-    num_hidden_layers=7,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    mamba_num_heads=8,
-    mamba_head_dim=16,
-    n_groups=2,
-    ssm_state_size=16,
-    conv_kernel=4,
-    chunk_size=16,
-    intermediate_size=128,
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    moe_intermediate_size=64,
-    moe_shared_expert_intermediate_size=128,
-    n_shared_experts=1,
-    routed_scaling_factor=2.5,
-    norm_topk_prob=True,
-    n_group=1,
-    topk_group=1,
-    pad_token_id=256,
-    bos_token_id=257,
-    eos_token_id=258,
-    max_position_embeddings=4096,
-    mlp_hidden_act="relu2",
-    tie_word_embeddings=False,
-)
-
-_TINY_DECODER = dict(
-    vocab_size=264,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    rms_norm_eps=1e-6,
-    max_position_embeddings=4096,
-    pad_token_id=256,
-    bos_token_id=257,
-    eos_token_id=258,
-    tie_word_embeddings=False,
-)
-
-TINY: Mapping[str, Mapping[str, object]] = {
-    "llama": _TINY_DECODER
-    | dict(
-        max_position_embeddings=16384,
-        rope_parameters=dict(
-            rope_type="llama3",
-            rope_theta=500000.0,
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=8192,
-        ),
-    ),
-    # Not of mrl's: docs/extend/family.md adds it.
-    "mistral": _TINY_DECODER | dict(sliding_window=None, rope_parameters=dict(rope_type="default", rope_theta=1e6)),
-    "mixtral": _TINY_DECODER | dict(num_local_experts=8, num_experts_per_tok=2, rope_parameters=dict(rope_type="default", rope_theta=1e6)),
-    "nemotron_h": TINY_NEMOTRON_H,
-    # head_dim is no setting of qwen2; vLLM has kernels for 32 and up.
-    "qwen2": {name: value for name, value in _TINY_DECODER.items() if name != "head_dim"} | dict(hidden_size=128),
-    "qwen2_moe": {name: value for name, value in _TINY_DECODER.items() if name != "head_dim"}
-    | dict(
-        hidden_size=128,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=96,
-        norm_topk_prob=False,
-        decoder_sparse_step=1,
-        mlp_only_layers=[1],
-    ),
-    "qwen3": _TINY_DECODER | dict(tie_word_embeddings=True),
-    "qwen3_moe": _TINY_DECODER
-    | dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
-    "glm4_moe": _TINY_DECODER
-    | dict(
-        attention_bias=True,
-        use_qk_norm=True,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        routed_scaling_factor=1.5,
-        num_nextn_predict_layers=0,
-    ),
-    "deepseek_v3": {name: value for name, value in _TINY_DECODER.items() if name not in ("head_dim", "num_key_value_heads")}
-    | dict(
-        num_key_value_heads=4,
-        q_lora_rank=48,
-        kv_lora_rank=32,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        n_routed_experts=8,
-        # Megatron rates a group by its best topk / topk_group experts, transformers by its best two.
-        num_experts_per_tok=4,
-        moe_intermediate_size=64,
-        n_shared_experts=2,
-        n_group=4,
-        topk_group=2,
-        first_k_dense_replace=1,
-        routed_scaling_factor=2.5,
-        num_nextn_predict_layers=0,
-    ),
-}
-"""Settings of a tiny model by model_type."""
 
 
 def tiny_model(model_type: str, seed: int = 0, **overrides: object) -> PreTrainedModel:

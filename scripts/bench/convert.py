@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from conversion.convert import convert_hf_to_mcore, convert_mcore_to_hf
 from tests.long.record import Row, record
+from tests.stack.conversion.children import memory
 from tests.unit.conversion.hf_folders import large_config, write_large_folder
 
 TARGET_RATIO = 0.5
@@ -99,16 +99,10 @@ def convert_once(direction: str, source: str, out: str) -> None:
     """Converts, and prints what it took."""
     # The kernel counts the most memory from here on.
     Path("/proc/self/clear_refs").write_text("5")
-    base, started, cpu = _memory("VmRSS"), time.perf_counter(), time.process_time()
+    base, started, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
     CONVERSIONS[direction](Path(source), Path(out))
     seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
-    print(json.dumps({"convert_s": seconds, "cpu_s": cpu_s, "memory_rise_mb": (_memory("VmHWM") - base) / 1e6, "base_mb": base / 1e6}))
-
-
-def _memory(what: str) -> int:
-    found = re.search(rf"^{what}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found
-    return int(found[1]) * 1024
+    print(json.dumps({"convert_s": seconds, "cpu_s": cpu_s, "memory_rise_mb": (memory("VmHWM") - base) / 1e6, "base_mb": base / 1e6}))
 
 
 def summary(direction: str, num_bytes: int, runs: list[dict[str, float]]) -> Row:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import re
 import socket
 import time
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.long.record import Row, record
+from tests.stack.conversion.children import memory
 
 # A rank's columns of 131,072 at TP 2.
 COLUMNS = 65_536
@@ -94,13 +94,6 @@ def compute(case: Case, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tenso
     assert group is not None
     given = (F.linear(hidden, weight), None) if case.chunk_tokens is None else (hidden, weight)
     return scores_of(OutputColumns(*given, distribution, group, case.chunk_tokens or CHUNK_TOKENS), labels).logprobs_T
-
-
-def memory(what: str) -> int:
-    """Bytes of this process: `what` is VmRSS, or VmHWM for the most so far."""
-    found = re.search(rf"^{what}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found
-    return int(found[1]) * 1024
 
 
 def main() -> None:

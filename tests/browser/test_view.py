@@ -14,6 +14,7 @@ import pytest
 from mrl.view.__main__ import Runs, server_of
 from mrl.view.page import write_report
 from scripts.chromium import Tab, find_chromium, open_tab
+from tests.browser.test_plan import texts
 from tests.unit.view.runs import make_long_run, make_run, rollout, row, write_dump, write_metrics
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium; scripts/test.sh --with-chromium installs one (root, apt-get)")
@@ -49,12 +50,6 @@ def choose(tab: Tab, label: str, value: str) -> None:
         f"(() => {{ const e = document.querySelector('[aria-label={json.dumps(label)}]'); e.value = {json.dumps(value)}; "
         "e.dispatchEvent(new Event('change')); })()"
     )
-
-
-def texts(tab: Tab, selector: str) -> list[str]:
-    found = tab.evaluate(f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.textContent)")
-    assert isinstance(found, list)
-    return found
 
 
 def draw_all_tabs(tab: Tab) -> list[str]:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.cluster.slurm import run
+from tests.cluster.slurm import run, start_network, stop_network
 from tests.sources import ROOT
 from tests.waiting import HANG_S, wait_until
 
@@ -83,38 +83,16 @@ class Nodes:
                 os.kill(int(pid), number)
 
     def start_network(self) -> None:
-        self.stop_network()
-        run("ip", "link", "add", BRIDGE, "type", "bridge")
-        run("ip", "link", "set", BRIDGE, "up")
         hosts = "127.0.0.1 localhost\n"
         hosts += "".join(f"{SUBNET}.{rank + 1} {self.job}-{rank}.{self.service}\n" for rank in range(self.num_nodes))
-        for rank in range(self.num_nodes):
-            name = f"mrl-p{rank}"
-            run("ip", "netns", "add", name)
-            run("ip", "link", "add", f"v{name}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            run("ip", "link", "set", f"v{name}", "master", BRIDGE, "up")
-            run("ip", "-n", name, "address", "add", f"{SUBNET}.{rank + 1}/24", "dev", "eth0")
-            for device in ("eth0", "lo"):
-                run("ip", "-n", name, "link", "set", device, "up")
-            files = Path("/etc/netns") / name
-            files.mkdir(parents=True, exist_ok=True)
-            (files / "hosts").write_text(hosts)
-            (files / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
-
-    def stop_network(self) -> None:
-        for rank in range(self.num_nodes):
-            name = f"mrl-p{rank}"
-            run("ip", "link", "delete", f"v{name}", check=False)
-            run("ip", "netns", "delete", name, check=False)
-            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
-        run("ip", "link", "delete", BRIDGE, check=False)
+        start_network(BRIDGE, {f"mrl-p{rank}": f"{SUBNET}.{rank + 1}" for rank in range(self.num_nodes)}, hosts)
 
     def stop(self) -> None:
         """Ends everything."""
         for process in self.processes.values():
             process.kill()
             process.wait(timeout=HANG_S)
-        self.stop_network()
+        stop_network(BRIDGE, [f"mrl-p{rank}" for rank in range(self.num_nodes)])
 
 
 @contextmanager

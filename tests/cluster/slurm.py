@@ -12,7 +12,7 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,7 +160,7 @@ class SlurmBox:
         for process in reversed(self.processes.values()):
             process.kill()
             process.wait(timeout=HANG_S)
-        self._stop_network()
+        stop_network(BRIDGE, self.names)
 
     def power_on(self, name: str) -> None:
         """Starts a node."""
@@ -239,33 +239,46 @@ class SlurmBox:
             (etc / "gres.conf").write_text(f"NodeName={names} Name=gpu File={self.folder}/dev/nvidia[0-{self.num_gpus - 1}]\n")
 
     def _start_network(self) -> None:
-        self._stop_network()
-        run("ip", "link", "add", BRIDGE, "type", "bridge")
-        run("ip", "address", "add", f"{CONTROLLER}/24", "dev", BRIDGE)
-        run("ip", "link", "set", BRIDGE, "up")
+        addresses = {name: f"{SUBNET}.{k}" for k, name in enumerate(self.names, start=1)}
         hosts = Path("/etc/hosts").read_text() + f"{CONTROLLER} {run('hostname', '--short').strip()}\n"
-        hosts += "".join(f"{SUBNET}.{k} {name}\n" for k, name in enumerate(self.names, start=1))
-        for k, name in enumerate(self.names, start=1):
-            run("ip", "netns", "add", name)
-            run("ip", "link", "add", f"v{name}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            run("ip", "link", "set", f"v{name}", "master", BRIDGE, "up")
-            run("ip", "-n", name, "address", "add", f"{SUBNET}.{k}/24", "dev", "eth0")
-            for device in ("eth0", "lo"):
-                run("ip", "-n", name, "link", "set", device, "up")
-            run("ip", "-n", name, "route", "add", "default", "via", CONTROLLER)
-            files = Path("/etc/netns") / name
-            files.mkdir(parents=True, exist_ok=True)
-            (files / "hosts").write_text(hosts)
-            # Otherwise every lookup waits for a name server that cannot be reached.
-            (files / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
+        hosts += "".join(f"{address} {name}\n" for name, address in addresses.items())
+        start_network(BRIDGE, addresses, hosts, gateway=CONTROLLER)
 
-    def _stop_network(self) -> None:
-        for name in self.names:
-            # Deleting a namespace leaves its link for a moment, in the way of the next one.
-            run("ip", "link", "delete", f"v{name}", check=False)
-            run("ip", "netns", "delete", name, check=False)
-            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
-        run("ip", "link", "delete", BRIDGE, check=False)
+
+def start_network(bridge: str, addresses: Mapping[str, str], hosts: str, *, gateway: str | None = None) -> None:
+    """Makes a network namespace for each name, whose `eth0` has the address, and joins them by a bridge, which may be their gateway.
+
+    `hosts` is what they have as /etc/hosts; nobody else answers for names.
+    """
+    stop_network(bridge, addresses)
+    run("ip", "link", "add", bridge, "type", "bridge")
+    if gateway is not None:
+        run("ip", "address", "add", f"{gateway}/24", "dev", bridge)
+    run("ip", "link", "set", bridge, "up")
+    for name, address in addresses.items():
+        run("ip", "netns", "add", name)
+        run("ip", "link", "add", f"v{name}", "type", "veth", "peer", "name", "eth0", "netns", name)
+        run("ip", "link", "set", f"v{name}", "master", bridge, "up")
+        run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+        for device in ("eth0", "lo"):
+            run("ip", "-n", name, "link", "set", device, "up")
+        if gateway is not None:
+            run("ip", "-n", name, "route", "add", "default", "via", gateway)
+        files = Path("/etc/netns") / name
+        files.mkdir(parents=True, exist_ok=True)
+        (files / "hosts").write_text(hosts)
+        # Otherwise every lookup waits for a name server that cannot be reached.
+        (files / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
+
+
+def stop_network(bridge: str, names: Iterable[str]) -> None:
+    """Removes what `start_network` has made, or a part of it."""
+    for name in names:
+        # Deleting a namespace leaves its link for a moment, in the way of the next one.
+        run("ip", "link", "delete", f"v{name}", check=False)
+        run("ip", "netns", "delete", name, check=False)
+        shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+    run("ip", "link", "delete", bridge, check=False)
 
 
 @contextmanager

@@ -47,17 +47,8 @@ def rows(run_folder: Path) -> list[dict]:
     """Metrics by step, without wall time and without what counts the faults."""
     lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     timed = (
-        "time/",
-        "performance/",
-        "refit/seconds",
-        "rollout/tokens_per_s",
-        "rollout/engine_idle_fraction",
-        "refit/weight_version",
-        "rollout/engine_restarts",
-        "rollout/reward_",
-        "rollout/kept_groups",
-        "refit/drain_seconds",
-        "train/buffer_size",
+        *("time/", "performance/", "refit/seconds", "rollout/tokens_per_s", "rollout/engine_idle_fraction", "refit/weight_version"),
+        *("rollout/engine_restarts", "rollout/reward_", "rollout/kept_groups", "refit/drain_seconds", "train/buffer_size"),
     )
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
 

@@ -51,18 +51,8 @@ OWN = ("timeout", False, 0.0, ())
 @pytest.mark.parametrize(
     ("text", "culprit"),
     [
-        ("recursion", TEXT),
-        ("overflow", TEXT),
-        ("memory", TEXT),
-        ("value", TEXT),
-        ("spin", TEXT),
-        ("hang", TEXT),
-        ("stop", TEXT),
-        ("exit", TEXT),
-        ("exit-once", NOBODY),
-        ("row", ROW),
-        ("disk", MACHINE),
-        ("host", MACHINE),
+        *((text, TEXT) for text in ("recursion", "overflow", "memory", "value", "spin", "hang", "stop", "exit")),
+        *(("exit-once", NOBODY), ("row", ROW), ("disk", MACHINE), ("host", MACHINE)),
     ],
 )
 def test_each_row_of_the_table_of_faults(pool: Pool, tmp_path: Path, text: str, culprit: tuple[object, ...]):

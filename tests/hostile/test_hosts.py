@@ -194,15 +194,9 @@ def test_nobody_else_enters_the_folder_of_ray(run: Path):
 
 @pytest.mark.long("hostile")
 def test_ray_of_one_node_listens_on_loopback_alone(run: Path):
-    import psutil
+    from tests.stack.processes import listening_sockets
 
-    me = psutil.Process()
-    listening = {
-        (process.name(), connection.laddr.ip)
-        for process in [me, *me.children(recursive=True)]
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    }
+    listening = listening_sockets()
     assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
     assert {address for _, address in listening} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, listening
 

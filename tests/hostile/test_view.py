@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import threading
 from pathlib import Path
 
 import pytest
 
 from mrl.view.__main__ import Runs
+from tests.hostile.test_files import place
 from tests.reading import read_page
 from tests.unit.view.runs import make_run, rollout, write_dump
 from tests.waiting import HANG_S
@@ -67,12 +67,7 @@ def test_what_is_no_file_is_not_waited_for(folder: Path, name: str, kind: str):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     put(folder, "step_1/COMPLETE", "")
-    if kind == "FIFO":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to("/dev/zero")
+    place(path, kind)
     found = shown(folder)
     assert isinstance(found, dict) or (str(path) in found and "\n" not in found)
 

@@ -26,17 +26,10 @@ from tests.waiting import HANG_S
 WORKERS = "a reward worker is taken over"
 HOSTS = "a host that cannot confine programs"
 DEEDS = {
-    "connect": "network",
-    "datagram": "network",
-    "packet": "network",
-    "run": "processes",
-    "fork": "processes",
-    "kill": "processes",
-    "write": "files",
-    "delete": "files",
-    "link": "files",
-    "memory": "",
-    "environment": "",
+    **dict.fromkeys(("connect", "datagram", "packet"), "network"),
+    **dict.fromkeys(("run", "fork", "kill"), "processes"),
+    **dict.fromkeys(("write", "delete", "link"), "files"),
+    **dict.fromkeys(("memory", "environment"), ""),
 }
 
 

@@ -23,35 +23,13 @@ from conversion.files.hf_folder import DTYPES
 from mrl.config import files
 from mrl.data import prompts, supervised, trial
 from tests.sources import ROOT
+from tests.tiny import TINY_CONFIG
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
-
-TINY_CONFIG = {
-    "model_type": "nemotron_h",
-    "hybrid_override_pattern": "MEM*EME",
-    "vocab_size": 264,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 16,
-    "n_groups": 2,
-    "ssm_state_size": 16,
-    "conv_kernel": 4,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "moe_shared_expert_intermediate_size": 128,
-    "routed_scaling_factor": 2.5,
-    "max_position_embeddings": 4096,
-    "layer_norm_epsilon": 1e-5,
-}
 
 LLAMA_8B = {
     "model_type": "llama",

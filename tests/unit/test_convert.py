@@ -22,7 +22,13 @@ from conversion.files.torch_dist import find_checkpoint
 from conversion.tensors import read_whole
 from mrl.config.model import model_folder
 from mrl.convert import _report, main, size_in_bytes
-from tests.unit.conversion.dense import TINY
+from tests.tiny import TINY_CONFIG as TINY
+
+
+@pytest.fixture
+def checkpoint(mcore_folder: Path, tmp_path: Path) -> Path:
+    """A copy without a manifest, to change."""
+    return Path(shutil.copytree(mcore_folder, tmp_path / "mcore", ignore=shutil.ignore_patterns("manifest.json")))
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +100,7 @@ def test_shards_are_bounded(mcore_folder: Path, hf_folder: Path, tmp_path: Path)
     assert weight_map.keys() == load_file(hf_folder / "model.safetensors").keys()
 
 
-def test_config_json_tells_the_dtype_of_the_checkpoint(mcore_folder: Path, tmp_path: Path):
-    checkpoint = Path(shutil.copytree(mcore_folder, tmp_path / "mcore", ignore=shutil.ignore_patterns("manifest.json")))
+def test_config_json_tells_the_dtype_of_the_checkpoint(checkpoint: Path, tmp_path: Path):
     (checkpoint / "iter_0000000" / "hf_config.json").write_text(json.dumps(TINY | {"dtype": "float32"}))
     assert main(["mcore-to-hf", "--mcore", str(checkpoint), "--out", str(tmp_path / "out")]) == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -112,15 +117,15 @@ def test_the_iteration_that_the_latest_file_names_is_taken(mcore_folder: Path, t
 def refused(arguments: list[str], caplog: pytest.LogCaptureFixture) -> str:
     """The one message of a command that must end with exit code 2."""
     caplog.clear()
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO), pytest.MonkeyPatch.context() as patch:
+        # The entry replaces the handlers of the root logger, among them the one that captures.
+        patch.setattr("mrl.convert.logging.basicConfig", lambda **_: None)
         assert main(arguments) == 2
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
     return record.getMessage()
 
 
-def test_bad_input_gives_one_message_and_exit_code_2(hf_folder: Path, mcore_folder: Path, tmp_path: Path, monkeypatch, caplog):
-    # The entry replaces the handlers of the root logger, among them the one that captures.
-    monkeypatch.setattr("mrl.convert.logging.basicConfig", lambda **_: None)
+def test_bad_input_gives_one_message_and_exit_code_2(hf_folder: Path, mcore_folder: Path, tmp_path: Path, caplog):
     out, empty = str(tmp_path / "out"), tmp_path / "empty"
     empty.mkdir()
     assert "is not a folder; name a step_N folder" in refused(["mcore-to-hf", "--mcore", str(tmp_path / "none"), "--out", out], caplog)
@@ -143,9 +148,7 @@ def test_bad_input_gives_one_message_and_exit_code_2(hf_folder: Path, mcore_fold
     assert not Path(out).exists()
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_left(mcore_folder: Path, tmp_path: Path, monkeypatch, caplog):
-    monkeypatch.setattr("mrl.convert.logging.basicConfig", lambda **_: None)
-    checkpoint = Path(shutil.copytree(mcore_folder, tmp_path / "mcore", ignore=shutil.ignore_patterns("manifest.json")))
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_left(checkpoint: Path, tmp_path: Path, caplog):
     arguments = ["mcore-to-hf", "--mcore", str(checkpoint), "--out", str(tmp_path / "out")]
     config = checkpoint / "iter_0000000" / "hf_config.json"
     config.write_text(json.dumps(TINY | {"vocab_size": 500}))
@@ -229,7 +232,6 @@ def test_a_model_of_the_local_hub_cache_is_found_by_its_id(hf_folder: Path, tmp_
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("mrl.convert.logging.basicConfig", lambda **_: None)
     # As the hub library lays it out.
     repository = tmp_path / "models--some--model"
     (repository / "refs").mkdir(parents=True)
@@ -252,11 +254,14 @@ class Evil:
         return eval, ("__import__('pathlib').Path('it_ran').touch()",)
 
 
-def test_a_checkpoint_whose_metadata_would_run_something_is_refused_by_name(mcore_folder: Path, tmp_path: Path, monkeypatch, caplog):
+@pytest.fixture
+def metadata(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The metadata of the copy; what it makes run, would run in `tmp_path`."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mrl.convert.logging.basicConfig", lambda **_: None)
-    checkpoint = Path(shutil.copytree(mcore_folder, tmp_path / "mcore", ignore=shutil.ignore_patterns("manifest.json")))
-    metadata = checkpoint / "iter_0000000" / ".metadata"
+    return checkpoint / "iter_0000000" / ".metadata"
+
+
+def test_a_checkpoint_whose_metadata_would_run_something_is_refused_by_name(checkpoint: Path, metadata: Path, tmp_path: Path, caplog):
     content = pickle.loads(metadata.read_bytes())
     content.planner_data = Evil()
     metadata.write_bytes(pickle.dumps(content))
@@ -265,11 +270,7 @@ def test_a_checkpoint_whose_metadata_would_run_something_is_refused_by_name(mcor
     assert not (tmp_path / "it_ran").exists()
 
 
-def test_a_chunk_that_would_run_something_is_refused(mcore_folder: Path, tmp_path: Path, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mrl.convert.logging.basicConfig", lambda **_: None)
-    checkpoint = Path(shutil.copytree(mcore_folder, tmp_path / "mcore", ignore=shutil.ignore_patterns("manifest.json")))
-    metadata = checkpoint / "iter_0000000" / ".metadata"
+def test_a_chunk_that_would_run_something_is_refused(checkpoint: Path, metadata: Path, tmp_path: Path, caplog):
     content = pickle.loads(metadata.read_bytes())
     ((index, info),) = [item for item in content.storage_data.items() if item[0].fqn == "decoder.final_norm.weight"]
     stream = io.BytesIO()

@@ -61,7 +61,7 @@ def test_every_link_leads_to_a_file_and_a_heading():
 def test_every_paper_that_the_code_cites_is_listed_with_its_file():
     rows = (DOCS / "papers.md").read_text().splitlines()
     named = [name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row)]
-    assert len(named) > 30 and [name for name in named if not (ROOT / name).exists()] == []
+    assert len(named) > 20 and [name for name in named if not (ROOT / name).exists()] == []
     for path in (path for folder in ("mrl", "conversion") for path in sorted((ROOT / folder).rglob("*.py"))):
         name = path.relative_to(ROOT).as_posix()
         for paper in set(re.findall(r"arXiv:(\d+\.\d+)", path.read_text())):

@@ -13,19 +13,8 @@ import pytest
 from tests.sources import PRODUCT_FOLDERS, ROOT, python_files, tree_of
 
 # Calls that wait for ever unless `timeout` is given, by the end of their dotted name.
-NEED_TIMEOUT = {
-    "ray.get",
-    "ray.wait",
-    "subprocess.run",
-    "subprocess.call",
-    "subprocess.check_call",
-    "subprocess.check_output",
-    "init_process_group",
-    "new_group",
-    "TCPStore",
-    "urlopen",
-    "create_connection",
-}
+NEED_TIMEOUT = {"ray.get", "ray.wait", "init_process_group", "new_group", "TCPStore", "urlopen", "create_connection"}
+NEED_TIMEOUT |= {"subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"}
 # Methods that wait for ever when called with nothing at all: queues, threads, processes, futures, events, locks.
 NEED_ARGUMENT = {"get", "join", "result", "wait", "acquire", "communicate", "exception", "select"}
 # Methods without a timeout of their own: the same function must `poll` with one first.
@@ -35,21 +24,8 @@ NEED_POLL = {"recv", "recv_bytes"}
 NEED_WITHIN = {"ray.init", "ray.put", "ray.shutdown", "os.fsync"}
 # In the driver also these: a file system that hangs must not hang the run without a word.
 READS = {"open", "read_bytes", "read_text"}
-WRITES = {
-    "write",
-    "write_text",
-    "write_bytes",
-    "flush",
-    "truncate",
-    "mkdir",
-    "rename",
-    "unlink",
-    "rmtree",
-    "touch",
-    "link",
-    "copy2",
-    "copyfile",
-}
+WRITES = {"write", "write_text", "write_bytes", "flush", "truncate", "mkdir", "rename", "unlink", "rmtree", "touch", "link"}
+WRITES |= {"copy2", "copyfile"}
 DRIVER = ("mrl/loop/", "mrl/store/", "mrl/cluster/", "mrl/train.py")
 UNLIMITED = {
     ("mrl/cluster/payload.py", "ray.put(pack(flat))"): "in a rank, whose answer the driver waits for within train_s",

@@ -9,11 +9,10 @@ import stat
 import tempfile
 from pathlib import Path
 
-import psutil
-
 from mrl.cluster.environment import HOME, find_writable_by_others
 from mrl.cluster.runtime import FOLDER_PREFIX, OWNER_FILE, RAY_FOLDER
 from tests.stack.loop.conftest import LiveRun
+from tests.stack.processes import listening_sockets
 
 
 def test_arguments_of_vllm_are_those_of_the_live_engines(live: LiveRun):
@@ -55,13 +54,7 @@ def test_ranks_of_one_node_meet_in_a_file_that_nobody_else_may_open(live: LiveRu
 
 
 def test_a_run_of_one_node_listens_on_loopback_alone(live: LiveRun):
-    me = psutil.Process()
-    listening = {
-        (process.name(), connection.laddr.ip)
-        for process in [me, *me.children(recursive=True)]
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    }
+    listening = listening_sockets()
     assert {"ray::PolicyActor", "ray::EngineActor"} <= {name.partition(".")[0].partition(":call")[0] for name, _ in listening}, listening
     assert {address for _, address in listening} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, listening
 

@@ -206,22 +206,11 @@ def prepare(
         dict(tp=2, num_engines=2, first_gpu=WORLD_SIZE, buffer_bytes=64 << 10),
         dict(tp=2, first_gpu=WORLD_SIZE, dtypes=("bfloat16", "float32")),
     ],
-    ids=[
-        "tp1",
-        "tp2",
-        "two_engines_of_tp2",
-        "two_engines_one_gpu",
-        "two_engines_two_gpus",
-        "many_rounds",
-        "many_rounds_to_four_engines",
-        "bf16",
-        "bf16_to_fp32",
-        "two_engines_on_one_node",
-        "many_rounds_on_one_node",
-        "dedicated_tp1_on_one_node",
-        "dedicated_two_engines_of_tp2",
-        "dedicated_tp2_bf16_to_fp32",
-    ],
+    ids=(
+        "tp1 tp2 two_engines_of_tp2 two_engines_one_gpu two_engines_two_gpus many_rounds many_rounds_to_four_engines bf16 "
+        "bf16_to_fp32 two_engines_on_one_node many_rounds_on_one_node "
+        "dedicated_tp1_on_one_node dedicated_two_engines_of_tp2 dedicated_tp2_bf16_to_fp32"
+    ).split(),
 )
 def test_the_engine_holds_the_checkpoint_after_each_refit(processes, models, case):
     refit = prepare(processes, models, **case)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.event_loop import News
 from mrl.cluster.rollouts import ActorWork, RequestBook
 from mrl.types import RolloutRequest, SamplingParams
+from tests.unit.stories import as_story, settled
 from tests.waiting import HANG_S
 
 LOG = Path("logs/engine.log")
@@ -67,162 +67,136 @@ class Engines:
         await settled()
 
 
-async def settled() -> None:
-    """Lets the loop do what it can do at once."""
-    for _ in range(20):
-        await asyncio.sleep(0)
+@as_story
+async def test_a_request_goes_to_the_engine_with_the_fewest_unfinished_ones():
+    engines = Engines(2)
+    for index in range(2):
+        engines.book.begin(index)
+    await engines.ask("a", "b", "c")
+    assert engines.sent == [(0, ["a", "c"]), (1, ["b"])] and engines.book.called() == ["engine 0", "engine 1"]
+    await engines.answer(0, "c", "a")
+    assert engines.answers == {"a": "a by 0", "c": "c by 0"}
+    # An engine without work is not called; one that is called gets what is new with its next call.
+    assert engines.book.called() == ["engine 1"] and len(engines.sent) == 2
+    await engines.ask("d", "e")
+    assert engines.sent[2:] == [(0, ["d", "e"])]
+    await engines.ask("f")
+    assert engines.book.missing() == "4 rollouts (0/d/0 of engine 0 and others)"
+    await engines.answer(1)
+    assert engines.sent[-1] == (1, ["f"])
+    assert (engines.book.num_unfinished, engines.book.num_lost) == (4, 0)
 
 
-def run(story: Coroutine[None, None, None]) -> None:
-    asyncio.run(story)
+@as_story
+async def test_a_second_call_brings_new_requests_while_the_first_waits():
+    engines = Engines(1, num_calls=2)
+    engines.book.begin(0)
+    await engines.ask("a")
+    await engines.ask("b")
+    await engines.ask("c")
+    assert engines.sent == [(0, ["a"]), (0, ["b"])]
+    await engines.answer(0, "b")
+    assert engines.sent[2:] == [(0, ["c"])] and engines.answers == {"b": "b by 0"}
+    await engines.answer(0)
+    await engines.answer(0, "a", "c")
+    assert engines.answers.keys() == {"a", "b", "c"} and engines.book.called() == []
 
 
-def test_a_request_goes_to_the_engine_with_the_fewest_unfinished_ones():
-    async def story() -> None:
-        engines = Engines(2)
-        for index in range(2):
-            engines.book.begin(index)
-        await engines.ask("a", "b", "c")
-        assert engines.sent == [(0, ["a", "c"]), (1, ["b"])] and engines.book.called() == ["engine 0", "engine 1"]
-        await engines.answer(0, "c", "a")
-        assert engines.answers == {"a": "a by 0", "c": "c by 0"}
-        # An engine without work is not called; one that is called gets what is new with its next call.
-        assert engines.book.called() == ["engine 1"] and len(engines.sent) == 2
-        await engines.ask("d", "e")
-        assert engines.sent[2:] == [(0, ["d", "e"])]
-        await engines.ask("f")
-        assert engines.book.missing() == "4 rollouts (0/d/0 of engine 0 and others)"
-        await engines.answer(1)
-        assert engines.sent[-1] == (1, ["f"])
-        assert (engines.book.num_unfinished, engines.book.num_lost) == (4, 0)
-
-    run(story())
+@as_story
+async def test_nothing_is_sent_to_engines_that_are_held():
+    engines = Engines(1)
+    engines.book.begin(0)
+    await engines.ask("a")
+    engines.book.hold(True)
+    await engines.answer(0)
+    await engines.ask("b")
+    assert len(engines.sent) == 1
+    engines.book.hold(False)
+    await settled()
+    assert engines.sent[1:] == [(0, ["b"])]
 
 
-def test_a_second_call_brings_new_requests_while_the_first_waits():
-    async def story() -> None:
-        engines = Engines(1, num_calls=2)
-        engines.book.begin(0)
-        await engines.ask("a")
-        await engines.ask("b")
-        await engines.ask("c")
-        assert engines.sent == [(0, ["a"]), (0, ["b"])]
-        await engines.answer(0, "b")
-        assert engines.sent[2:] == [(0, ["c"])] and engines.answers == {"b": "b by 0"}
-        await engines.answer(0)
-        await engines.answer(0, "a", "c")
-        assert engines.answers.keys() == {"a", "b", "c"} and engines.book.called() == []
-
-    run(story())
-
-
-def test_nothing_is_sent_to_engines_that_are_held():
-    async def story() -> None:
-        engines = Engines(1)
-        engines.book.begin(0)
-        await engines.ask("a")
-        engines.book.hold(True)
-        await engines.answer(0)
-        await engines.ask("b")
-        assert len(engines.sent) == 1
-        engines.book.hold(False)
-        await settled()
-        assert engines.sent[1:] == [(0, ["b"])]
-
-    run(story())
+@as_story
+async def test_a_restarted_engine_is_asked_its_unfinished_requests_again():
+    engines = Engines(2)
+    for index in range(2):
+        engines.book.begin(index)
+    await engines.ask("a", "b", "c")
+    await engines.answer(0, "a")
+    await engines.die(0)
+    assert engines.book.lost == {0} and (engines.book.num_unfinished, engines.book.num_lost) == (2, 1)
+    assert engines.book.end(0, LOG) == 1
+    assert not engines.book.lost and engines.book.num_restarts == 1 and len(engines.sent) == 3
+    engines.book.begin(0)
+    await settled()
+    assert engines.sent[3:] == [(0, ["c"])]
+    await engines.answer(0, "c")
+    assert engines.answers == {"a": "a by 0", "c": "c by 0"}
 
 
-def test_a_restarted_engine_is_asked_its_unfinished_requests_again():
-    async def story() -> None:
-        engines = Engines(2)
-        for index in range(2):
-            engines.book.begin(index)
-        await engines.ask("a", "b", "c")
-        await engines.answer(0, "a")
-        await engines.die(0)
-        assert engines.book.lost == {0} and (engines.book.num_unfinished, engines.book.num_lost) == (2, 1)
-        assert engines.book.end(0, LOG) == 1
-        assert not engines.book.lost and engines.book.num_restarts == 1 and len(engines.sent) == 3
+@as_story
+async def test_an_engine_that_keeps_dying_without_a_rollout_ends_the_run():
+    engines = Engines(1, max_fruitless=2)
+    engines.book.begin(0)
+    await engines.ask("a", "b")
+    for _ in range(2):
+        engines.book.end(0, LOG)
         engines.book.begin(0)
         await settled()
-        assert engines.sent[3:] == [(0, ["c"])]
-        await engines.answer(0, "c")
-        assert engines.answers == {"a": "a by 0", "c": "c by 0"}
-
-    run(story())
-
-
-def test_an_engine_that_keeps_dying_without_a_rollout_ends_the_run():
-    async def story() -> None:
-        engines = Engines(1, max_fruitless=2)
-        engines.book.begin(0)
-        await engines.ask("a", "b")
-        for _ in range(2):
-            engines.book.end(0, LOG)
-            engines.book.begin(0)
-            await settled()
-        engines.calls[0] = engines.calls[0][-1:]
-        await engines.answer(0, "a")
-        for _ in range(2):
-            engines.book.end(0, LOG)
-        with pytest.raises(RuntimeError, match=r"engine 0 died 3 times in a row .* see logs/engine\.log"):
-            engines.book.end(0, LOG)
-        assert engines.book.num_restarts == 4
-
-    run(story())
+    engines.calls[0] = engines.calls[0][-1:]
+    await engines.answer(0, "a")
+    for _ in range(2):
+        engines.book.end(0, LOG)
+    with pytest.raises(RuntimeError, match=r"engine 0 died 3 times in a row .* see logs/engine\.log"):
+        engines.book.end(0, LOG)
+    assert engines.book.num_restarts == 4
 
 
-def test_an_error_of_an_engine_reaches_who_waits():
-    async def story() -> None:
-        engines = Engines(1)
-        engines.book.begin(0)
-        await engines.ask("a")
-        engines.calls[0].pop(0).set_exception(ValueError("engine 0 failed"))
-        await settled()
-        with pytest.raises(ValueError, match="engine 0 failed"):
-            await engines.news._until(lambda: False)
-
-    run(story())
+@as_story
+async def test_an_error_of_an_engine_reaches_who_waits():
+    engines = Engines(1)
+    engines.book.begin(0)
+    await engines.ask("a")
+    engines.calls[0].pop(0).set_exception(ValueError("engine 0 failed"))
+    await settled()
+    with pytest.raises(ValueError, match="engine 0 failed"):
+        await engines.news._until(lambda: False)
 
 
-def test_answers_are_taken_together_and_a_call_ends_the_wait_of_an_earlier_one():
-    async def story() -> None:
-        work, may_end = ActorWork[str](), asyncio.Event()
+@as_story
+async def test_answers_are_taken_together_and_a_call_ends_the_wait_of_an_earlier_one():
+    work, may_end = ActorWork[str](), asyncio.Event()
 
-        async def one(name: str, *, waits: bool = False) -> None:
-            if waits:
-                await may_end.wait()
-            work.answer(name, f"{name} is done")
+    async def one(name: str, *, waits: bool = False) -> None:
+        if waits:
+            await may_end.wait()
+        work.answer(name, f"{name} is done")
 
-        for name in "abc":
-            work.begin(one(name))
-        # All that is worked on is done: nobody waits for more.
-        assert await work.take(HANG_S, gather_s=HANG_S) == {name: f"{name} is done" for name in "abc"}
-        # What does not end is not waited for longer than asked.
-        work.begin(one("late", waits=True))
-        assert await work.take(0.0, gather_s=HANG_S) == {}
-        work.begin(one("quick"))
-        assert await work.take(HANG_S, gather_s=0.0) == {"quick": "quick is done"}
-        earlier = asyncio.ensure_future(work.take(HANG_S, gather_s=HANG_S))
-        await settled()
-        later = asyncio.ensure_future(work.take(HANG_S, gather_s=HANG_S))
-        assert await earlier == {}
-        may_end.set()
-        assert await later == {"late": "late is done"}
-
-    run(asyncio.wait_for(story(), HANG_S))
+    for name in "abc":
+        work.begin(one(name))
+    # All that is worked on is done: nobody waits for more.
+    assert await work.take(HANG_S, gather_s=HANG_S) == {name: f"{name} is done" for name in "abc"}
+    # What does not end is not waited for longer than asked.
+    work.begin(one("late", waits=True))
+    assert await work.take(0.0, gather_s=HANG_S) == {}
+    work.begin(one("quick"))
+    assert await work.take(HANG_S, gather_s=0.0) == {"quick": "quick is done"}
+    earlier = asyncio.ensure_future(work.take(HANG_S, gather_s=HANG_S))
+    await settled()
+    later = asyncio.ensure_future(work.take(HANG_S, gather_s=HANG_S))
+    assert await earlier == {}
+    may_end.set()
+    assert await later == {"late": "late is done"}
 
 
-def test_an_error_of_the_work_reaches_who_takes_answers():
-    async def story() -> None:
-        work = ActorWork[str]()
+@as_story
+async def test_an_error_of_the_work_reaches_who_takes_answers():
+    work = ActorWork[str]()
 
-        async def fail() -> None:
-            raise KeyError("no such environment")
+    async def fail() -> None:
+        raise KeyError("no such environment")
 
-        work.begin(asyncio.sleep(HANG_S))
-        work.begin(fail())
-        with pytest.raises(KeyError, match="no such environment"):
-            await work.take(HANG_S, gather_s=HANG_S)
-
-    run(story())
+    work.begin(asyncio.sleep(HANG_S))
+    work.begin(fail())
+    with pytest.raises(KeyError, match="no such environment"):
+        await work.take(HANG_S, gather_s=HANG_S)

@@ -13,21 +13,10 @@ from mrl.config.load import load_config, load_run
 from mrl.config.model import find_override_problems, overridden_config, overridden_folder
 from mrl.config.rules.checks import find_problems
 from mrl.loop.preflight import check_start
+from tests.tiny import TINY
 from tests.unit.conftest import write_weights
 
-QWEN = dict(
-    model_type="qwen3",
-    vocab_size=264,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    rms_norm_eps=1e-6,
-    max_position_embeddings=2048,
-    tie_word_embeddings=True,
-)
+QWEN = {"model_type": "qwen3", **TINY["qwen3"], "max_position_embeddings": 2048}
 OLDER = QWEN | dict(rope_theta=1e6, rope_scaling=None)
 NEWER = QWEN | dict(rope_parameters=dict(rope_type="default", rope_theta=1e6))
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=2048)

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.errors import ConfigError
 from mrl.config.load import load_config, load_run
-from mrl.config.rules.checks import find_problems
 
 
 def written(folder: Path, text: str) -> Path:
@@ -72,59 +70,3 @@ def test_a_critic_of_another_backend_is_translated_as_a_policy_is(tmp_path: Path
     assert config.policy.megatron_cfg.tensor_model_parallel_size == 1
     assert any("value.optimizer.kwargs.lr=0.25" in line and "value.megatron_cfg.optimizer.lr" in line for line in migration.translated)
     assert not any("policy." in line for line in migration.translated)
-
-
-@pytest.mark.parametrize(
-    ("override", "rule"),
-    [
-        ("+value.tokenizer={name: other}", "the critic reads the tokens that the policy does"),
-        ("+value.hf_config_overrides={rope_theta: 1}", "the critic's config.json is taken as it is"),
-        ("value.generation={backend: vllm}", "no such key"),
-        ("value.megatron_cfg.fp8_cfg={enabled: true}", "training in FP8 needs a GPU"),
-        ("ppo.adv_estimator.name=raw_reward", "no other estimator gives returns to train a critic on"),
-        ("ppo.adv_estimator.gae_lambda=1.1", "out of range"),
-    ],
-)
-def test_what_a_critic_cannot_have_is_refused(override: str, rule: str):
-    with pytest.raises(ConfigError, match=rule):
-        load_config("ppo_tiny.yaml", [override])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "start"),
-    [
-        (["value.megatron_cfg.peft.enabled=true"], "value.megatron_cfg.peft.enabled=true: adapters freeze"),
-        (["value.max_total_sequence_length=100"], "value.max_total_sequence_length=100: the critic reads sequences of policy.max_"),
-        (["value.train_global_batch_size=511"], "value.train_global_batch_size=511: the 512 rollouts of a step"),
-        (["value.megatron_cfg.optimizer.min_lr=1"], "value.megatron_cfg.optimizer.min_lr=1.0: must be at most value.megatron_cfg."),
-        (["value.megatron_cfg.pipeline_model_parallel_size=3"], "value.megatron_cfg.pipeline_model_parallel_size=3: "),
-        (["grpo.adv_estimator.name=gdpo"], "grpo.adv_estimator.name=gdpo: algorithm=ppo compares tokens with the critic's values"),
-        (["value.megatron_cfg.env_vars={A: b}"], "value.megatron_cfg.env_vars={'A': 'b'}: policy and critic share processes"),
-        (["value.megatron_cfg.mtp_num_layers=2"], "value.megatron_cfg.mtp_num_layers=2: a critic predicts no tokens"),
-        (
-            ["policy.megatron_cfg.optimizer.min_lr=1", "value.megatron_cfg.optimizer.min_lr=1"],
-            "value.megatron_cfg.optimizer.min_lr=1.0: must be at most value.megatron_cfg.",
-        ),
-        (["loss_fn.use_kl_in_reward=true"], "loss_fn.use_kl_in_reward=true: loss_fn.reference_policy_kl_penalty=0 leaves nothing"),
-        (["grpo.reward_shaping.enabled=true"], "grpo.reward_shaping.enabled=true: it needs grpo.reward_shaping.overlong_buffer_length"),
-        (
-            ["ppo.ppo_epochs=1", "loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=128"],
-            "loss_fn.force_on_policy_ratio=true: it is right for one update per step",
-        ),
-        (
-            ["loss_fn.force_on_policy_ratio=true"],
-            "loss_fn.force_on_policy_ratio=true: it is right for one update per step",
-        ),
-        (["ppo.num_generations_per_prompt=1", "ppo.use_dynamic_sampling=true"], "grpo.num_generations_per_prompt=1: "),
-    ],
-)
-def test_rules_of_the_critic_name_its_keys(workplace: Path, overrides: list[str], start: str):
-    problems = find_problems(load_config("ppo_tiny.yaml", overrides))
-    assert any(problem.startswith(start) for problem in problems), problems
-
-
-def test_the_packaged_config_is_accepted(workplace: Path):
-    # The model of these tests has seven layers.
-    stages = "value.megatron_cfg.num_layers_in_first_pipeline_stage=4"
-    assert find_problems(load_config("ppo_tiny.yaml", [stages])) == []
-    assert find_problems(load_config("ppo_tiny.yaml", [stages, "ppo.num_generations_per_prompt=1", "ppo.num_prompts_per_step=512"])) == []

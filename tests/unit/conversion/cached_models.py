@@ -21,7 +21,7 @@ from conversion import cache, convert
 from conversion.convert import convert_hf_to_mcore
 from conversion.families.registry import family
 from conversion.files.manifest import FinishedFiles, HashedFile
-from tests.unit.conversion.dense import TINY
+from tests.tiny import TINY_CONFIG as TINY
 from tests.waiting import wait_until
 
 

@@ -12,30 +12,6 @@ from conversion.boxes import Box, Layout, Slot, SlotLayout
 UNWRITTEN = -1
 PADDING = -2
 
-TINY = dict(
-    model_type="nemotron_h",
-    hybrid_override_pattern="MEM*EME",
-    num_hidden_layers=7,
-    vocab_size=264,
-    hidden_size=64,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    mamba_num_heads=8,
-    mamba_head_dim=16,
-    n_groups=2,
-    ssm_state_size=16,
-    conv_kernel=4,
-    intermediate_size=128,
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    moe_intermediate_size=64,
-    moe_shared_expert_intermediate_size=128,
-    routed_scaling_factor=2.5,
-    max_position_embeddings=4096,
-    layer_norm_epsilon=1e-5,
-)
-
 
 def index_arrays(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """An int64 array for each shape; no value occurs twice over all of them."""

@@ -8,7 +8,7 @@ from conversion.families.common import MegatronParallel, VllmParallel
 from conversion.families.registry import family
 from conversion.reshard import reshard
 from scripts.bench.least_bytes import LeastBytes, least_bytes
-from tests.unit.conversion.dense import TINY
+from tests.tiny import TINY_CONFIG as TINY
 
 
 def rows(start: int, stop: int) -> Layout:

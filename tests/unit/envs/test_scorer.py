@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -12,6 +12,7 @@ from mrl.envs.scorer import RewardPool, Scorer
 from mrl.envs.task import Environment, Task
 from mrl.types import RewardLoad, Verdict
 from tests.unit.envs.pools import Childless
+from tests.unit.stories import as_story, settled
 from tests.waiting import HANG_S
 
 HOSTILE = Environment("mrl.envs.own:make", {"function": "tests.unit.envs.hostile:score"}, allowances=("processes",))
@@ -44,121 +45,97 @@ def begin(scorer: Scorer, *texts: str, env_name: str = "gate") -> list[asyncio.T
     return [asyncio.ensure_future(scorer.judge(f"id of {text}", env_name, Task((text,), "b"))) for text in texts]
 
 
-async def settled() -> None:
-    """Lets the loop do what it can do at once."""
-    for _ in range(20):
-        await asyncio.sleep(0)
+@as_story
+async def test_answers_are_handed_in_while_another_is_judged():
+    gate = Gate()
+    scorer = scorer_of({"gate": gate})
+    await scorer.start(["gate"])
+    judging = begin(scorer, "a")
+    await settled()
+    # Neither of these waits for the first.
+    judging += begin(scorer, "b", "c", "d")
+    await settled()
+    assert gate.asked == ["a", "b", "c", "d"]
+    gate.is_open.set()
+    assert [(await one).reward for one in judging] == [0.0, 1.0, 0.0, 0.0]
+    assert scorer.take_load().seconds > 0
+    assert scorer.take_load() == RewardLoad()
 
 
-def run(story: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(story, HANG_S))
+@as_story
+async def test_a_verdict_is_given_before_others_and_the_load_counts_what_still_waits():
+    scorer = scorer_of({"gate": Gate()})
+    slow, quick = begin(scorer, "a", "quick")
+    assert (await quick).text == "quick" and not slow.done()
+    scorer.take_load()
+    await settled()
+    assert scorer.take_load().seconds > 0
+    slow.cancel()
 
 
-def test_answers_are_handed_in_while_another_is_judged():
-    async def story() -> None:
-        gate = Gate()
-        scorer = scorer_of({"gate": gate})
-        await scorer.start(["gate"])
-        judging = begin(scorer, "a")
-        await settled()
-        # Neither of these waits for the first.
-        judging += begin(scorer, "b", "c", "d")
-        await settled()
-        assert gate.asked == ["a", "b", "c", "d"]
-        gate.is_open.set()
-        assert [(await one).reward for one in judging] == [0.0, 1.0, 0.0, 0.0]
-        assert scorer.take_load().seconds > 0
-        assert scorer.take_load() == RewardLoad()
-
-    run(story())
-
-
-def test_a_verdict_is_given_before_others_and_the_load_counts_what_still_waits():
-    async def story() -> None:
-        scorer = scorer_of({"gate": Gate()})
-        slow, quick = begin(scorer, "a", "quick")
-        assert (await quick).text == "quick" and not slow.done()
-        scorer.take_load()
-        await settled()
-        assert scorer.take_load().seconds > 0
-        slow.cancel()
-
-    run(story())
-
-
-def test_more_slow_rollouts_than_workers_are_all_judged():
+@as_story
+async def test_more_slow_rollouts_than_workers_are_all_judged():
     """Ten times as many as workers: none is masked, and the waits of all are counted. `test_pool.py` holds the deadline of each."""
 
     async def build(name: str) -> RewardPool:
         return await RewardPool(replace(HOSTILE, num_workers=2, timeout_s=HANG_S)).start()
 
-    async def story() -> None:
-        scorer = Scorer(build)
-        await scorer.start(["slow"])
-        judging = [scorer.judge(str(index), "slow", Task(("nap",), str(index))) for index in range(20)]
-        assert [verdict.status for verdict in await asyncio.gather(*judging)] == ["ok"] * 20
-        load = scorer.take_load()
-        assert load.num_judged == load.num_begun == 20 == load.longest_queue
-        # A nap takes at least 0.05 s: nine pairs of them before the last, and on average as many before a rollout as the half of that.
-        assert load.longest_wait_s > 9 * 0.05 and load.wait_s > 20 * 4.5 * 0.05
-        # Those that are remembered have waited for nobody.
-        await scorer.judge("again", "slow", Task(("nap",), "7"))
-        load = scorer.take_load()
-        assert (load.num_judged, load.num_begun) == (0, 0)
-        scorer.environments["slow"].close()
-
-    asyncio.run(story())
+    scorer = Scorer(build)
+    await scorer.start(["slow"])
+    judging = [scorer.judge(str(index), "slow", Task(("nap",), str(index))) for index in range(20)]
+    assert [verdict.status for verdict in await asyncio.gather(*judging)] == ["ok"] * 20
+    load = scorer.take_load()
+    assert load.num_judged == load.num_begun == 20 == load.longest_queue
+    # A nap takes at least 0.05 s: nine pairs of them before the last, and on average as many before a rollout as the half of that.
+    assert load.longest_wait_s > 9 * 0.05 and load.wait_s > 20 * 4.5 * 0.05
+    # Those that are remembered have waited for nobody.
+    await scorer.judge("again", "slow", Task(("nap",), "7"))
+    load = scorer.take_load()
+    assert (load.num_judged, load.num_begun) == (0, 0)
+    scorer.environments["slow"].close()
 
 
-def test_each_environment_judges_its_own_and_its_error_reaches_the_caller():
-    async def story() -> None:
-        one, other = Gate(is_open=True), Gate()
-        scorer = scorer_of({"one": one, "other": other})
-        (judged,) = begin(scorer, "a", env_name="one")
-        (missing,) = begin(scorer, "b", env_name="missing")
-        with pytest.raises(KeyError, match="missing"):
-            await missing
-        assert (await judged).text == "a" and (one.asked, other.asked) == (["a"], [])
-
-    run(story())
+@as_story
+async def test_each_environment_judges_its_own_and_its_error_reaches_the_caller():
+    one, other = Gate(is_open=True), Gate()
+    scorer = scorer_of({"one": one, "other": other})
+    (judged,) = begin(scorer, "a", env_name="one")
+    (missing,) = begin(scorer, "b", env_name="missing")
+    with pytest.raises(KeyError, match="missing"):
+        await missing
+    assert (await judged).text == "a" and (one.asked, other.asked) == (["a"], [])
 
 
-def test_environments_do_not_wait_for_each_other_and_start_when_needed():
-    async def story() -> None:
-        slow, quick = Gate(), Gate(is_open=True)
-        scorer = scorer_of({"slow": slow, "quick": quick})
-        await scorer.start(["slow"])
-        assert list(scorer.environments) == ["slow"]
-        (waiting,) = begin(scorer, "a", env_name="slow")
-        (judged,) = begin(scorer, "b", env_name="quick")
-        assert (await judged).text == "b" and not waiting.done()
-        assert list(scorer.environments) == ["slow", "quick"]
-        slow.is_open.set()
-        assert (await waiting).text == "a"
-
-    run(story())
+@as_story
+async def test_environments_do_not_wait_for_each_other_and_start_when_needed():
+    slow, quick = Gate(), Gate(is_open=True)
+    scorer = scorer_of({"slow": slow, "quick": quick})
+    await scorer.start(["slow"])
+    assert list(scorer.environments) == ["slow"]
+    (waiting,) = begin(scorer, "a", env_name="slow")
+    (judged,) = begin(scorer, "b", env_name="quick")
+    assert (await judged).text == "b" and not waiting.done()
+    assert list(scorer.environments) == ["slow", "quick"]
+    slow.is_open.set()
+    assert (await waiting).text == "a"
 
 
-def test_a_rollout_that_is_not_scored_is_named(caplog: pytest.LogCaptureFixture):
+@as_story
+async def test_a_rollout_that_is_not_scored_is_named(caplog: pytest.LogCaptureFixture):
     class Refusing(Childless):
         async def judge(self, task: Task) -> Verdict:
             return Verdict(0.0, False, "error", "", task.text, reason="the reward is nan")
 
-    async def story() -> None:
-        await scorer_of({"bad": Refusing()}).judge("3/row:7/2", "bad", Task(("x",)))
-
-    run(story())
+    await scorer_of({"bad": Refusing()}).judge("3/row:7/2", "bad", Task(("x",)))
     assert all(words in caplog.text for words in ("3/row:7/2 (bad) is not scored", "the reward is nan"))
 
 
 @pytest.mark.parametrize("masks", [True, False])
-def test_flagged_rollouts_are_masked_if_the_config_says_so(masks: bool):
+@as_story
+async def test_flagged_rollouts_are_masked_if_the_config_says_so(masks: bool):
     class Flagging(Childless):
         async def judge(self, task: Task) -> Verdict:
             return Verdict(1.0, True, "ok", "", task.text, flags=("mask_sample",) if task.text == "a" else ())
 
-    async def story() -> None:
-        verdicts = await asyncio.gather(*begin(scorer_of({"gate": Flagging()}, masks=masks), "a", "b"))
-        assert [verdict.is_valid for verdict in verdicts] == [not masks, True]
-
-    run(story())
+    verdicts = await asyncio.gather(*begin(scorer_of({"gate": Flagging()}, masks=masks), "a", "b"))
+    assert [verdict.is_valid for verdict in verdicts] == [not masks, True]

@@ -12,7 +12,7 @@ from conversion.families.common import MegatronCoords, MegatronParallel, VllmPar
 from conversion.families.registry import family
 from mrl.refit import RefitError
 from mrl.refit.inputs import RefitInputs
-from tests.unit.conversion.dense import TINY
+from tests.tiny import TINY_CONFIG as TINY
 from tests.unit.conversion.hf_folders import tiny_config
 
 PARALLEL = MegatronParallel(tp=2)

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.schema.data import DataConfig, TrainDataConfig
 from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
-from mrl.config.schema.run import CheckpointingConfig, Facts, LoggerConfig, RunConfig
+from mrl.config.schema.run import Facts, RunConfig
 from mrl.data.reading import LeftOut, Rows
 from mrl.store.checkpoints import CheckpointStore
 from mrl.store.identity import Identity, check_identity, identity_of
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
+from tests.unit.store.test_run_folder import config as config_of
 
 IDS = [f"train:{line}" for line in range(1, 21)]
 
@@ -35,12 +35,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def config(model: Path) -> RunConfig:
-    return RunConfig(
-        policy=PolicyConfig(model_name=str(model), tokenizer=TokenizerConfig(name=str(model))),
-        data=DataConfig(train=TrainDataConfig(data_path="train.jsonl")),
-        checkpointing=CheckpointingConfig(checkpoint_dir=str(model.parent / "run")),
-        logger=LoggerConfig(log_dir=str(model.parent / "run/logs")),
-    )
+    return config_of(model.parent)
 
 
 def identity(config: RunConfig, ids: list[str] = IDS, digest: str = "rows") -> Identity:

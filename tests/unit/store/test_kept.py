@@ -87,15 +87,20 @@ def write(found: KeptRollouts, folder: Path, names: Sequence[str], version: int 
     wait_until(lambda: written(folder) == sorted([*before, *names]), "a write")
 
 
+def earlier(folder: Path, *, step: int = 0, lag: int = 1) -> None:
+    """An attempt that has kept group "a", and has ended."""
+    first = attempt(folder, step=step, lag=lag)
+    write(first, folder, ["a"])
+    first.close()
+
+
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "INTERVAL_S", 0.01)
 
 
 def test_the_next_attempt_gets_every_byte_of_a_group(tmp_path: Path):
-    first = attempt(tmp_path)
-    write(first, tmp_path, ["a"])
-    first.close()
+    earlier(tmp_path)
     second = attempt(tmp_path)
     group, expected = second.take(0, prompt("a")), whole("a", 5)
     assert isinstance(group, KeptGroup) and second.version_of(group) == 5 and second.take(0, prompt("a")) is None
@@ -126,9 +131,7 @@ def test_the_next_attempt_gets_every_byte_of_a_group(tmp_path: Path):
 def test_what_is_too_old_or_of_other_settings_is_not_used_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict, said: str
 ):
-    first = attempt(tmp_path, lag=changes.get("lag", 1))
-    write(first, tmp_path, ["a"])
-    first.close()
+    earlier(tmp_path, lag=changes.get("lag", 1))
     caplog.set_level("INFO")
     second = attempt(tmp_path, **changes)
     group = second.take(0, prompt("a"))
@@ -141,9 +144,7 @@ def test_what_is_too_old_or_of_other_settings_is_not_used_and_said(
 
 
 def test_rollouts_of_weights_that_are_rolled_back_are_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    first = attempt(tmp_path, step=6)
-    write(first, tmp_path, ["a"])
-    first.close()
+    earlier(tmp_path, step=6)
     caplog.set_level("INFO")
     second = attempt(tmp_path, step=3)
     assert second.take(0, prompt("a")) is None and "from weights after step 3, which are rolled back" in caplog.text
@@ -152,9 +153,7 @@ def test_rollouts_of_weights_that_are_rolled_back_are_not_used(tmp_path: Path, c
 
 
 def test_a_prompt_with_another_text_is_asked_again(tmp_path: Path):
-    first = attempt(tmp_path)
-    write(first, tmp_path, ["a"])
-    first.close()
+    earlier(tmp_path)
     second = attempt(tmp_path)
     assert second.take(0, dataclasses.replace(prompt("a"), expected_answer="3")) is None
     second.close()
@@ -366,9 +365,7 @@ def test_what_other_code_of_the_users_has_judged_is_not_kept(tmp_path: Path, mon
 
 @pytest.mark.parametrize("setting", ["checkpointing.keep_rollouts_gb=0", "checkpointing.enabled=false"])
 def test_a_run_that_keeps_nothing_neither_writes_nor_reads(tmp_path: Path, setting: str):
-    first = attempt(tmp_path / "rollouts")
-    write(first, tmp_path / "rollouts", ["a"])
-    first.close()
+    earlier(tmp_path / "rollouts")
     run, collector = load_config("grpo_tiny.yaml", [setting]), SimpleNamespace(on_whole=None)
     with open_kept(run, cast("RunFolder", SimpleNamespace(path=tmp_path)), {}, cast("RolloutCollector", collector), last_step=9) as found:
         assert found is None and collector.on_whole is None and written(tmp_path / "rollouts") == []

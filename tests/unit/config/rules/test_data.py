@@ -8,7 +8,6 @@ import pytest
 from mrl.config.errors import ConfigError
 from mrl.config.load import load_config
 from mrl.config.rules.checks import find_problems
-from tests.unit.config.problems import problems_of
 
 
 def load(*overrides: str):
@@ -19,35 +18,6 @@ def write(folder: Path, text: str) -> Path:
     path = folder / "config.yaml"
     path.write_text(text)
     return path
-
-
-BAD = [
-    ("data.train.dataset_name=OpenMath", "data.train.dataset_name=OpenMath: no such data set is known; leave it out, or use one of"),
-    ("data.default.dataset_name=OpenMath", "data.default.dataset_name=OpenMath: no such data set is known"),
-    ("data.train.data_path=null", "data.train.data_path is required and has no default; set it in the config file or as data."),
-    ("data.train.data_path=no/such/file", "data.train.data_path=no/such/file: no such file or folder in "),
-    ("data.default.processor=vlm_hf_data_processor", "data.default.processor=vlm_hf_data_processor: no such processor; use one of"),
-    ("data.validation.processor=mine", "data.validation.processor=mine: no such processor"),
-    ("data.train.env_name=maths", "data.train.env_name=maths: no such environment; use one of math, "),
-    ("data.default.prompt_file=no.txt", "data.default.prompt_file=no.txt: no such file in "),
-    ("data.validation.system_prompt_file=no.txt", "data.validation.system_prompt_file=no.txt: no such file in "),
-    ("data.train.repeat=0", "data.train.repeat=0: out of range"),
-    ("data.train.split_validation_size=-0.1", "data.train.split_validation_size=-0.1: out of range"),
-    ("data.max_bad_row_share=1.5", "data.max_bad_row_share=1.5: out of range"),
-    ("data.train=[]", "data.train=[]: a list of data sets has one at least"),
-    ("data.train=[{data_path: prepared, repeat: 0}]", "data.train.datasets[0].repeat=0: out of range"),
-    ("data.train=[{data_path: prepared}, {dataset_name: x}]", "data.train.datasets[1].dataset_name=x: no such data set is known"),
-    ("data.train=[{data_path: prepared, split_validation_size: -1}]", "data.train.datasets[0].split_validation_size=-1: out of range"),
-    ("data.train=[{data_path: prepared, env_name: x}]", "data.train.datasets[0].env_name=x: no such environment"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("override", "problem"), BAD)
-def test_what_is_wrong_with_a_data_set(workplace: Path, override: str, problem: str):
-    found = problems_of(override)
-    assert [text for text in found if text.startswith(problem)], found
-    # What two data sets take from data.default is one problem.
-    assert len(set(found)) == len(found)
 
 
 def test_conversations_of_nemo_gym_take_no_prompt_file(workplace: Path):

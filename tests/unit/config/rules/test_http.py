@@ -3,8 +3,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from mrl.config.errors import Unprovided
 from mrl.config.load import load_run
 from tests.sources import ROOT
@@ -13,30 +11,6 @@ from tests.unit.config.problems import problems_of
 VLLM = "policy.generation.vllm_cfg"
 CHAT = f"{VLLM}.http_server_serving_chat_kwargs"
 SERVED = f"{VLLM}.expose_http_server=true"
-
-
-def test_parsers_of_vllm(workplace: Path):
-    assert problems_of(SERVED, f"{CHAT}={{enable_auto_tools: true, tool_parser: qwen3_coder, reasoning_parser: nemotron_v3}}") == []
-
-
-@pytest.mark.parametrize(
-    ("override", "start", "part"),
-    [
-        (f"{CHAT}.tool_parser=qwen3_codr", f"{CHAT}.tool_parser=qwen3_codr: ", "nearest is qwen3_coder"),
-        (f"{CHAT}.reasoning_parser=nemotron", f"{CHAT}.reasoning_parser=nemotron: ", "nearest is nemotron_v3"),
-        (f"{CHAT}.enable_auto_tools=true", f"{CHAT}.enable_auto_tools=true: ", "tool_parser"),
-        (f"{VLLM}.tool_parser_plugin=none.py", f"{VLLM}.tool_parser_plugin=none.py: ", "correct the path"),
-        (
-            "policy.generation.port_range_low=4999",
-            "policy.generation.port_range_low=4999: ",
-            "port_range_high=4999",
-        ),
-    ],
-)
-def test_a_server_that_could_not_start(workplace: Path, override: str, start: str, part: str):
-    (problem,) = problems_of(SERVED, override)
-    assert problem.startswith(start) and part in problem
-    assert problems_of(override) == []  # without a server
 
 
 def test_a_plugin_brings_its_own_names(workplace: Path):

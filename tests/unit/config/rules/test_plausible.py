@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import json
 from pathlib import Path
 
 import pytest
@@ -42,9 +41,14 @@ LONG_ROWS = [
         1288,
     ),
 ]
-OF_DISTILLATION = ("distillation.topk_logits_k=1", "the loss is 0 and nothing is learned")
-OF_AGE = ("loss_fn.use_importance_sampling_correction=false", "as if the present weights had drawn them")
-OF_PPO = ("ppo.policy_training_start_step=100", "only the critic learns")
+OTHERS = [
+    # config, override, part of the doubt, what it needs beside; the first rule is that of NeMo RL's single controller
+    ("grpo_tiny.yaml", "loss_fn.use_importance_sampling_correction=false", "as if the present weights had drawn them",
+     ["grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false"]),
+    ("ppo_tiny.yaml", "ppo.policy_training_start_step=100", "only the critic learns",
+     ["value.megatron_cfg.num_layers_in_first_pipeline_stage=4"]),
+    ("distillation_tiny.yaml", "distillation.topk_logits_k=1", "the loss is 0 and nothing is learned", []),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("override", "reason"), DOUBTFUL)
@@ -58,15 +62,13 @@ def test_a_slip_is_a_warning_and_no_refusal(workplace: Path, override: str, reas
 
 
 def test_every_doubt_is_tried():
-    assert set(DOUBTS) == {override.partition("=")[0] for override, _ in (*DOUBTFUL, OF_AGE, OF_PPO, OF_DISTILLATION)}
+    assert set(DOUBTS) == {override.partition("=")[0] for override, _ in (*DOUBTFUL, *(row[1:3] for row in OTHERS))}
 
 
-def test_rollouts_of_one_step_before_may_count_as_fresh(workplace: Path):
-    """The rule is that of NeMo RL's single controller."""
-    override, reason = OF_AGE
-    ahead = [override, "grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false"]
-    config = load_config("grpo_tiny.yaml", ahead)
-    assert any(doubt.startswith(override) and reason in doubt for doubt in find_doubts(config))
+@pytest.mark.parametrize(("name", "override", "reason", "beside"), OTHERS)
+def test_a_slip_of_other_runs(workplace: Path, name: str, override: str, reason: str, beside: list[str]):
+    config = load_config(name, [override, *beside])
+    assert [doubt.startswith(override) and reason in doubt for doubt in find_doubts(config)] == [True]
     assert not any(problem.startswith(override) for problem in find_problems(config))
 
 
@@ -79,20 +81,9 @@ def test_a_row_that_is_shorter_than_a_sequence_may_be(workplace: Path, overrides
     assert not any("_mb_tokens" in problem for problem in find_problems(config))
 
 
-def test_a_critic_may_learn_alone(workplace: Path):
-    override, reason = OF_PPO
-    config = load_config("ppo_tiny.yaml", [override, "value.megatron_cfg.num_layers_in_first_pipeline_stage=4"])
-    (doubt,) = find_doubts(config)
-    assert doubt.startswith(override) and reason in doubt
-    assert find_problems(config) == []
-
-
-def test_one_token_of_a_teacher_says_something_only_of_the_whole_vocabulary(workplace: Path):
-    override, reason = OF_DISTILLATION
-    (doubt,) = find_doubts(load_config("distillation_tiny.yaml", [override]))
-    assert doubt.startswith(override) and reason in doubt
-    assert find_doubts(load_config("distillation_tiny.yaml", [override, "loss_fn.zero_outside_topk=true"])) == []
-    assert find_doubts(load_config("distillation_tiny.yaml", ["distillation.topk_logits_k=2"])) == []
+@pytest.mark.parametrize("override", ["distillation.topk_logits_k=2", "loss_fn.zero_outside_topk=true"])
+def test_one_token_of_a_teacher_says_something_only_of_the_whole_vocabulary(workplace: Path, override: str):
+    assert find_doubts(load_config("distillation_tiny.yaml", ["distillation.topk_logits_k=1", override])) == []
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in packaged_configs().glob("*.yaml")))
@@ -119,17 +110,11 @@ def test_the_memory_of_the_gpus(workplace: Path, overrides: list[str], num_bytes
     assert [f" take {num_bytes} on each of 4 GPUs; " in doubt for doubt in doubts] == [True] * (num_bytes is not None)
 
 
-def test_an_8b_model_on_one_gpu(workplace: Path):
-    sizes = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32}
-    sizes |= {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
-    (workplace / "8b").mkdir()
-    (workplace / "8b/config.json").write_text(json.dumps({**sizes, "hidden_act": "silu", "tie_word_embeddings": False}))
-    one = ["policy.model_name=8b", "cluster.gpus_per_node=1"]
+def test_an_8b_model_on_one_gpu(workplace: Path, llama_8b: Path):
+    one = [f"policy.model_name={llama_8b}", "cluster.gpus_per_node=1"]
     (doubt,) = find_doubts(load_config("grpo_math_8B.yaml", one))
     # 8.03 billion parameters with 2 bytes of weights, 4 of gradients and 12 of optimizer.
-    assert doubt.startswith(
-        "policy.model_name=8b: weights, gradients and optimizer of 8.0 billion parameters take 145 GB on each of 1 GPU;"
-    )
+    assert doubt.startswith(f"{one[0]}: weights, gradients and optimizer of 8.0 billion parameters take 145 GB on each of 1 GPU;")
     optimizer = "policy.megatron_cfg.optimizer"
     offloaded = [
         f"{optimizer}.optimizer_cpu_offload=true",

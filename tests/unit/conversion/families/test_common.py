@@ -9,7 +9,7 @@ from conversion.boxes import Slot
 from conversion.families.common import MegatronCoords, MegatronParallel, VllmParallel
 from conversion.families.registry import FAMILIES, family
 from tests.proof.models import MODELS
-from tests.unit.conversion.dense import TINY
+from tests.tiny import TINY_CONFIG as TINY
 
 
 def test_ranks_run_through_tp_then_dp_then_pp_and_experts_through_ep():

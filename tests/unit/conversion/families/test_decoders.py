@@ -121,22 +121,6 @@ def test_chunks_are_interleaved_over_the_stages(parallel: MegatronParallel, num_
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        (MegatronParallel(vpp=2), "needs pipeline_model_parallel_size of at least 2"),
-        (MegatronParallel(pp=2, vpp=3), r"does not divide the layers of each stage \[4, 4\]"),
-        (
-            MegatronParallel(pp=2, vpp=2, num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=6),
-            "with both stages' layers given, Megatron needs a third stage",
-        ),
-    ],
-)
-def test_chunks_that_megatron_would_not_build_are_refused(parallel: MegatronParallel, message: str):
-    with pytest.raises(ValueError, match=f"virtual_pipeline_model_parallel_size={parallel.vpp}: {message}"):
-        parallel.layers_of(0, 8)
-
-
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("model_type", DECODERS)
 @pytest.mark.parametrize(("parallel", "num_layers", "stages"), STAGES)

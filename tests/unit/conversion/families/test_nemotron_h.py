@@ -15,28 +15,13 @@ from conversion.families.common import MegatronCoords, MegatronParallel, VllmPar
 from conversion.families.nemotron_h import layer_pattern
 from conversion.families.registry import family
 from tests import models
-from tests.unit.conversion.dense import TINY, build_layout, index_arrays
+from tests.sources import ROOT
+from tests.tiny import TINY_CONFIG as TINY
+from tests.unit.conversion.dense import build_layout, index_arrays
 
 FAMILY = family(TINY)
 
-NANO_30B = TINY | dict(
-    hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-    num_hidden_layers=52,
-    vocab_size=131072,
-    hidden_size=2688,
-    num_attention_heads=32,
-    num_key_value_heads=2,
-    head_dim=128,
-    mamba_num_heads=64,
-    mamba_head_dim=64,
-    n_groups=8,
-    ssm_state_size=128,
-    intermediate_size=1856,
-    n_routed_experts=128,
-    num_experts_per_tok=6,
-    moe_intermediate_size=1856,
-    moe_shared_expert_intermediate_size=3712,
-)
+NANO_30B = ROOT / "scripts/bench/models/nemotron3_nano_30b_a3b.config.json"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +38,7 @@ def test_canonical_tensors_are_those_that_transformers_writes(hf_folder: Path):
 
 
 def test_the_30b_model_has_its_published_size():
-    shapes = FAMILY.canonical(NANO_30B)
+    shapes = FAMILY.canonical(json.loads(NANO_30B.read_text()))
     assert len(shapes) == 6243
     assert sum(map(math.prod, shapes.values())) == 31_577_940_288
 

@@ -22,7 +22,7 @@ from conversion.files import torch_dist
 from conversion.files.torch_dist import CanonicalTensors, TorchDistFolder
 from conversion.files.torch_dist_writer import Chunk, files_of_size, restricted, write_torch_dist
 from conversion.tensors import byte_view, read_whole
-from tests.unit.conversion.dense import TINY
+from tests.tiny import TINY_CONFIG as TINY
 from tests.unit.conversion.memory import InMemory
 
 FAMILY = family(TINY)
