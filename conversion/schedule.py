@@ -18,13 +18,13 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from conversion.boxes import DTYPE_BYTES, Box, Slot, align, volume
+from conversion.texts import listed
 
 CHECKSUM_BYTES = 8
 
 NUM_BUFFERS = 2
 """Rounds whose messages have room in an exchange memory at the same time: one arrives while workers read the one before."""
 
-_MAX_NAMED = 6
 
 Link = Literal["gpu", "node", "network"]
 """Distance of a copy: from memory of the worker's own GPU, from another GPU of its node, from another node."""
@@ -241,9 +241,8 @@ class Schedule:
                     names[source, copy.dtype].add(re.sub(r"\d+", "*", copy.target.name, count=1))
         lines = []
         for (source, target), kinds in sorted(names.items()):
-            named = ", ".join(sorted(kinds)[:_MAX_NAMED]) + (f" and {len(kinds) - _MAX_NAMED} more" if len(kinds) > _MAX_NAMED else "")
             verb = "round to" if DTYPE_BYTES[target] < DTYPE_BYTES[source] else "keep as"
-            lines.append(f"Engines {verb} {target} what the trainer holds as {source}: {named}")
+            lines.append(f"Engines {verb} {target} what the trainer holds as {source}: {listed(sorted(kinds))}")
         return lines
 
     def fingerprint(self) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of which `mrl.train` makes a step, for a training loop of your own; `examples/own_loop.py` is one.
+"""Public parts of a training loop. `mrl.train` makes its steps of them, and so does a loop of your own: see `examples/own_loop.py`.
 
 Names of `__all__` keep their meaning.
 """
@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING
 from mrl import env, startup
 from mrl.signals import ENDED_EARLY, LISTENER
 from mrl.store.loggers.sink import LoggedRun, Sample, Sink
-from mrl.types import Prompt, RolloutGroup, RolloutInfo, RunState, TrainSequence, Verdict
+from mrl.types import Batch, Prompt, RolloutGroup, RolloutInfo, RunState, TrainSequence, Verdict
 
 if TYPE_CHECKING:
     from mrl.config.schema.run import RunConfig
     from mrl.loop.rollouts import RolloutSupplier
-    from mrl.loop.run import Run, Step
+    from mrl.loop.run import Run, Step, Supplier
 
 __all__ = [
+    "Batch",
     "Engines",
     "LoggedRun",
     "Loop",
@@ -47,9 +48,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Loop:
-    """A started run. A step is `rollouts.take`, `policy.train` as often as you like, and `refit.run`, which ends it."""
+    """A started run. A step is `rollouts.take`, `policy.train` as often as you like, and `refit.run`, which ends it.
 
-    run: Run[RolloutSupplier]
+    `take_batches` and `policy.update` in place of the first two make it as the config says, also on examples.
+    """
+
+    run: Run[Supplier]
     state: RunState
     """Finished steps, and the version of the engines' weights."""
     step: Step | None = field(default=None, init=False)
@@ -63,9 +67,17 @@ class Loop:
         return self.run.config
 
     @property
+    def supplier(self) -> RolloutSupplier:
+        """Supplier of a run with rollouts."""
+        from mrl.loop.rollouts import RolloutSupplier
+
+        assert isinstance(self.run.supplier, RolloutSupplier), "start refuses all others"
+        return self.run.supplier
+
+    @property
     def prompts(self) -> Sequence[Prompt]:
         """The training prompts of the data, in the order of the file."""
-        return self.run.supplier.data.train
+        return self.supplier.data.train
 
     @property
     def last_step(self) -> int:
@@ -77,8 +89,25 @@ class Loop:
         """True when no step follows: the last is done, a signal or the time limit ends the run, or its validation is good enough."""
         return self.run.is_over
 
+    def take_batches(self) -> list[Batch]:
+        """Begins a step; its packed batches, one for each update: judged rollouts with advantages, or examples. EOFError: none follow."""
+        step = self.next_step()
+        batches = self.run.supplier.take(self.state, step)
+        self.step = step
+        return batches
+
+    def next_step(self) -> Step:
+        """The step after `state`. EOFError: the run is over."""
+        from mrl.loop.run import Step, Stopped
+
+        if self.step is not None:
+            raise RuntimeError("a step is under way: call loop.refit.run() to end it first")
+        if self.is_over:
+            raise Stopped
+        return Step.after(self.state)
+
     def step_under_way(self) -> Step:
-        """The step begun by `rollouts.take`."""
+        """The step begun by `rollouts.take` or `take_batches`."""
         if self.step is None:
             raise RuntimeError("no step is under way: loop.rollouts.take() begins one")
         return self.step
@@ -100,12 +129,22 @@ class Policy:
 
         PPO's critic, whose advantages replace yours, and teachers take part too.
         """
-        from mrl.train import update_policy
-
         if not sequences:
             raise ValueError("policy.train got no sequences; give it those of loop.rollouts.sequences(groups)")
+        return self.update(self._loop.supplier.pack(sequences, self._loop.step_under_way()))
+
+    def update(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Computes the values and logprobs that the losses need, then makes an optimizer step on each batch; returns their metrics."""
+        from mrl.loop.learning import learn
+        from mrl.store.summary import warn_of_bounded_ratios
+
         run, step = self._loop.run, self._loop.step_under_way()
-        return update_policy(run, step, run.supplier.pack(sequences, step))
+        run.report_start()
+        with step.clock.phase("train"), run.profiled(step.number), run.recorded(step, batches) as metrics:
+            metrics |= learn(run.session, run.config, batches, step.number, run.critic)
+        warn_of_bounded_ratios(metrics)
+        step.note_update(batches, metrics, run.token_samples(batches))
+        return metrics
 
     def save(self) -> Path:
         """Saves a checkpoint of the last finished step, from which the next `start` goes on; returns its folder."""
@@ -126,7 +165,7 @@ class Engines:
         from mrl.store.summary import Clock
 
         self._loop.check_refitted("engines.sample")
-        supplier, version = self._loop.run.supplier, self._loop.state.weight_version
+        supplier, version = self._loop.supplier, self._loop.state.weight_version
         asked = [(VALIDATION_EPOCH - 1 - draw, prompt) for prompt in prompts]
         sampling = supplier.data.sampling
         return supplier.queue.sample(asked, sampling, num_generations=num_generations, weight_version=version, clock=Clock())
@@ -143,20 +182,14 @@ class Rollouts:
 
         EOFError, which ends the `with` block of `start` quietly: none follow, as all prompts are used up, or the run is over.
         """
-        from mrl.loop.run import Step, Stopped
-
-        if self._loop.step is not None:
-            raise RuntimeError("a step is under way: call loop.refit.run() to end it first")
-        if self._loop.is_over:
-            raise Stopped
-        step = Step.after(self._loop.state)
-        groups = self._loop.run.supplier.sample(self._loop.state, step)
+        step = self._loop.next_step()
+        groups = self._loop.supplier.sample(self._loop.state, step)
         self._loop.step = step
         return groups
 
     def sequences(self, groups: Sequence[RolloutGroup]) -> list[TrainSequence]:
         """Groups of the step as `mrl.train` trains on them: with the advantages and masks that the config says."""
-        return self._loop.run.supplier.sequences(groups, self._loop.step_under_way())
+        return self._loop.supplier.sequences(groups, self._loop.step_under_way())
 
     def validate(self) -> dict[str, float]:
         """Accuracy on the held-out prompts, as `val/accuracy`, in addition to the validations of the config."""
@@ -179,13 +212,11 @@ class Refit:
 
         Validates and saves as the config says, then prints and logs the step.
         """
-        from mrl.train import end_step, refit_engines
-
         loop, step = self._loop, self._loop.step_under_way()
-        refit_engines(loop.run, loop.state, step)
+        loop.run.refit(loop.state, step)
         loop.step = None
         step.metrics |= metrics or {}
-        end_step(loop.run, loop.state, step)
+        loop.run.end_step(loop.state, step)
         return step.metrics
 
 
@@ -218,10 +249,8 @@ def start(config: str | Path, overrides: Sequence[str] = ()) -> Iterator[Loop]:
     try:
         with open_folder(training) as folder:
             checkpoint, budget = folder.newest_checkpoint(), Budget(loaded.checkpointing.must_save_by_s, started=started)
-            with start_run(training, folder, checkpoint, budget) as run:
-                state = run.begin(checkpoint)
-                with run.saved(state):
-                    yield Loop(run, state)
+            with start_run(training, folder, checkpoint, budget) as (run, state):
+                yield Loop(run, state)
         is_done = run.is_done(state)
     finally:
         LISTENER.let_go()

@@ -278,7 +278,8 @@ def _engines(config: RunConfig) -> str:
     limits = describe_limits(config, None)
     vllm = generation.vllm_cfg
     stages = f" x pipeline {vllm.pipeline_parallel_size}" if vllm.pipeline_parallel_size > 1 else ""
-    return f"{config.num_engines} of tensor {vllm.tensor_parallel_size}{stages}{nodes}, {where}, {limits}"
+    groups = f" x {vllm.num_groups} groups that share experts" if vllm.num_groups > 1 else ""
+    return f"{config.num_engines} of tensor {vllm.tensor_parallel_size}{stages}{groups}{nodes}, {where}, {limits}"
 
 
 def _data(config: RunConfig) -> str:

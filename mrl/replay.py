@@ -162,14 +162,12 @@ def config_of(run: Path, step: int) -> Path:
     return next((path for folder in (made, run) if (path := folder / RUN_CONFIG).exists()), run / RUN_CONFIG)
 
 
-def until(step: int) -> Callable[[Run[Supplier], Checkpoint | None], RunState]:
+def until(step: int) -> Callable[[Run[Supplier], RunState], None]:
     """Makes a training loop that ends after a step but keeps the schedule of the whole run."""
 
-    def train(run: Run[Supplier], checkpoint: Checkpoint | None) -> RunState:
-        state = run.begin(checkpoint)
+    def train(run: Run[Supplier], state: RunState) -> None:
         while state.step < step and not run.is_over:
             train_step(run, state)
-        return state
 
     return train
 

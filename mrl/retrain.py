@@ -15,10 +15,10 @@ from mrl.cluster.verbs import PolicyVerbs
 from mrl.config.schema.run import RunConfig
 from mrl.data.batch import make_batches
 from mrl.data.recorded import read_record
+from mrl.loop.learning import learn
 from mrl.loop.recording import FOLDER, NOT_FINITE, RecordedStep, layout_of, tensors_of
 from mrl.metrics import repeats
 from mrl.store.checkpoints import Checkpoint, find_damage
-from mrl.train import learn
 from mrl.types import NOT_FINITE as IS_NOT_FINITE
 from mrl.types import TrainSequence
 

@@ -9,6 +9,7 @@ takes its signals whatever its main thread waits for. Standard library only, so 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -35,6 +36,7 @@ BURST_S = 0.1
 # A file system that hangs must not keep a process that is to end at once.
 CLEANUP_S = 10.0
 REAPER_TIMEOUT_S = 30.0
+PR_SET_PDEATHSIG = 1
 
 
 class Listener:
@@ -130,6 +132,14 @@ def shielded() -> Iterator[None]:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Asks the kernel to kill this process when its parent dies, and ends it if `parent_pid` has died before. Linux only."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if parent_pid is not None and os.getppid() != parent_pid:
+        sys.exit("the parent is gone")
 
 
 def shield_process(*, passes_on: bool) -> None:

@@ -232,7 +232,8 @@ class RolloutInfo:
         return self.payload
 
     @classmethod
-    def of(cls, rollout: Rollout, payload: object) -> RolloutInfo:
+    def of(cls, rollout: Rollout, payload: object | None = None) -> RolloutInfo:
+        """Summary of a rollout for the driver; without `payload`, the receiver fills in the reference."""
         request = rollout.request
         return cls(
             request_id=request.request_id,

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Literal
 
 from conversion.boxes import Layout, Piece, Slot, SlotLayout
-from conversion.cuts import AxisRank, Cut, Cutout, Experts
+from conversion.cuts import WHOLE, AxisRank, Cut, Cutout, Experts
 from conversion.families.settings import HfConfig
 
 Flavour = Literal["local", "te"]
@@ -83,23 +83,33 @@ class MegatronParallel:
 
 @dataclass(frozen=True, slots=True)
 class VllmParallel:
-    """Parallel sizes of an engine. `ep` is 1, where experts are cut by tp, or tp, where each worker holds whole experts."""
+    """Parallel sizes of an engine. `ep` is 1, where experts are cut by tp, or a multiple of tp, where each worker holds whole experts.
+
+    An ep of several tp makes as many groups of workers: each holds everything else over tp, and all spread the experts over ep.
+    """
 
     tp: int = 1
     ep: int = 1
     has_drafter: bool = False
     """True if the engine proposes tokens with the model's own MTP layers, cut as the model is."""
     pp: int = 1
-    """Pipeline stages. Worker `i` is worker `i % tp` of stage `i // tp`."""
+    """Pipeline stages, with one group only. Worker `i` is worker `i % tp` of stage, or of group, `i // tp`."""
 
     def __post_init__(self) -> None:
-        if self.ep not in (1, self.tp):
-            raise ValueError(f"vllm_cfg.expert_parallel_size={self.ep} must be 1 or tensor_parallel_size={self.tp}")
+        if self.ep > 1 and self.ep % self.tp:
+            raise ValueError(f"vllm_cfg.expert_parallel_size={self.ep} must be 1 or a multiple of tensor_parallel_size={self.tp}")
+        if self.num_groups > 1 and self.pp > 1:
+            raise ValueError(f"vllm_cfg.expert_parallel_size={self.ep} must be at most tensor_parallel_size={self.tp} with pipeline stages")
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of workers that sample requests of their own."""
+        return max(1, self.ep // self.tp)
 
     @property
     def num_workers(self) -> int:
         """Number of workers of an engine."""
-        return self.tp * self.pp
+        return self.tp * self.pp * self.num_groups
 
     def layers_of(self, stage: int, num_layers: int) -> range:
         """Indices of the layers of a stage, as `get_pp_indices` of vllm/distributed/utils.py: those left over go to the last but one."""
@@ -132,6 +142,8 @@ class Rule:
     checkpoint: str | None = None
     dtype: str | None = None
     """Dtype of the trainer's tensor; None for the model's."""
+    is_whole_in_groups: bool = False
+    """True if vLLM's class does not cut it where several groups share experts: it parts the tokens there instead."""
 
 
 @dataclass(frozen=True)
@@ -295,10 +307,11 @@ def _megatron_layout(
 def _vllm_layout(family: Family, config_key: str, parallel: VllmParallel, worker: int, dtype: str, live: EngineDtypes) -> Layout:
     if family.vllm_layers is None:
         raise ValueError(f"config.json: model_type={json.loads(config_key).get('model_type')!r} is converted only; it has no vLLM layout")
-    stage, of_stage = divmod(worker, parallel.tp)
-    dense = AxisRank(parallel.tp, of_stage, "vllm_cfg.tensor_parallel_size")
+    group, of_group = divmod(worker, parallel.tp)
+    stage = group if parallel.pp > 1 else 0
+    dense = AxisRank(parallel.tp, of_group, "vllm_cfg.tensor_parallel_size")
     experts = dense if parallel.ep == 1 else AxisRank(1, 0)
-    placement = AxisRank(parallel.ep, of_stage if parallel.ep > 1 else 0, "vllm_cfg.expert_parallel_size")
+    placement = AxisRank(parallel.ep, worker % parallel.ep, "vllm_cfg.expert_parallel_size")
     for name, found in live:
         if found not in _CASTABLE:
             raise ValueError(f"{name} is {found} in the engine, to which a refit casts no weights; use an engine without quantisation")
@@ -308,7 +321,8 @@ def _vllm_layout(family: Family, config_key: str, parallel: VllmParallel, worker
     if parallel.has_drafter and not model.mtp:
         raise ValueError("config.json: num_nextn_predict_layers: the model has no MTP layers to propose tokens with; use method ngram")
     for layer, rule in model.engine_stage(parallel, stage, has_ends=family.has_ends_everywhere):
-        cutout = rule.cut.vllm(placement, experts) if isinstance(rule.cut, Experts) else rule.cut.vllm(dense)
+        shard = WHOLE if parallel.num_groups > 1 and rule.is_whole_in_groups else dense
+        cutout = rule.cut.vllm(placement, experts) if isinstance(rule.cut, Experts) else rule.cut.vllm(shard)
         name = _name(family.vllm_layers, layer, rule.vllm)
         layout[Slot(name)] = _slot(cutout, dtypes.get(name, dtype))
     return layout

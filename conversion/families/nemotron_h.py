@@ -167,7 +167,7 @@ def _attention(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
 
 
 def _moe(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
-    hidden, shared_width = sizes["hidden_size"], sizes["moe_shared_expert_intermediate_size"]
+    hidden, shared, shared_width = sizes["hidden_size"], "shared_experts.", sizes["moe_shared_expert_intermediate_size"]
     gate = Canonical(prefix + "mixer.gate.weight", (sizes["n_routed_experts"], hidden))
     bias = Canonical(prefix + "mixer.gate.e_score_correction_bias", (sizes["n_routed_experts"],))
     latent = sizes.get("moe_latent_size")
@@ -178,7 +178,7 @@ def _moe(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
         Rule(Replicated(bias), "mlp.router.expert_bias", "mixer.gate.e_score_correction_bias", dtype="float32"),
         _experts(prefix, sizes, "up_proj", "linear_fc1", "w13_weight"),
         _experts(prefix, sizes, "down_proj", "linear_fc2", "w2_weight"),
-        *_dense(f"{prefix}mixer.shared_experts.", hidden, shared_width, "mlp.shared_experts.", "mixer.shared_experts."),
+        *_dense(f"{prefix}mixer.{shared}", hidden, shared_width, f"mlp.{shared}", f"mixer.{shared}", beside_experts=True),
         *(
             Rule(Replicated(Canonical(f"{prefix}mixer.{name}.weight", shape)), f"mlp.{name}.weight", f"mixer.{name}.weight")
             for name, shape in projections.items()
@@ -201,11 +201,11 @@ def _mlp(prefix: str, sizes: Sizes) -> tuple[Rule, ...]:
     )
 
 
-def _dense(hf: str, hidden: int, width: int, megatron: str, vllm: str) -> tuple[Rule, ...]:
+def _dense(hf: str, hidden: int, width: int, megatron: str, vllm: str, *, beside_experts: bool = False) -> tuple[Rule, ...]:
     up, down = Canonical(hf + "up_proj.weight", (width, hidden)), Canonical(hf + "down_proj.weight", (hidden, width))
     return (
-        Rule(ColumnParallel(up), megatron + "linear_fc1.weight", vllm + "up_proj.weight"),
-        Rule(RowParallel(down), megatron + "linear_fc2.weight", vllm + "down_proj.weight"),
+        Rule(ColumnParallel(up), megatron + "linear_fc1.weight", vllm + "up_proj.weight", is_whole_in_groups=beside_experts),
+        Rule(RowParallel(down), megatron + "linear_fc2.weight", vllm + "down_proj.weight", is_whole_in_groups=beside_experts),
     )
 
 

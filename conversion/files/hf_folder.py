@@ -17,6 +17,7 @@ from pathlib import Path
 
 from conversion.boxes import DTYPE_BYTES
 from conversion.files.reading import open_file, read_json
+from conversion.texts import listed
 
 logger = logging.getLogger(__name__)
 
@@ -106,17 +107,11 @@ def stored_tensors(hf: Path) -> dict[str, tuple[Path, HeaderTensor]]:
         finally:
             os.close(file)
         if unlisted := {name for name in found if file_of is not None and file_of.get(name) != path.name}:
-            raise ValueError(f"{path} holds tensors that {INDEX_FILE} does not place there: {listed(unlisted)}")
+            raise ValueError(f"{path} holds tensors that {INDEX_FILE} does not place there: {listed(sorted(unlisted))}")
         tensors |= {name: (path, tensor) for name, tensor in found.items()}
     if file_of is not None and (lost := file_of.keys() - tensors.keys()):
-        raise ValueError(f"{hf}: the files of {INDEX_FILE} lack tensors that it places there: {listed(lost)}; download them again")
+        raise ValueError(f"{hf}: the files of {INDEX_FILE} lack tensors that it places there: {listed(sorted(lost))}; download them again")
     return tensors
-
-
-def listed(names: Collection[str]) -> str:
-    """Joins the first few names for a message, and counts the others."""
-    shown = ", ".join(sorted(names)[:6])
-    return f"{shown} and {len(names) - 6} more" if len(names) > 6 else shown or "none"
 
 
 def has_reward_head(hf: Path) -> bool:

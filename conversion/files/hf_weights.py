@@ -12,8 +12,9 @@ from pathlib import Path
 from conversion.boxes import DTYPE_BYTES
 from conversion.families.registry import family
 from conversion.families.settings import HfConfig
-from conversion.files.hf_folder import DTYPES, REWARD_HEAD, HeaderTensor, listed, read_config, stored_tensors, without_mtp
+from conversion.files.hf_folder import DTYPES, REWARD_HEAD, HeaderTensor, read_config, stored_tensors, without_mtp
 from conversion.files.reading import open_file
+from conversion.texts import listed
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,8 @@ def check_hf(hf: Path) -> dict[str, tuple[int, ...]]:
     if REWARD_HEAD in stored:
         shapes[REWARD_HEAD] = (1, int(str(config["hidden_size"])))
     if left_out := [name for name in stored if family(config).is_left_out(config, name)]:
-        logger.warning("%s: multi-token prediction is neither trained nor exported (tensors: %d): %s", hf, len(left_out), listed(left_out))
+        found = len(left_out), listed(sorted(left_out))
+        logger.warning("%s: multi-token prediction is neither trained nor exported (tensors: %d): %s", hf, *found)
     check_tensors(hf, {name: tensor for name, (_, tensor) in stored.items() if not is_unused(name, config)}, shapes)
     return shapes
 
@@ -63,8 +65,8 @@ def check_tensors(hf: Path, stored: Mapping[str, HeaderTensor], shapes: Mapping[
     missing, unknown = shapes.keys() - stored.keys(), stored.keys() - shapes.keys()
     if missing or unknown:
         raise ValueError(
-            f"{hf}: the weights do not fit config.json; missing: {listed(missing)}; "
-            f"unknown to this model_type: {listed(unknown)}{without_mtp(missing)}"
+            f"{hf}: the weights do not fit config.json; missing: {listed(sorted(missing))}; "
+            f"unknown to this model_type: {listed(sorted(unknown))}{without_mtp(missing)}"
         )
     for name, shape in shapes.items():
         if stored[name].shape != shape:

@@ -16,6 +16,7 @@ from pathlib import Path
 from conversion.files.crc32 import crc32
 from conversion.files.durable import IO_TIMEOUT_S, remove_file, sync_file, write_atomic
 from conversion.files.reading import name_inside, open_file, read_file
+from conversion.texts import listed
 
 logger = logging.getLogger(__name__)
 
@@ -281,8 +282,8 @@ def _fault(folder: Path, name: str, expected: FileRecord | None, *, with_sha256:
 
 def _refuse(folder: Path, faults: list[str]) -> None:
     if faults:
-        more = f" and {len(faults) - 6} more" if len(faults) > 6 else ""
-        raise ValueError(f"{folder} is not what its {MANIFEST} says: {'; '.join(faults[:6])}{more}; remove the folder and convert again")
+        said = listed(faults, between="; ")
+        raise ValueError(f"{folder} is not what its {MANIFEST} says: {said}; remove the folder and convert again")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NUM_PROMPTS, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS = 4, 512, 16
 
 
-def compare_at_start(session: RolloutSession, prompts: Sequence[Prompt], *, pad_token_id: int) -> str:
+def compare_at_start(session: RolloutSession, prompts: Sequence[Prompt]) -> str:
     """Compares trainer and first engine, which hold equal weights and may sample, on a few tokens; the figures as text.
 
     Requests have ids and seeds of their own, and the refit that follows drops what the engine has cached of them.
@@ -39,7 +39,7 @@ def compare_at_start(session: RolloutSession, prompts: Sequence[Prompt], *, pad_
     first = [replace(prompts[index], token_ids=prompts[index].token_ids[:length]) for index in range(min(NUM_PROMPTS, len(prompts)))]
     (rollouts,) = engines.apply(sample, requests(config, first, MAX_NEW_TOKENS), deadline_s=config.deadlines.generate_s, only=[0])
     with session.without_cache(session.policies.start_s):
-        logprobs = trainer_logprobs(session.policies, rollouts, config, pad_token_id=pad_token_id)
+        logprobs = trainer_logprobs(session.policies, rollouts, config)
     chooses = session.refit.has_experts and not config.policy.router_replay.enabled
     errors = measure([rollout.generator_logprobs for rollout in rollouts], logprobs, flipped_share=FLIPPED_SHARE if chooses else 0.0)
     precision = max((config.policy.precision, config.policy.generation.vllm_cfg.precision), key=lambda name: MAX_MEAN_ERROR[name])
@@ -68,12 +68,12 @@ def sample(engine: Engine, requests: list[RolloutRequest]) -> list[Rollout]:
     return [rollouts[request.request_id] for request in requests]
 
 
-def trainer_logprobs(policies: PolicyGroup, rollouts: Sequence[Rollout], config: RunConfig, *, pad_token_id: int) -> list[np.ndarray]:
+def trainer_logprobs(policies: PolicyGroup, rollouts: Sequence[Rollout], config: RunConfig) -> list[np.ndarray]:
     """The trainer's log-probability of every generated token, float32 [L] per rollout, in the rollouts' order."""
     policy = config.policy
     lengths = [padded_length(len(rollout.request.token_ids) + len(rollout.token_ids), policy.sequence_multiple) for rollout in rollouts]
     # Every data-parallel rank computes all rows: a few rollouts are not worth a plan.
-    sizes = {"divisible_by": policy.row_multiple, "sequence_multiple": policy.sequence_multiple, "pad_token_id": pad_token_id}
+    sizes = {"divisible_by": policy.row_multiple, "sequence_multiple": policy.sequence_multiple, "pad_token_id": policies.pad_token_id}
     plan = first_fit_decreasing(lengths, max_row_tokens(policy, "logprob"))
     sequences = [TrainSequence(RolloutInfo.of(rollout, rollout), advantage=0.0, is_valid=True) for rollout in rollouts]
     rows = [pack_row({index: sequences[index] for index in row}, **sizes) for row in plan]

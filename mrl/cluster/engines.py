@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import ray
 
 from mrl import spans
+from mrl.cluster.book import GENERATION, RequestBook
 from mrl.cluster.calls import Actors, answered, ask, start_actor, wait_all
 from mrl.cluster.engine_parts import EnginePart, EngineParts, engine_settings
 from mrl.cluster.environment import engine_variables, importing, own_temporary_folder, start_actor_process
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.event_loop import News, in_loop
-from mrl.cluster.payload import Packed, PayloadRef, describe, pack, with_transcripts
-from mrl.cluster.rollouts import GENERATION, RequestBook
+from mrl.cluster.payload import Packed, PayloadRef, pack, with_transcripts
 from mrl.cluster.runtime import Placement
 from mrl.cluster.scheduling import ENGINE, EngineSlots, device_ids
 from mrl.cluster.verbs import EngineVerbs
@@ -113,7 +113,7 @@ class EngineActor:
                 spans.stretch("generate", start, **self._memory(start))
                 spans.end_stretch()
         self._wake()
-        return ([describe(rollout) for rollout in finished], time.monotonic() - start), pack(finished)
+        return ([RolloutInfo.of(rollout) for rollout in finished], time.monotonic() - start), pack(finished)
 
     def serve(self) -> None:
         """Steps the engine for HTTP requests between two polls, and keeps rollouts that it finishes for the next poll.

@@ -24,11 +24,11 @@ import ray
 
 from mrl import env, spans
 from mrl.cluster.carrier import local_file
-from mrl.cluster.lifetime import die_with_parent, session_folder
+from mrl.cluster.lifetime import session_folder
 from mrl.config.secrets import start_logging
 from mrl.envs.scratch import Scratch, remove_abandoned
 from mrl.rollout.environment import engine_environment
-from mrl.signals import shield_process
+from mrl.signals import die_with_parent, shield_process
 
 if TYPE_CHECKING:
     from mrl.config.schema.run import RunConfig

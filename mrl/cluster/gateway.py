@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 
 import ray
 
+from mrl.cluster.book import GENERATION, ActorWork, RequestBook
 from mrl.cluster.calls import Actors, answered, ask, start_actor
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import ActorLost
 from mrl.cluster.event_loop import in_loop
-from mrl.cluster.payload import Packed, PayloadRef, describe, pack
-from mrl.cluster.rollouts import GENERATION, ActorWork, RequestBook
+from mrl.cluster.payload import Packed, PayloadRef, pack
 from mrl.cluster.runtime import Placement
 from mrl.config.rules.data import is_agent
 from mrl.config.schema.run import RunConfig
@@ -89,7 +89,7 @@ class AgentRuns:
         gateway, rollouts = self.runner.gateway, list[Rollout]()
         infos = dict[str, tuple[list[RolloutInfo], Verdict, Sequence[int]]]()
         for request_id, ran in ended.items():
-            infos[request_id] = [describe(rollout) for rollout in ran.rollouts], ran.verdict, ran.engines
+            infos[request_id] = [RolloutInfo.of(rollout) for rollout in ran.rollouts], ran.verdict, ran.engines
             rollouts += ran.rollouts
         unreachable, gateway.engines.unreachable = gateway.engines.unreachable, set()
         num_answered, self._num_told = gateway.num_answered - self._num_told, gateway.num_answered

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from conversion.texts import listed
+
 # A process that uses less of a core, and reads and writes less, waits. Garbage collection, heartbeats and polling stay below.
 MIN_CORE_SHARE, MIN_IO_BYTES_PER_S = 0.05, 20_000
 PATIENCE = 2.0
@@ -102,7 +104,7 @@ class HangJudge:
         self._last = list(readings)
         self.moved_at = max([now if self.moved_at is None else self.moved_at, *(track.moved_at for track in self._tracks.values())])
         self._learn(now, waits)
-        text = "; ".join(f"{wait.what}, since {now - wait.since:.0f} s, for {_listed(wait.who())}" for wait in waits)
+        text = "; ".join(f"{wait.what}, since {now - wait.since:.0f} s, for {listed(wait.who())}" for wait in waits)
         if stuck := tuple((reading, reason) for reading in readings if (reason := self._stuck(now, reading))):
             return Hang(stuck, text, now - self.moved_at, is_hang=True)
         silent = [reading for wait in waits if now - wait.since >= self._patience(wait) for reading in self._silent(now, wait.who())]
@@ -198,10 +200,5 @@ def who_is_to_blame(error: Exception, silent: Collection[str], *, what: str) -> 
     reason = explained(silent)
     if silent and (reason or COLLECTIVE_TIMEOUT.search(str(error))):
         told = f" ({reason})" if reason else ""
-        return f"{what}: no answer at all from {_listed(silent)}{told}; {error}"
+        return f"{what}: no answer at all from {listed(silent)}{told}; {error}"
     return None
-
-
-def _listed(names: Collection[str], most: int = 8) -> str:
-    listed = list(names)
-    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

@@ -8,7 +8,6 @@ library only, because the reaper must start in milliseconds and lives as long as
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
@@ -23,7 +22,6 @@ from conversion.files.limits import limit_console, within
 from mrl.cluster.carrier import end_carrier, start_carrier
 from mrl.signals import MARK
 
-PR_SET_PDEATHSIG = 1
 # After a clean shutdown processes are about to leave by themselves.
 GRACE_S = 1.0
 SWEEP_INTERVAL_S = 0.1
@@ -34,13 +32,6 @@ QUIET_SWEEPS = 3
 SWEEP_LIMIT_S = 20.0
 REAPER_TIMEOUT_S = 30.0
 LOOK_TIMEOUT_S = 5.0
-
-
-def die_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG). Linux only."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
 def session_folder() -> Path | None:

@@ -17,8 +17,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mrl.cluster.calls import ask, start_actor
 from mrl.cluster.environment import signs_folder
 from mrl.cluster.hangs import SILENT, ProcessReading
-from mrl.cluster.lifetime import die_with_parent
 from mrl.cluster.watchdog import Stacks, read_all, read_signs, read_stacks
+from mrl.signals import die_with_parent
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

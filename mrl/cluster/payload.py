@@ -119,7 +119,7 @@ def put_batch(examples: ExampleBatch) -> Batch:
     for rows in examples.rows:
         mine = sorted(index for row in rows for index in row)
         reference = put(pack(examples.rollouts[index] for index in mine))
-        infos |= {index: describe(examples.rollouts[index], PayloadRef(reference, place)) for place, index in enumerate(mine)}
+        infos |= {index: RolloutInfo.of(examples.rollouts[index], PayloadRef(reference, place)) for place, index in enumerate(mine)}
     learned = [sum(turn.stop - turn.start for turn in rollout.turns) for rollout in examples.rollouts]
     return Batch(
         sequences=tuple(TrainSequence(infos[index], advantage=0.0, is_valid=True) for index in range(len(infos))),
@@ -129,11 +129,6 @@ def put_batch(examples: ExampleBatch) -> Batch:
         num_valid_sequences=len(learned),
         metrics=examples.metrics,
     )
-
-
-def describe(rollout: Rollout, payload: PayloadRef | None = None) -> RolloutInfo:
-    """Summary of a rollout for the driver; without `payload`, the receiver fills in the reference."""
-    return RolloutInfo.of(rollout, payload)
 
 
 def _fetch(payloads: Sequence[PayloadRef], kind: type[T], what: str, *, timeout_s: float) -> dict[PayloadRef, T]:

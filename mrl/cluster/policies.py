@@ -194,7 +194,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         """Builds the model on every rank and loads its starting weights. Every rank builds its models in the same order."""
         super().__init__(POLICY_RANK, deadline_s=train_deadline(config).seconds, target=(model,))
         self.model: ModelName = model
-        self.config = config.of_model(model)
+        self.config, self.pad_token_id = config.of_model(model), pad_token_id
         self.start_s = ranks.start_s
         self.handles, self.master, self.world_size = ranks.handles, ranks.master, len(ranks.handles)
         self.in_order = ranks.in_order

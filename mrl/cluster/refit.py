@@ -21,10 +21,11 @@ import ray
 from conversion.boxes import Slot
 from conversion.families.common import EngineDtypes
 from conversion.families.registry import family
-from conversion.files.hf_folder import DTYPES, listed, stored_tensors
+from conversion.files.hf_folder import DTYPES, stored_tensors
 from conversion.files.reading import read_file
 from conversion.reshard import ScheduleError
 from conversion.schedule import NUM_BUFFERS, Schedule
+from conversion.texts import listed
 from mrl.cluster.calls import wait_all
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.errors import ActorLost, ActorName, DeadlineExceeded
@@ -165,7 +166,7 @@ class Refitter:
                 logger.info(
                     "Refit zero: tensors that the files have in a wider dtype, now rounded as in the trainer (%d): %s",
                     len(changed),
-                    listed(set(map(str, changed))),
+                    listed(sorted(set(map(str, changed)))),
                 )
         # Only now do all engines hold what was verified; and all ranks have made room for their KV caches.
         self.engines.call(EngineVerbs.serve, self.weight_version, only=engines)

@@ -23,12 +23,12 @@ import ray
 
 from mrl import spans
 from mrl.cluster import hangs
+from mrl.cluster.book import ActorWork, RequestBook
 from mrl.cluster.calls import Actors, answered, ask, start_actor
 from mrl.cluster.environment import start_actor_process
 from mrl.cluster.errors import ActorLost, DeadlineExceeded
 from mrl.cluster.event_loop import News, Silence, in_loop
 from mrl.cluster.payload import Packed, PayloadRef, pack, pull
-from mrl.cluster.rollouts import ActorWork, RequestBook
 from mrl.cluster.runtime import Placement
 from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.run import RunConfig
@@ -200,7 +200,7 @@ class RewardActor:
 class Rewards(Actors[RewardActor]):
     """The driver's handle on the reward actors. `book` carries rollouts to them; one that dies is started again, and asked again."""
 
-    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path, news: News | None = None) -> None:
+    def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path) -> None:
         super().__init__(REWARDS, deadline_s=config.deadlines.reward_s)
         self.config = config
         self.placement = placement
@@ -213,7 +213,7 @@ class Rewards(Actors[RewardActor]):
         self.inspects = looks_for_faults(config)
         """True when actors look at the form of rollouts, also of those that agents have judged."""
         num_actors = len(placement.first_slots)
-        self.news = news or News()
+        self.news = News()
         # A second call hands rollouts in while the first waits for verdicts.
         limits = {"max_fruitless_restarts": MAX_FRUITLESS_RESTARTS, "num_calls": 2}
         self.book = RequestBook[Unjudged, Ended | PayloadRef](REWARDS, num_actors, self._judge, self._restart, news=self.news, **limits)

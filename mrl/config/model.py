@@ -204,16 +204,11 @@ def with_value(section: Section, key: str, value: object) -> Section:
 
 def with_section(config: RunConfig, model: ModelName, section: PolicyConfig | ValueConfig) -> RunConfig:
     """A copy of the config with another section for a model."""
-    changed, name = copy.copy(config), model.partition(":")[2]
     if isinstance(section, ValueConfig):
-        changed.value = section
-    elif name:
+        return with_value(config, "value", section)
+    if name := model.partition(":")[2]:
         return config.with_facts(replace(config.facts, teachers={**config.facts.teachers, name: section}))
-    elif model == "teacher":
-        changed.teacher = section
-    else:
-        changed.policy = section
-    return changed
+    return with_value(config, model, section)
 
 
 class LatentAttention(NamedTuple):
@@ -379,7 +374,7 @@ def _rope(source: Mapping[str, object]) -> dict[str, object]:
 
 def find_override_problems(folder: Path, overrides: Mapping[str, object]) -> list[str]:
     """A problem for every override that nothing here reads, and for every one that does not fit the checkpoint."""
-    hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    hf_config = read_config(folder / "config.json")
     merged = _Reads(overridden_config(hf_config, overrides))
     try:
         found = family(merged)
@@ -400,7 +395,7 @@ def overridden_folder(folder: Path, overrides: Mapping[str, object], *, beside: 
     That has the overrides, and tied embeddings only where the weights have them. Weights that only vLLM would read have no link.
     Equal folders are made once. All hosts that read the result must have `folder` at the same path.
     """
-    hf_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    hf_config = read_config(folder / "config.json")
     merged, hidden = overridden_config(read_model_config(folder), overrides), files_to_hide(folder)
     if merged == hf_config and not hidden:
         return folder

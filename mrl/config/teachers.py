@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from omegaconf.errors import MissingMandatoryValue
 
 from mrl.config.errors import COMMAND_LINE, NotKnown, in_section, prefix_of
 from mrl.config.files import Key, Setting, Settings, describe, flatten, split_key
+from mrl.config.model import with_value
 from mrl.config.schema.run import RunConfig
 from mrl.config.values import Tree, Unresolved
 from mrl.phases import ModelName
@@ -56,8 +56,7 @@ def read_teachers(
 
     if any(key[0] == TEACHER and (key[1:] or setting.value is not None) for key, setting in settings.items()):
         written = _written(settings, secrets, problems)
-        config = copy.copy(config)
-        config.teacher = None if problems else read(Own(written, TEACHER))
+        config = with_value(config, TEACHER, None if problems else read(Own(written, TEACHER)))
         if config.teacher is None:
             origins |= {".".join(key): setting.origin for key, setting in settings.items() if key[0] == TEACHER and key[1:]}
     with suppress(NotKnown):

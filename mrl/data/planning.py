@@ -6,7 +6,6 @@ Lengths are those that sequences take up in a row. Every rank gets the same numb
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from bisect import bisect_right
@@ -18,6 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from conversion.families.registry import family
+from conversion.files.hf_folder import read_config
+from mrl.config.model import sizes_of
 
 RowPlan = tuple[tuple[tuple[int, ...], ...], ...]
 """plan[dp_rank][row_index] = indices of sequences."""
@@ -47,7 +48,7 @@ class SequenceCost:
 @cache
 def sequence_cost(model_folder: str, mtp_steps: int = 0) -> SequenceCost:
     """Cost on the model in a Hugging Face folder, as `cost_of_model`. Each process reads the file once."""
-    return cost_of_model(json.loads((Path(model_folder) / "config.json").read_text(encoding="utf-8")), mtp_steps)
+    return cost_of_model(read_config(Path(model_folder) / "config.json"), mtp_steps)
 
 
 def cost_of_model(hf_config: Mapping[str, object], mtp_steps: int = 0) -> SequenceCost:
@@ -58,20 +59,18 @@ def cost_of_model(hf_config: Mapping[str, object], mtp_steps: int = 0) -> Sequen
     carry a state of fixed size: no quadratic term; their scan takes seven operations for each element of the state of a channel. So counts
     Megatron-LM, too (`num_floating_point_operations`).
     """
-    found = family(hf_config)
-    transformer = found.megatron_arguments(hf_config)["transformer"]
-    num_experts, top_k = (int(str(transformer.get(name, 0) or 0)) for name in ("num_moe_experts", "moe_router_topk"))
+    found, sizes = family(hf_config), sizes_of(hf_config)
     shapes, mtp = found.canonical(hf_config), found.mtp(hf_config)
-    share = mtp_steps / int(str(hf_config["num_nextn_predict_layers"])) if mtp else 0.0
+    share = mtp_steps / sizes.num_mtp_steps if mtp else 0.0
     elements = queries = scans = 0.0
     for name, shape in shapes.items():
         times = share if name in mtp else 1.0 + mtp_steps * (name == "lm_head.weight")
         if name.endswith(".A_log"):
-            scans += 7 * shapes[name.removesuffix("A_log") + "out_proj.weight"][1] * int(str(hf_config["ssm_state_size"]))
+            scans += 7 * shapes[name.removesuffix("A_log") + "out_proj.weight"][1] * sizes.mamba_state
         # Vectors and convolutions are no matrix products; the embedding is a lookup, unless the output layer is the same matrix.
         if len(shape) != 2 or ("embed" in name and "lm_head.weight" in shapes):
             continue
-        elements += times * shape[0] * shape[1] * (top_k / num_experts if ".experts." in name else 1.0)
+        elements += times * shape[0] * shape[1] * (sizes.topk / sizes.experts if ".experts." in name else 1.0)
         if name.endswith("q_proj.weight"):
             queries += times * shape[0]
     return SequenceCost(per_token=2 * elements, per_token_squared=2 * queries, scan_per_token=scans)

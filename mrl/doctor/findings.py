@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from conversion.texts import listed
+
 Status = Literal["ok", "note", "problem"]
 """`note`: harmless in some cases; it does not count as a problem."""
-MAX_NAMED, MAX_NODES_NAMED = 6, 3
+MAX_NODES_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def merge_nodes(by_node: dict[str, list[Finding]]) -> list[Finding]:
 
 def table(findings: Sequence[Finding]) -> list[str]:
     """The findings as aligned lines; a remedy stands on the line below."""
-    names = [f"{finding.check} ({some(finding.nodes, MAX_NODES_NAMED)})" if finding.nodes else finding.check for finding in findings]
+    names = [f"{finding.check} ({listed(finding.nodes, MAX_NODES_NAMED)})" if finding.nodes else finding.check for finding in findings]
     width = max(map(len, names), default=0)
     lines = []
     for name, finding in zip(names, findings, strict=True):
@@ -58,11 +60,6 @@ def table(findings: Sequence[Finding]) -> list[str]:
 def as_json(findings: Sequence[Finding]) -> str:
     """The findings as one JSON object: `is_ok`, and `findings` with the fields of `Finding`."""
     return json.dumps({"is_ok": not has_problem(findings), "findings": [dataclasses.asdict(finding) for finding in findings]}, indent=1)
-
-
-def some(names: Sequence[str], limit: int = MAX_NAMED) -> str:
-    """The first names, and how many others there are."""
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def normalise(name: str) -> str:

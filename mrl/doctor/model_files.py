@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from conversion.files.hf_folder import INDEX_FILE, SINGLE_FILE, HeaderTensor, fi
 from conversion.files.hf_weights import is_unused
 from conversion.files.reading import open_file
 from mrl.doctor.findings import Finding
+from mrl.doctor.probe import read_disk
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +119,7 @@ def check_rows(path: Path) -> Finding:
 
 def check_disk(folder: Path, min_free_bytes: int) -> Finding:
     """A finding about the free space for a folder, which need not exist yet."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    free = read_disk(folder).free_bytes
     text = f"{folder}: {free / 1e9:,.0f} GB are free"
     if free >= min_free_bytes:
         return Finding("disk", "ok", text)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conversion.files.owners import CANARIES, PATIENCE_S, answer_canary, is_answered, release_canary, retire_canary
-from mrl.doctor.findings import Finding, some
+from conversion.texts import listed
+from mrl.doctor.findings import Finding
 from mrl.doctor.gpus import PROBE_TIMEOUT_S
 from mrl.doctor.probe import HostFacts, probe_host
 
@@ -46,22 +47,20 @@ def look_around(name: str, folders: Mapping[str, Path], canaries: Mapping[str, P
     return NodeLook(facts, {folder: answer_canary(canary, name, patience_s=patience_s) for folder, canary in canaries.items()})
 
 
-def report_nodes(
-    folders: Mapping[str, Path], shared: Sequence[Path], *, tries_imports: bool, patience_s: float = PATIENCE_S
-) -> tuple[list[NodeReport], list[str]]:
+def report_nodes(folders: Mapping[str, Path], shared: Sequence[Path], *, tries_imports: bool) -> tuple[list[NodeReport], list[str]]:
     """A report of every node, and the names of those that have left; all should share the folders `shared`. NoCluster: there is none."""
     # Judging reports needs no Ray.
     from mrl.cluster.nodes import ask_nodes, clock_offsets, cluster_nodes
 
     with _released_canaries(shared) as canaries, cluster_nodes() as nodes:
         alive = [node for node in nodes if node.is_alive]
-        replies = ask_nodes(alive, look_around, folders, canaries, patience_s, tries_imports, deadline_s=ANSWER_TIMEOUT_S)
+        replies = ask_nodes(alive, look_around, folders, canaries, PATIENCE_S, tries_imports, deadline_s=ANSWER_TIMEOUT_S)
         clocks = clock_offsets([node for node in alive if not replies[node.name].error], deadline_s=ANSWER_TIMEOUT_S)
         reports = []
         for name, reply in replies.items():
             look = reply.answer if isinstance(reply.answer, NodeLook) else None
             sees = look.sees if look is not None else {}
-            seen = {folder: is_answered(canaries[folder], name, patience_s=patience_s) for folder, can_see in sees.items() if can_see}
+            seen = {folder: is_answered(canaries[folder], name, patience_s=PATIENCE_S) for folder, can_see in sees.items() if can_see}
             ahead_s, uncertainty_s = clocks.get(name, (None, 0.0))
             reports.append(NodeReport(name, look, reply.error, seen, ahead_s, uncertainty_s))
         return reports, [node.name for node in nodes if not node.is_alive]
@@ -87,7 +86,7 @@ def _released_canaries(folders: Sequence[Path]) -> Iterator[dict[str, Path]]:
 
 def judge_cluster(reports: Sequence[NodeReport], *, lost: Sequence[str], num_expected: int | None) -> list[Finding]:
     """Findings about the nodes as a whole. `lost` have left the cluster; `num_expected` is None where neither config nor Slurm says it."""
-    names, gone = some([report.name for report in reports]), f"; lost: {some(lost)}" if lost else ""
+    names, gone = listed([report.name for report in reports]), f"; lost: {listed(lost)}" if lost else ""
     findings = [Finding("nodes", "ok", f"{len(reports)}: {names}")]
     if num_expected is not None and len(reports) < num_expected:
         found = f"{len(reports)} of {num_expected} have joined: {names}{gone}"
@@ -108,14 +107,14 @@ def judge_cluster(reports: Sequence[NodeReport], *, lost: Sequence[str], num_exp
         versions |= {name: _groups(facts, lambda of, name=name: of.packages.get(name, "missing")) for name in packages}
         differing = [f"{name} {_differing(nodes)}" for name, nodes in versions.items() if len(nodes) > 1]
         remedy = "use one container or one virtual environment for all nodes"
-        findings.append(_alike("packages on the nodes", not differing, f"the same {len(packages)}", some(differing), remedy))
+        findings.append(_alike("packages on the nodes", not differing, f"the same {len(packages)}", listed(differing), remedy))
         gpus, remedy = _groups(facts, _spell_gpus), "ask for nodes of one kind, with one driver and one NCCL"
         findings.append(_alike("GPUs on the nodes", len(gpus) == 1, f"the same: {next(iter(gpus))}", _differing(gpus), remedy))
     known = [(report, report.clock_ahead_s) for report in reports if report.clock_ahead_s is not None]
     off = [f"{report.name} {ahead_s:+.1f} s" for report, ahead_s in known if abs(ahead_s) - report.clock_uncertainty_s > MAX_SKEW_S]
     if off:
         remedy = "start NTP (chronyc tracking, timedatectl) on these nodes"
-        findings.append(Finding("clocks", "problem", f"apart from this host's: {some(off)}", remedy))
+        findings.append(Finding("clocks", "problem", f"apart from this host's: {listed(off)}", remedy))
     elif known:
         most_s = max(abs(ahead_s) for _, ahead_s in known) + max(report.clock_uncertainty_s for report, _ in known)
         findings.append(Finding("clocks", "ok", f"within {most_s:.3f} s of this host's"))
@@ -143,8 +142,8 @@ def _shared(folder: str, reports: Sequence[NodeReport]) -> Finding:
     unseen = [report.name for report in reports if report.name not in blind and report.seen and not report.seen.get(folder, False)]
     if not blind and not unseen:
         return Finding(name, "ok", f"{folder}: every node sees the others' files")
-    reasons = [f"{some(blind)} cannot see this host's files there, or cannot write"] if blind else []
-    reasons += [f"this host does not see what {some(unseen)} wrote"] if unseen else []
+    reasons = [f"{listed(blind)} cannot see this host's files there, or cannot write"] if blind else []
+    reasons += [f"this host does not see what {listed(unseen)} wrote"] if unseen else []
     remedy = "name a folder on a file system that all nodes share, and mount it into their containers (MOUNTS)"
     return Finding(name, "problem", f"{folder}: {'; '.join(reasons)}", remedy)
 
@@ -157,4 +156,4 @@ def _groups(looks: Mapping[str, HostFacts], value: Callable[[HostFacts], str]) -
 
 
 def _differing(by: Mapping[str, list[str]]) -> str:
-    return "; ".join(f"{value} on {some(nodes)}" for value, nodes in by.items())
+    return "; ".join(f"{value} on {listed(nodes)}" for value, nodes in by.items())

@@ -147,10 +147,10 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Refit
             for index, rollouts in enumerate(sampled):
                 subject = f"engine {index}"
                 if config.policy.router_replay.enabled:
-                    logprobs = trainer_logprobs(policies, rollouts, config, pad_token_id=data.pad_token_id)
+                    logprobs = trainer_logprobs(policies, rollouts, config)
                     outcomes.append(compare(rollouts, logprobs, precision, MAX_REPLAYED_ERROR, subject=f"{subject}, replayed"))
                     rollouts = [dataclasses.replace(rollout, routes=None) for rollout in rollouts]
-                logprobs = trainer_logprobs(policies, rollouts, config, pad_token_id=data.pad_token_id)
+                logprobs = trainer_logprobs(policies, rollouts, config)
                 outcomes.append(compare(rollouts, logprobs, precision, MAX_MULT_PROB_ERROR, subject=subject))
     return outcomes
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mrl
-from mrl.doctor.findings import Finding, normalise, some
+from conversion.texts import listed
+from mrl.doctor.findings import Finding, normalise
 
 if TYPE_CHECKING:
     from mrl.doctor.probe import HostFacts
@@ -138,7 +139,7 @@ def _packages(facts: HostFacts, wanted: Wanted, kind: str) -> Finding:
     wrong += [f"{name} {version} is not {text}" for name, version, text in present if not is_in_range(version, text)]
     wrong += [f"{module} is installed, but its files are not there" for module in facts.missing_modules]
     if wrong:
-        return Finding("packages", "problem", some(wrong), f"{INSTALL[kind]} (docs/install.md)")
+        return Finding("packages", "problem", listed(wrong), f"{INSTALL[kind]} (docs/install.md)")
     return Finding("packages", "ok", ", ".join(f"{name} {installed[name]}" for name in SHOWN if name in installed))
 
 
@@ -154,7 +155,7 @@ def _versions(facts: HostFacts, pins: Mapping[str, str], kind: str) -> Finding:
     found += f"; {absent} are not installed" if absent else ""
     if others:
         remedy = "install the tested ones, or run mrl.doctor CONFIG --refit first"
-        return Finding("versions", "note", f"{found}; others: {some(others)}", remedy)
+        return Finding("versions", "note", f"{found}; others: {listed(others)}", remedy)
     return Finding("versions", "note" if absent else "ok", found)
 
 

@@ -9,13 +9,10 @@ Once the function is loaded, the process may only do what ALLOWANCES (comma-sepa
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import logging
-import os
 import resource
-import signal
 import socket
 import sys
 import tempfile
@@ -25,18 +22,14 @@ from typing import cast
 
 from mrl.envs.confine import Allowance, Unconfined, confine_worker
 from mrl.envs.task import LENGTH_BYTES, RowFault, Score, Task, encode
-from mrl.signals import shield_process
-
-PR_SET_PDEATHSIG = 1
+from mrl.signals import die_with_parent, shield_process
 
 
 def main() -> None:
     """Limits this process, loads the reward function, and answers tasks until the parent closes the socket."""
     entry_point, options, socket_fd, parent_pid, memory_bytes, allowances = sys.argv[1:]
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(int(parent_pid))
     shield_process(passes_on=False)
-    if os.getppid() != int(parent_pid):  # it died before the line above
-        sys.exit("the parent is gone")
     resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The parent reports what it cannot score; libraries that log each bad answer would drown that.

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 from mrl import check, env, startup
 from mrl.algo.agreement import Disagreement
@@ -29,8 +28,7 @@ from mrl.types import RunState
 
 logger = logging.getLogger(__name__)
 
-S = TypeVar("S", bound=Supplier)
-Train = Callable[[Run[Supplier], Checkpoint | None], RunState]
+Train = Callable[[Run[Supplier], RunState], None]
 
 
 def prepare(config: RunConfig) -> Training[Supplier]:
@@ -49,8 +47,13 @@ def open_folder(training: Training[Supplier]) -> RunFolder:
 
 
 @contextmanager
-def start_run(training: Training[S], folder: RunFolder, checkpoint: Checkpoint | None, budget: Budget) -> Iterator[Run[S]]:
-    """Starts all processes and loggers of a run, inside the `with` block, and says what is ahead of it."""
+def start_run(
+    training: Training[Supplier], folder: RunFolder, checkpoint: Checkpoint | None, budget: Budget
+) -> Iterator[tuple[Run[Supplier], RunState]]:
+    """Starts all processes and loggers of a run, inside the `with` block, from a checkpoint on, and says what is ahead of it.
+
+    A signal or the time limit ends the block, once the last finished step is saved.
+    """
     config, started = training.config, time.monotonic()
     first_step = checkpoint.step + 1 if checkpoint is not None else 1
     times = {"start_s": folder.measured("time/start", num_steps=1), "step_s": folder.measured("time/total", num_steps=20)}
@@ -61,7 +64,9 @@ def start_run(training: Training[S], folder: RunFolder, checkpoint: Checkpoint |
         watch_hosts(config, None if loggers.is_empty else loggers.log_host),
     ):
         folder.next_metrics["time/start"] = time.monotonic() - started
-        yield run
+        state = run.begin(checkpoint)
+        with run.saved(state):
+            yield run, state
 
 
 def run_attempt(train: Train, training: Training[Supplier], folder: RunFolder, budget: Budget) -> bool:
@@ -75,8 +80,8 @@ def run_attempt(train: Train, training: Training[Supplier], folder: RunFolder, b
             logger.info("Already complete at step %d of %d: %s", checkpoint.step, last_step, checkpoint.folder)
             return True
         checkpoint = folder.pass_over(checkpoint, damage)
-    with start_run(training, folder, checkpoint, budget) as run:
-        state = train(run, checkpoint)
+    with start_run(training, folder, checkpoint, budget) as (run, state):
+        train(run, state)
     logger.info("Step %d of %d is done; report: %s", state.step, last_step, folder.path / "report.html")
     return run.is_done(state)
 

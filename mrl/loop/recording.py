@@ -92,8 +92,7 @@ def record_step(
     batches: Sequence[Batch],
     metrics: Mapping[str, float],
     *,
-    pad_token_id: int,
-    problem: str = "",
+    problem: str,
 ) -> RecordedStep:
     """Fetches a step's sequences, and the ranks' tensors of them before the ranks free those."""
     from mrl.cluster.payload import pull, pull_teacher
@@ -109,7 +108,7 @@ def record_step(
             judged = (sequence.advantage, sequence.is_valid, sequence.reward, sequence.fixed_advantages)
             sequences.append(RecordedSequence(info, bare, *judged, teacher, *of_batch.get(index, (-1, {}))))
         recorded.append(tuple(sequences))
-    return RecordedStep(step, pad_token_id, layout_of(config), tuple(recorded), dict(metrics), problem)
+    return RecordedStep(step, session.policies.pad_token_id, layout_of(config), tuple(recorded), dict(metrics), problem)
 
 
 def write_step(folder: Path, record: RecordedStep, *, keeps: int) -> Path | None:

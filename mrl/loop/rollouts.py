@@ -26,8 +26,8 @@ from mrl.config.schema.run import RunConfig
 from mrl.data.batch import make_batches
 from mrl.data.order import num_steps_of, prompts_left
 from mrl.data.prompts import PromptData, load_prompts, validation_sampling
-from mrl.loop.critic import Critic
 from mrl.loop.keeping import Revive, open_kept, reviver
+from mrl.loop.learning import Critic
 from mrl.loop.preflight import check_start
 from mrl.loop.run import Budget, Run, Step, Stopped, Training
 from mrl.loop.saving import open_saver
@@ -73,7 +73,7 @@ class RolloutSupplier:
         if self.config.policy.generation.compare_at_start and len(self.data.train):
             from mrl.cluster.agreement import compare_at_start  # with Ray
 
-            figures = compare_at_start(self.session, self.data.train, pad_token_id=self.data.pad_token_id)
+            figures = compare_at_start(self.session, self.data.train)
             logger.info("Trainer and engine compute the same model: %s", figures)
 
     def take(self, state: RunState, step: Step) -> list[Batch]:

@@ -16,14 +16,14 @@ from mrl.loop.recording import FOLDER, record_step, write_step
 from mrl.metrics import SKIPPED, SKIPPED_IN_A_ROW
 from mrl.signals import LISTENER, Listener
 from mrl.store.samples import MAX_SEQUENCES, NUM_SAMPLES
-from mrl.store.summary import Clock, is_good_enough
+from mrl.store.summary import Clock, is_good_enough, performance_metrics
 from mrl.types import NOT_FINITE, PromptKey
 
 if TYPE_CHECKING:
     from mrl.cluster.session import Session
     from mrl.config.schema.run import CheckpointingConfig, RunConfig
     from mrl.data.reading import LeftOut
-    from mrl.loop.critic import Critic
+    from mrl.loop.learning import Critic
     from mrl.loop.saving import CheckpointSaver
     from mrl.store.checkpoints import Checkpoint
     from mrl.store.identity import Identity
@@ -76,21 +76,11 @@ class Step:
         self.tokens = {**self.tokens, **tokens}
 
 
-class PaddedData(Protocol):
-    """Data of a run, as far as the loop knows them."""
-
-    @property
-    def pad_token_id(self) -> int: ...
-
-
 class Supplier(Protocol):
     """Differences between training on rollouts and on examples."""
 
     @property
     def session(self) -> Session: ...
-
-    @property
-    def data(self) -> PaddedData: ...
 
     def prove_weights(self) -> None:
         """Refit zero: proves that policy and engines, which hold the starting weights, hold the same. Without engines, nothing."""
@@ -204,14 +194,38 @@ class Run(Generic[S_co]):
 
     def _record(self, step: int, batches: Sequence[Batch], metrics: Mapping[str, float], problem: str) -> None:
         try:
-            pad_token_id = self.supplier.data.pad_token_id
-            record = record_step(self.config, self.session, step, batches, metrics, pad_token_id=pad_token_id, problem=problem)
+            record = record_step(self.config, self.session, step, batches, metrics, problem=problem)
         except RuntimeError as error:  # an engine that has died since has taken its rollouts with it
             logger.warning("The batch of step %d is not recorded: %s", step, error)
             return
         path = write_step(self.folder.path, record, keeps=self.config.logger.record_steps)
         if path is not None and problem:
             logger.error("The batch of step %d is recorded in %s: %s", step, path, problem)
+
+    def refit(self, state: RunState, step: Step) -> None:
+        """Counts the step as trained, and has the engines sample from the new weights, once checksums over all bytes agree."""
+        self.folder.ledger.train(step.number, step.trained, step.dropped)
+        state.step, state.metrics = step.number, step.metrics
+        if self.config.has_engines:
+            with step.clock.phase("refit"):
+                step.metrics |= self.supplier.refit(state)
+
+    def end_step(self, state: RunState, step: Step) -> None:
+        """Validates and saves if that is due, decides whether another step follows, and logs this one."""
+        if self.is_validation_due(step.number):
+            with step.clock.phase("validation"):
+                step.metrics |= self.supplier.validate(state)
+        self.folder.print_header(step.number, self.last_step)
+        self.budget.count_step()
+        self.decide_end(step.number, step.metrics)
+        if self.is_save_due(step.number):
+            with step.clock.phase("checkpoint"):
+                self.saver.begin(state, waits=self.is_over)
+        step.metrics |= step.clock.metrics() | self.saver.take_metrics()
+        if step.batches:
+            step.metrics |= performance_metrics(self.config, step.batches, step.metrics, device=self.session.policies.device)
+        self.folder.log_step(step.number, step.metrics, step.groups, step.sequences, step.tokens)
+        self.check_skipped(step)
 
     def check_skipped(self, step: Step) -> None:
         """Ends a run that goes on although too many steps in a row, also of earlier attempts, had skipped updates; they are saved."""

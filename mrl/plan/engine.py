@@ -84,14 +84,15 @@ def cache_layout(
     return CacheLayout(block, block * per_token * -(-group // pp), math.ceil(attention / group), math.ceil(mamba / group), states)
 
 
-def forward_bytes(shape: ModelSizes, tp: int, *, batched_tokens: int) -> float:
-    """Estimates a forward pass of `batched_tokens`, without weights and cache."""
+def forward_bytes(shape: ModelSizes, tp: int, *, batched_tokens: int, num_groups: int = 1) -> float:
+    """Estimates a forward pass of `batched_tokens`, without weights and cache. Several groups gather their tokens, and sum what comes."""
     widths = [shape.ffn * (shape.fc1_factor + 1) / tp]
     if shape.experts:
         widths.append(shape.topk * ((shape.latent or shape.hidden) + shape.expert_ffn * (shape.fc1_factor + 1) / tp))
     if shape.mamba_heads:
         widths.append((shape.mamba_projection + 2 * shape.mamba_inner) / tp)
-    return BF16 * batched_tokens * (4 * shape.hidden + max(widths))
+    exchanged = 2 * num_groups * (shape.latent or shape.hidden) if num_groups > 1 else 0
+    return BF16 * batched_tokens * (4 * shape.hidden + max(widths) + exchanged)
 
 
 def sampler_bytes(shape: ModelSizes, num_rows: int) -> float:

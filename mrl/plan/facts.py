@@ -50,10 +50,9 @@ class PlanModel:
         return {"policy": self, **self.beside}
 
     def _engine_bytes(self, parallel: VllmParallel, dtype: str) -> int:
-        """Weights of an engine's worker with the most; the first of each stage has the most experts of the stage."""
-        layouts = (
-            self.family.vllm_layout(self.hf_config, parallel, worker, dtype) for worker in range(0, parallel.num_workers, parallel.tp)
-        )
+        """Weights of an engine's worker with the most; the first of each stage, or of all groups, has the most experts."""
+        workers = range(0, parallel.tp * parallel.pp, parallel.tp)
+        layouts = (self.family.vllm_layout(self.hf_config, parallel, worker, dtype) for worker in workers)
         return max(sum(math.prod(slot.shape) * DTYPE_BYTES[slot.dtype] for slot in layout.values()) for layout in layouts)
 
 

@@ -129,7 +129,8 @@ def _limited(config: RunConfig, model: PlanModel, gpu: Gpu, limits: EngineLimits
     weights = model.engine_bytes(generation.parallel, vllm.precision)
     # vLLM always measures with one proposal per sequence (`GPUModelRunner._dummy_sampler_run`).
     measured, all_rows = (limits.num_seqs * (1 + number) for number in (min(num_proposed, 1), num_proposed))
-    activations = forward_bytes(shape, tp, batched_tokens=limits.num_tokens) + sampler_bytes(shape, measured)
+    passing = forward_bytes(shape, tp, batched_tokens=limits.num_tokens, num_groups=vllm.num_groups)
+    activations = passing + sampler_bytes(shape, measured)
     graphs = 0.0 if vllm.enforce_eager else GRAPHS
     cache = vllm.gpu_memory_utilization * gpu.memory - weights - activations - graphs - ENGINE_CONTEXT
     return EngineMemory(weights, activations, sampler_bytes(shape, all_rows - measured), graphs, cache, layout, limits)

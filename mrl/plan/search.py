@@ -141,8 +141,10 @@ def _legal_engines(config: RunConfig, sizes: ModelSizes, refused: Counter[str]) 
     if not config.has_engines:
         yield {}
         return
+    given = config.policy.generation.vllm_cfg
     for tp in _divisors(config.num_dedicated_slots or config.num_policy_ranks):
-        for ep in sorted({1, tp}) if sizes.experts else (1,):
+        # Groups that share experts only as they are configured.
+        for ep in sorted({1, tp, *([given.expert_parallel_size] if tp == given.tensor_parallel_size else [])}) if sizes.experts else (1,):
             values: dict[str, object] = {"engine tp": tp, "engine ep": ep}
             if problem := _illegal(_applied(config, values), sizes, _ENGINE):
                 refused[problem] += 1

@@ -117,6 +117,7 @@ def decode_seconds(
     *,
     tp: int,
     pp: int = 1,
+    num_groups: int = 1,
     rollouts: float,
     at_once: float,
     mean: float,
@@ -125,15 +126,18 @@ def decode_seconds(
 ) -> TimeRange:
     """Time in which an engine samples its rollouts: full until the last ones start, then the tail, in which fewer and fewer go on.
 
+    Of several groups each has `rollouts`, all reach each other's experts, and each pass takes in the tokens of all.
+
     In the tail the batch shrinks exponentially to the longest rollout; all steps together draw the tokens of all rollouts. Each part is
     priced by its own batch and lengths. Of `pp` stages all work at best, each on its part of the batch; at worst they wait for each other
     with the whole, as vLLM schedules what has room in one step.
     """
     letters = "".join(shape.layers)
-    experts = letters.count("E") * shape.experts * (shape.fc1_factor + 1) * (shape.latent or shape.hidden) * shape.expert_ffn * BF16 / tp
+    experts = letters.count("E") * shape.experts * (shape.fc1_factor + 1) * (shape.latent or shape.hidden) * shape.expert_ffn * BF16
+    experts /= tp * num_groups
 
     def stage(batch: float, length: float) -> TimeRange:
-        idle = (1 - shape.topk / shape.experts) ** batch if shape.experts else 0.0
+        idle = (1 - shape.topk / shape.experts) ** (num_groups * batch) if shape.experts else 0.0
         keys = letters.count("*") / pp * token_bytes(shape, tp) * length
         per_rollout = keys + 2 * engine.layout.state_groups * engine.layout.block_bytes
         return seconds(engine.weights - idle * experts / pp + batch * per_rollout, gpu.bandwidth, DECODING)
@@ -141,9 +145,9 @@ def decode_seconds(
     def step(batch: float, length: float) -> TimeRange:
         found = TimeRange(stage(batch / pp, length).low, stage(batch, length).high).times(pp).plus(LAYER_LATENCY.times(len(shape.layers)))
         if num_nodes > 1:
-            # Each layer's outputs are summed twice: every GPU sends and receives nearly twice what it has.
-            sums = 2 * len(shape.layers)
-            found = found.plus(seconds(sums * 2 * batch * shape.hidden * BF16, gpu.network, NETWORK)).plus(NETWORK_LATENCY.times(sums))
+            # Each layer's outputs are summed twice: every GPU gets nearly twice what it has, or the tokens of each group.
+            sums, rows = 2 * len(shape.layers), max(2, num_groups) * batch
+            found = found.plus(seconds(sums * rows * shape.hidden * BF16, gpu.network, NETWORK)).plus(NETWORK_LATENCY.times(sums))
         return found
 
     falling = (at_once - 1) / math.log(at_once) if at_once > 1 else 1.0
@@ -252,14 +256,16 @@ def step_times(
         phases[name] = train_seconds(other.shape, other.cost(), gpu, tokens=tokens, length=mean_tokens, gpus=gpus, passes=parts)
     if engine is None:
         return StepTimes(phases, mean_tokens, 0.0)
-    vllm, per_engine = config.policy.generation.vllm_cfg, rollouts / config.num_engines
-    at_once = max(1.0, min(per_engine, engine.limits.num_seqs, engine.concurrency(int(mean_tokens))))
+    vllm = config.policy.generation.vllm_cfg
+    per_group = rollouts / config.num_engines / vllm.num_groups
+    at_once = max(1.0, min(per_group, engine.limits.num_seqs, engine.concurrency(int(mean_tokens))))
     longest = max(mean_tokens, vllm.max_model_len)
     tp = vllm.tensor_parallel_size
-    sizes = dict(rollouts=per_engine, at_once=at_once, mean=mean_tokens, longest=longest)
-    # Sums stay within a stage; what stages hand on is little.
-    num_nodes = config.nodes_of_engine if tp > config.cluster.slots_per_node else 1
-    generate = decode_seconds(shape, gpu, engine, tp=tp, pp=vllm.pipeline_parallel_size, **sizes, num_nodes=num_nodes)
+    sizes = dict(rollouts=per_group, at_once=at_once, mean=mean_tokens, longest=longest)
+    # Sums stay within a stage; what stages hand on is little. Groups exchange their tokens before and after the experts.
+    num_nodes = config.nodes_of_engine if tp * vllm.num_groups > config.cluster.slots_per_node else 1
+    pp = vllm.pipeline_parallel_size
+    generate = decode_seconds(shape, gpu, engine, tp=tp, pp=pp, num_groups=vllm.num_groups, **sizes, num_nodes=num_nodes)
     if refit is not None:
         num_calls = refit_calls(config)
         phases["refit"] = refit_times(refit, gpu, engine_weights=engine.weights, num_calls=num_calls).overlapped

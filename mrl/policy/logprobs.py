@@ -7,7 +7,6 @@ size.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from conversion.files.hf_folder import read_config
 from mrl.config.rules.tokens import num_choices
 from mrl.phases import ModelName, role_of
 
@@ -34,7 +34,7 @@ def vocab_size_of(config: RunConfig, model: ModelName) -> int:
     names = [config.of_model(model).policy.model_name]
     if role_of(model) == "teacher":
         names.append(config.policy.model_name)
-    sizes = [int(json.loads((Path(name) / "config.json").read_text())["vocab_size"]) for name in names]
+    sizes = [int(str(read_config(Path(name) / "config.json")["vocab_size"])) for name in names]
     return min([*sizes, num_choices(config) or sizes[0]] if config.has_engines else sizes)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from conversion.boxes import Layout, Slot
 from conversion.families.registry import family
 from conversion.files.durable import IO_TIMEOUT_S
-from conversion.files.hf_folder import has_reward_head
+from conversion.files.hf_folder import has_reward_head, read_config
 from conversion.files.manifest import WriteReport
 from conversion.files.reading import find_difference
 from conversion.files.safetensors import fill_layout
@@ -39,6 +38,7 @@ from mrl.policy.logprobs import TokenDistribution, vocab_size_of
 from mrl.policy.lora import attach_adapters
 from mrl.policy.model import FLAVOUR, build_model, live_layout, wrap_ddp
 from mrl.policy.moe import RouterReplay
+from mrl.policy.objectives import Objective
 from mrl.policy.optimizer import TrainingMemory, TrainState, build_optimizer, build_scheduler
 from mrl.policy.output import attach_reward_head
 from mrl.policy.parallel import Meeting
@@ -90,7 +90,7 @@ class PolicyRank:
             seed=config.training.seed,
             device_index=rank % max(config.cluster.gpus_per_node, 1),
         )
-        self._hf_config: dict[str, object] = json.loads((Path(config.policy.model_name) / "config.json").read_text())
+        self._hf_config = read_config(Path(config.policy.model_name) / "config.json")
         self._layout = live_layout(config.policy, self._hf_config, parallel.coordinates())
         is_trained, trains_mtp = self._role.trains_in is not None, config.mtp_steps > 0
         bare_chunks = build_model(config.policy, self._hf_config, is_trained=is_trained, trains_mtp=trains_mtp)
@@ -125,7 +125,7 @@ class PolicyRank:
         self._exchange: Exchange | None = None
         device = next(iter(self._tensors.values())).device
         self._memory = TrainingMemory(self._state, device, HostBlock() if device.type == "cuda" else None)
-        is_moved = not self._role.is_mapped and device.type == "cuda"
+        is_moved = self._arena is None and device.type == "cuda"
         self._storages = HostStorages(list(self._tensors.values()), is_constant=not is_trained) if is_moved else None
         self._profiler = RankProfiler(config.profiler)
         self._phase: Phase | None = None
@@ -186,7 +186,7 @@ class PolicyRank:
     def _start_from_weights(self) -> None:
         self._state.optimizer.reload_model_params()
         self._is_settled = False
-        if not self._role.is_mapped:
+        if self._arena is None:
             # Settled once, a teacher's weights stay so; they may lie on the host from here on.
             self.settle()
         elif self._config.keeps_reference:
@@ -330,11 +330,10 @@ class PolicyRank:
             RuntimeError: loss or gradient is not finite, on all ranks, and no parameter has changed, unless `policy.not_finite_steps` says
                 that such a step is skipped. Or the phase is not `train`.
         """
-        if self._phase != self._role.trains_in:
-            needed = f"enter('{self._role.trains_in}') comes first"
-            raise RuntimeError(f"a train step in phase {self._phase}, where gradients have no memory: {needed}")
+        if self._phase != (needed := self._role.trains_in):
+            raise RuntimeError(f"a train step in phase {self._phase}, where gradients have no memory: enter('{needed}') comes first")
         batch = self.batches()[update_index]
-        if self._role.is_mapped and self._config.has_engines:
+        if self._arena is not None and self._config.has_engines:
             if self._config.needs_old_logprobs and not batch.has_old_logprobs:
                 raise RuntimeError("compute_old_logprobs comes before train_step")
             if not batch.is_finished:
@@ -345,7 +344,7 @@ class PolicyRank:
             self._state.optimizer,
             batch.rows,
             size=batch.size,
-            objective=self._role.objective(self._config, self.distribution, batch),
+            objective=self._objective(batch),
             megatron=self._config.policy.megatron_cfg,
             replay=self._replay,
             skips=self._config.policy.not_finite_steps == "skip",
@@ -386,7 +385,7 @@ class PolicyRank:
         batch = self.batches()[0]
         self.settled_weights()
         with self._lora.without_dropout():
-            return evaluate(self._chunks, batch.rows, self._role.objective(self._config, self.distribution, batch))
+            return evaluate(self._chunks, batch.rows, self._objective(batch))
 
     def start_profile(self) -> None:
         """Records what this rank does until `stop_profile`. Not collective."""
@@ -431,6 +430,9 @@ class PolicyRank:
     def _whole_groups(self, rows: list[PackedRow]) -> list[PackedRow]:
         """`rows`, and as many empty ones as the interleaved schedule needs: it goes through rows in groups, one for each stage."""
         return [*rows, *(replace(self._empty_row) for _ in range(-len(rows) % self._row_group))]
+
+    def _objective(self, batch: RankBatch) -> Objective:
+        return self._role.objective(self._config, self.distribution, batch)
 
     def _logprobs(self, rows: list[PackedRow], distribution: TokenDistribution) -> list[Tensor]:
         return self.computed(compute_logprobs, rows, distribution, self._replay)[: len(rows)]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from conversion.files.durable import sync_file, write_atomic
+from conversion.texts import listed
 from mrl.config.rules.data import route_of
 from mrl.config.schema.env import EnvConfig
 from mrl.data.fields import Fields, RowError, json_object, text_of
@@ -115,8 +116,7 @@ def survey_blend(blend: Path) -> Survey:
         except RowError as error:
             errors.append(f"  {blend}:{record.number}: {error}")
     if errors:
-        more = f"\n  and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
-        raise ValueError(f"bad rows in {blend}: {len(errors)}; download it again:\n" + "\n".join(errors[:MAX_ERRORS]) + more)
+        raise ValueError(f"bad rows in {blend}: {len(errors)}; download it again:\n" + listed(errors, MAX_ERRORS, between="\n"))
     return survey
 
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +24,8 @@ from transformers import (
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer, NemotronHTopkRouter
 from transformers.utils import logging as transformers_logging
 
+from mrl.recipes.additions import Addition, Kind
 from mrl.recipes.tokenizer import BOS_ID, END_ID, PAD_ID, VOCAB_SIZE
-
-if TYPE_CHECKING:
-    from mrl.recipes.tiny import Addition, Kind
 
 Model = NemotronHForCausalLM | Qwen3ForCausalLM
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from conversion.boxes import Slot
 from conversion.files.crc32 import crc32
+from conversion.texts import listed
 from mrl.refit import RefitError
 from mrl.refit.copies import as_runs, contiguous_from, converted
 from mrl.refit.device_checksum import word_sum
@@ -74,10 +75,9 @@ def check_unchanged(before: Mapping[Slot, int], after: Mapping[Slot, int], round
     found = [slot for slot in before.keys() | after.keys() if before.get(slot) != after.get(slot)]
     changed = sorted(str(slot) for slot in found if slot not in rounded)
     if changed:
-        more = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
         raise RefitError(
             f"refit zero changed {len(changed)} of {len(before)} tensors of the engine: the conversion tables disagree with vLLM's loader "
-            f"on {', '.join(changed[:_MAX_NAMED])}{more}"
+            f"on {listed(changed, _MAX_NAMED)}"
         )
     return found
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from conversion.boxes import Box, Slot, lengths, tiling_fault
 from conversion.schedule import CHECKSUM_BYTES, Pull, Schedule
 from conversion.tensors import box_view, torch_dtype
+from conversion.texts import listed
 from mrl.refit import RefitError
 from mrl.refit.checksum import Checksums, Summed
 from mrl.refit.copies import Copies, TensorCopy
@@ -170,8 +171,7 @@ class Puller:
         num_bytes = sum(report.num_bytes for report in self._reports.values())
         padding_bytes = sum(report.padding_bytes for report in self._reports.values())
         if mismatches:
-            more = len(mismatches) - _MAX_REPORTED
-            raise RefitError("refit: " + "; ".join(mismatches[:_MAX_REPORTED]) + (f"; and {more} more" if more > 0 else ""))
+            raise RefitError(f"refit: {listed(mismatches, _MAX_REPORTED, between='; ')}")
         if len(self._reports) != len(self._rounds) or num_bytes + padding_bytes != self._total_bytes:
             raise RefitError(
                 f"refit: the worker of GPU {self._gpu} verified {len(self._reports)} of {len(self._rounds)} rounds, "

@@ -8,11 +8,8 @@ with a URL does: see `mrl.rollout.agents`.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import logging
-import os
-import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping
@@ -28,9 +25,8 @@ from mrl.config.own import AGENT, find_fitting
 from mrl.envs.own import outcome
 from mrl.envs.task import MASK_SAMPLE
 from mrl.rollout import http_gate
-from mrl.signals import shield_process
+from mrl.signals import die_with_parent, shield_process
 
-PR_SET_PDEATHSIG = 1
 MAX_TASK_BYTES = 64 * 2**20
 JOIN_S = 60.0
 AgentFunction = Callable[[AsyncOpenAI, dict[str, object]], Awaitable[object]]
@@ -47,10 +43,8 @@ class Connections(DefaultAsyncHttpxClient):
 def main() -> None:
     """Loads the agent, and runs it for every request until the parent dies."""
     path, listener_fd, parent_pid = sys.argv[1:]
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(int(parent_pid))
     shield_process(passes_on=False)
-    if os.getppid() != int(parent_pid):  # it died before the line above
-        sys.exit("the parent is gone")
     agent = cast(AgentFunction, find_fitting(path, AGENT))
     listener = socket.socket(fileno=int(listener_fd))
     serving = http_gate.start(make_app(agent), listener, api_key=sys.stdin.readline().strip(), max_body=MAX_TASK_BYTES)

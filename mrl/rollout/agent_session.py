@@ -18,7 +18,7 @@ from typing import cast
 import numpy as np
 
 from mrl.rollout.http_gate import NEUTRAL
-from mrl.rollout.sessions import MESSAGE_EXTRAS, Message, said
+from mrl.rollout.sessions import Message, said, without_ids
 from mrl.rollout.turn_tree import NO_ROUTES, SampledAnswer, TreeNode, TurnTree
 from mrl.types import SamplingParams, hashed_seed
 
@@ -87,10 +87,7 @@ class AgentSession:
         request = {name: body[name] for name in PASSED if body.get(name) is not None}
         if isinstance(messages := request.get("messages"), list):
             # Which tokens an answer was sampled in, the tree says.
-            request["messages"] = [
-                {name: value for name, value in message.items() if name not in MESSAGE_EXTRAS} if isinstance(message, dict) else message
-                for message in messages
-            ]
+            request["messages"] = without_ids(messages)
         return request | own | {RECORD: True}
 
     def find_prefix(self, request: Mapping[str, object]) -> tuple[list[int], int] | None:

@@ -28,7 +28,7 @@ from mrl.config.texts import safe_text
 from mrl.rollout.agent_session import AgentSession
 from mrl.rollout.gateway import MODEL, Gateway
 from mrl.rollout.gym import GymServers, gym_row, is_finite, reply_of
-from mrl.rollout.remote import AgentLost, Json, RemoteAgent
+from mrl.rollout.remote import AgentLost, Json, RemoteAgent, until_readable
 from mrl.rollout.turn_tree import TurnSequence
 from mrl.types import Prompt, Rollout, RolloutRequest, SamplingParams, Status, Verdict, hashed_seed
 
@@ -180,13 +180,10 @@ class FunctionAgent:
 
 async def _ended(pid: int) -> None:
     """Returns when a child has ended."""
-    loop, descriptor = asyncio.get_running_loop(), os.pidfd_open(pid)
-    ended: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(descriptor, lambda: ended.done() or ended.set_result(None))
+    descriptor = os.pidfd_open(pid)
     try:
-        await ended
+        await until_readable(descriptor)
     finally:
-        loop.remove_reader(descriptor)
         os.close(descriptor)
 
 

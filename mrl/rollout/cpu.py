@@ -25,6 +25,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_to
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from mrl.rollout.cpu_groups import gather_any, gather_rows, sum_rows
 from mrl.rollout.cpu_speculation import come_back, convolve_proposed, draw_ahead, note_accepted, sample_targets, scan_proposed, spread
 
 # The matrix kernels give rows other bits when there are few of them; from 4 rows on, multiples of 4 agree. 16 keeps a margin.
@@ -46,8 +47,8 @@ def install() -> None:
     for patch in PATCHES:
         path, _, name = patch.name.rpartition(".")
         owner = pkgutil.resolve_name(path)
-        # A module may use a builtin function, which a name of its own hides.
-        setattr(owner, name, patch.replace(getattr(owner, name) if name in vars(owner) else getattr(builtins, name)))
+        # A module may use a builtin function, which a name of its own hides; and a class may lack a method.
+        setattr(owner, name, patch.replace(getattr(owner, name) if name in vars(owner) else getattr(builtins, name, None)))
     library = torch.library.Library("aten", "IMPL")
     for name in TAIL_SAFE_FUNCTIONS:
         library.impl(name, _tail_safe(getattr(torch.ops.aten, name).out), "CPU")
@@ -415,6 +416,23 @@ PATCHES = (
         "vLLM makes it in a dummy run, which eager engines with a given size of the cache leave out on CPUs",
         "vLLM makes it where it is used",
         _take_over,
+    ),
+    *(
+        EnginePatch(
+            f"vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator.{name}",
+            "the exchange of the groups' tokens, by gloo",
+            "vLLM's communicator of CPU hosts has none",
+            "it has one",
+            lambda _, exchange=exchange: exchange,
+        )
+        for name, exchange in (("all_gatherv", gather_rows), ("reduce_scatterv", sum_rows))
+    ),
+    EnginePatch(
+        "vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed.all_gather_into_tensor",
+        "the same function, for whole numbers too",
+        "where groups have several workers, each tells the others the routes of its tokens, which are whole numbers",
+        "vLLM's kernel copies any type",
+        gather_any,
     ),
     EnginePatch(
         "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu",

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -27,6 +26,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from conversion.boxes import Slot
 from conversion.families.common import EngineDtypes
 from conversion.families.registry import family
+from conversion.files.hf_folder import read_config
 from mrl import phases
 from mrl.config.schema.generation import GenerationConfig
 from mrl.data.turns import appended
@@ -37,6 +37,7 @@ from mrl.refit.pull import VerifyReport
 from mrl.rollout.callers import Callers
 from mrl.rollout.engine_arguments import engine_arguments
 from mrl.rollout.environment import EngineNodes
+from mrl.rollout.groups import as_one, start_groups
 from mrl.spans import memory_facts, process_key
 from mrl.types import FinishReason, Proposals, Rollout, RolloutRequest
 
@@ -88,11 +89,10 @@ class Engine:
         self._worker_timeout_s = worker_timeout_s
         self._max_model_len = config.vllm_cfg.max_model_len
         self._is_colocated = config.colocated.enabled
-        self.llm = LLMEngine.from_engine_args(
-            engine_arguments(
-                model_dir, config, seed=seed, device_ids=device_ids, keeps_routes=keeps_routes, tokenizer=tokenizer, nodes=nodes
-            )
+        arguments = engine_arguments(
+            model_dir, config, seed=seed, device_ids=device_ids, keeps_routes=keeps_routes, tokenizer=tokenizer, nodes=nodes
         )
+        self.llm = start_groups(arguments) if arguments.data_parallel_size > 1 else LLMEngine.from_engine_args(arguments)
         if num_tokens:
             self._workers("limit_vocabulary", num_tokens)
         self._keeps_kv_cache = keeps_kv_cache
@@ -102,7 +102,7 @@ class Engine:
         self._finished: list[Rollout] = []
         self._expert_layers: list[int] | None = None
         if keeps_routes:
-            hf_config = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
+            hf_config = read_config(Path(model_dir) / "config.json")
             self._expert_layers = list(family(hf_config).expert_layers(hf_config))
             if current_platform.is_cpu():
                 self._workers("record_routes", self._expert_layers)
@@ -116,11 +116,6 @@ class Engine:
         self.weight_version: int | None = None
         self.num_steps = 0
         self.num_tokens = 0
-
-    @property
-    def unfinished_ids(self) -> list[str]:
-        """Ids of the requests that have neither finished nor been aborted, oldest first."""
-        return list(self._unfinished)
 
     @property
     def num_unfinished(self) -> int:
@@ -330,7 +325,8 @@ class Engine:
         if self._expert_layers is None or not answers:
             return [None] * len(answers)
         if current_platform.is_cpu():
-            return self._workers("take_routes", vllm_ids)[0]
+            found = {vllm_id: routes for answer in self._workers("take_routes", vllm_ids) for vllm_id, routes in answer.items()}
+            return [found[vllm_id] for vllm_id in vllm_ids]
         # vLLM's own have rows for layers without experts too.
         return [None if (routes := answer.routed_experts) is None else routes[:, self._expert_layers] for answer in answers]
 
@@ -376,7 +372,8 @@ def run_part(
         model_dir, config, seed=seed, device_ids=device_ids, keeps_routes=keeps_routes, tokenizer=tokenizer, nodes=nodes
     )
     # As vLLM's own headless nodes do. Its monitor would end the other workers, and not the process.
-    executor = MultiprocExecutor(arguments.create_engine_config(headless=True), monitor_workers=False)
+    config_of_node = arguments.create_engine_config(headless=True)
+    executor = MultiprocExecutor(as_one(config_of_node) if arguments.data_parallel_size > 1 else config_of_node, monitor_workers=False)
     end_with_worker(executor)
     raise RuntimeError("vLLM has shut down the workers of this node")
 

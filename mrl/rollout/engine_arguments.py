@@ -54,6 +54,7 @@ def engine_arguments(
         "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
         "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
         "pipeline_parallel_size": vllm_cfg.pipeline_parallel_size,
+        "data_parallel_size": vllm_cfg.num_groups,
         "enable_expert_parallel": vllm_cfg.expert_parallel_size > 1,
         "device_ids": list(device_ids) or None,
         "distributed_executor_backend": "mp" if config.num_workers > 1 else "uni",

@@ -19,6 +19,7 @@ from mrl.config.rules.gym_servers import GYM_PATH
 from mrl.config.schema.env import NemoGymConfig
 from mrl.rollout.gateway import MODEL
 from mrl.rollout.gym import GymServers
+from mrl.rollout.remote import until_readable
 
 logger = logging.getLogger(__name__)
 
@@ -132,11 +133,7 @@ class GymProcess:
 async def _closed(process: subprocess.Popen[bytes]) -> None:
     """Returns when nobody holds the standard output of a process any more."""
     assert process.stdout is not None
-    loop, descriptor = asyncio.get_running_loop(), process.stdout.fileno()
-    closed: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(descriptor, lambda: closed.done() or closed.set_result(None))
     try:
-        await closed
+        await until_readable(process.stdout.fileno())
     finally:
-        loop.remove_reader(descriptor)
         process.poll()  # it has detached what runs, and ended long ago

@@ -25,6 +25,17 @@ class AgentUnreached(AgentLost):
     """Nothing listens at the agent's address, so that it has got no task."""
 
 
+async def until_readable(descriptor: int) -> None:
+    """Returns when a read would not wait: of a process's pidfd when that has ended, of a pipe when all writers are gone."""
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(descriptor, lambda: found.done() or found.set_result(None))
+    try:
+        await found
+    finally:
+        loop.remove_reader(descriptor)
+
+
 class RemoteAgent:
     """An agent at a URL of the user's."""
 

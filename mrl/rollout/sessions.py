@@ -121,6 +121,14 @@ def said(message: Message) -> Said:
     return str(message.get("role")), str(content or ""), named
 
 
+def without_ids(messages: Sequence[object]) -> list[object]:
+    """The messages without the tokens in which they were sampled."""
+    return [
+        {name: value for name, value in message.items() if name not in MESSAGE_EXTRAS} if isinstance(message, Mapping) else message
+        for message in messages
+    ]
+
+
 def take_prefix(body: Mapping[str, object]) -> tuple[dict[str, object], list[int] | None]:
     """Splits a request into its other fields and the tokens with which its prompt must begin, if it names them.
 
@@ -136,10 +144,7 @@ def take_prefix(body: Mapping[str, object]) -> tuple[dict[str, object], list[int
         if given is None and with_ids is not None:
             parts = [part for name in MESSAGE_IDS if isinstance(part := with_ids.get(name), list)]
             given = [token_id for part in parts for token_id in part] if len(parts) == len(MESSAGE_IDS) else []
-        rest["messages"] = [
-            {name: value for name, value in message.items() if name not in MESSAGE_EXTRAS} if isinstance(message, Mapping) else message
-            for message in messages
-        ]
+        rest["messages"] = without_ids(messages)
     if given is None:
         return rest, None
     if not isinstance(given, list) or not given or not all(type(token_id) is int and token_id >= 0 for token_id in given):

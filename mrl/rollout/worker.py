@@ -134,10 +134,10 @@ class RefitWorker:
     def record_routes(self, layers: Sequence[int]) -> None:
         self.recorder = RouteRecorder(self.model_runner, layers)
 
-    def take_routes(self, request_ids: Sequence[str]) -> list[np.ndarray] | None:
-        """Returns the routes of finished requests; None on all but the first worker."""
+    def take_routes(self, request_ids: Sequence[str]) -> dict[str, np.ndarray]:
+        """Returns the routes of finished requests, by id; those of each are known to the first worker of its group."""
         assert self.recorder is not None, "record_routes comes first"
-        return self.recorder.take(request_ids) if self.rank == 0 else None
+        return self.recorder.take(request_ids)
 
     def _models(self) -> list[nn.Module]:
         """The model, and the drafter that proposes tokens, if that is a model."""
@@ -179,9 +179,10 @@ class RouteRecorder:
 
         setattr(runner, "_model_forward", recorded)  # noqa: B010  (a method is replaced)
 
-    def take(self, request_ids: Sequence[str]) -> list[np.ndarray]:
-        """Routes of these requests, each [tokens that went through the model, layers, experts per token], and forgets them."""
-        return [_joined(request_id, self._passes.pop(request_id)) for request_id in request_ids]
+    def take(self, request_ids: Sequence[str]) -> dict[str, np.ndarray]:
+        """Routes of those of these requests that ran here, [tokens that went through the model, layers, experts], and forgets them."""
+        mine = [request_id for request_id in request_ids if request_id in self._passes]
+        return {request_id: _joined(request_id, self._passes.pop(request_id)) for request_id in mine}
 
     def _record(self) -> None:
         batch = self._runner.input_batch

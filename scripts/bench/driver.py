@@ -29,12 +29,13 @@ from unittest.mock import patch
 
 import numpy as np
 
-from mrl import train
+from mrl import api, train
+from mrl.cluster.book import RequestBook
 from mrl.cluster.event_loop import News, in_loop
 from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.refit import Refitter
-from mrl.cluster.rollouts import RequestBook, RolloutCollector
-from mrl.loop import rollouts
+from mrl.cluster.rollouts import RolloutCollector
+from mrl.loop import rollouts, run
 from mrl.loop.run import Run
 from mrl.store.ledger import Ledger
 from mrl.store.run_folder import RunFolder
@@ -60,10 +61,10 @@ PARTS: dict[str, tuple[tuple[object, str], ...]] = {
     "advantages": ((rollouts, "train_sequences"),),
     "packing": ((rollouts, "make_batches"),),
     "set_batches": ((PolicyGroup, "set_batches"),),
-    "logprob, train": ((train, "update_policy"),),
+    "logprob, train": ((api.Policy, "update"),),
     "refit": ((Refitter, "run"),),
     "ledger": ((Ledger, "take"), (Ledger, "train")),
-    "metrics": ((rollouts, "rollout_metrics"), (train, "performance_metrics"), (RunFolder, "log_metrics")),
+    "metrics": ((rollouts, "rollout_metrics"), (run, "performance_metrics"), (RunFolder, "log_metrics")),
     "token samples": ((Run, "token_samples"),),
     "dumps": ((RunFolder, "log_samples"),),
 }

@@ -21,9 +21,9 @@ Row = dict[str, str | int | float | None]
 
 
 _UPDATE = ("mrl/policy/batch.py", "mrl/policy/step.py", "mrl/policy/objectives.py", "mrl/policy/optimizer.py", "mrl/policy/packed.py")
-_LEARNS = ("mrl/algo", *_UPDATE, "mrl/policy/output.py", "mrl/train.py", "mrl/loop/rollouts.py")
-_TINY = ("configs/grpo_tiny.yaml", "mrl/recipes/tiny.py")
-_ROLLOUTS = ("mrl/loop/rollouts.py", "mrl/cluster/rollouts.py", "mrl/cluster/engines.py", "mrl/rollout/engine.py")
+_LEARNS = ("mrl/algo", *_UPDATE, "mrl/policy/output.py", "mrl/loop/learning.py", "mrl/loop/rollouts.py")
+_TINY = ("configs/grpo_tiny.yaml", "mrl/recipes/additions.py")
+_ROLLOUTS = ("mrl/loop/rollouts.py", *(f"mrl/cluster/{name}.py" for name in ("rollouts", "book", "engines")), "mrl/rollout/engine.py")
 _COPIES = ("conversion/schedule.py", "conversion/reshard.py", "conversion/rounds.py")
 _FILES = ("conversion/convert.py", "conversion/cache.py", "conversion/files", "conversion/tensors.py")
 _PEAKS = ("mrl/plan/activations.py", "mrl/plan/peaks.py", "mrl/plan/states.py", "scripts/bench/plan_points.py")
@@ -73,7 +73,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("parity_steps", "parity_steps_megatron019"), _MODEL),
     "plan_later": _PEAKS,
     "plan_points": _PEAKS,
-    "ppo": (*_LEARNS, "mrl/loop/critic.py", "configs/ppo_tiny.yaml", "mrl/recipes/tiny.py"),
+    "ppo": (*_LEARNS, "configs/ppo_tiny.yaml", "mrl/recipes/additions.py"),
     "recompute": ("mrl/policy/model.py", "mrl/policy/step.py", "mrl/policy/mamba_torch.py"),
     "refit": ("mrl/refit", "mrl/cluster/refit.py", *_COPIES),
     "refit_model": ("mrl/plan/times.py", "mrl/plan/traffic.py", *_COPIES),

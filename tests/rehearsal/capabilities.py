@@ -116,7 +116,8 @@ def worker_models(folder: Path, parallel: VllmParallel, workers: Sequence[int]) 
     for worker in workers:
         # It remembers the layers of one model.
         config.compilation_config.static_forward_context.clear()
-        with set_ranks(worker, parallel.tp), set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
+        config.parallel_config.data_parallel_rank = worker // parallel.tp
+        with set_ranks(parallel, worker), set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
             built.append(initialize_model(vllm_config=config))
     return built
 
@@ -129,14 +130,14 @@ def row(case: str, capability: str, folder: Path, parallel: VllmParallel, worker
 
     built = dict(zip(workers, worker_models(folder, parallel, workers), strict=True))
     refit_workers = []
-    for index in range(parallel.tp):
+    for index in range(parallel.num_workers):
         refit_workers.append(RefitWorker())
         refit_workers[-1].get_model = lambda index=index: built.get(index, built[0])
         refit_workers[-1].get_draft_model = lambda: None
     engines = SimpleNamespace(call=lambda verb, deadline_s: {0: [getattr(worker, verb.__name__)() for worker in refit_workers]})
     place = (MegatronParallel(), MegatronCoords(), "bfloat16", "te")
     policies = SimpleNamespace(call=lambda verb, deadline_s: {0: place})
-    engine = EngineSlots(0, tuple(range(parallel.tp)))
+    engine = EngineSlots(0, tuple(range(parallel.num_workers)))
     placement = SimpleNamespace(engines=(engine,), node_of=dict.fromkeys(engine.slots, 0))
     config = run_config(folder, parallel)
     inputs = refit_inputs(config, cast(Placement, placement), cast(PolicyGroup, policies), cast(EngineGroup, engines))
@@ -192,7 +193,7 @@ def rows(folder: Path) -> Iterator[Row]:
         set_capability(capability)
         for name, (model_folder, model_type) in cases.items():
             for parallel in layouts(model_type):
-                yield row(name, capability, model_folder, parallel, sorted({0, parallel.tp - 1}))
+                yield row(name, capability, model_folder, parallel, sorted({0, parallel.num_workers - 1}))
 
 
 if __name__ == "__main__":

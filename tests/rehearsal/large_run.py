@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conversion.boxes import DTYPE_BYTES, Slot, volume
-from conversion.families.common import HfConfig, VllmParallel
+from conversion.families.common import HfConfig
 from mrl.cluster.scheduling import engine_slots
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
@@ -104,7 +104,7 @@ def schedule_of(config: RunConfig, hf_config: HfConfig) -> Schedule:
     return RefitInputs(
         hf_config=hf_config,
         ranks=tuple((parallel, parallel.coords_of(rank, world), config.policy.precision, "te") for rank in range(world)),
-        parallel=VllmParallel(vllm.tensor_parallel_size, vllm.expert_parallel_size),
+        parallel=config.policy.generation.parallel,
         precision=vllm.precision,
         workers=workers,
         gpu_of={slot: slot for slot in workers},

@@ -24,7 +24,7 @@ import ray
 from ray import cloudpickle
 
 from conversion.families.common import MegatronCoords, MegatronParallel
-from mrl.cluster.payload import Packed, describe, pack
+from mrl.cluster.payload import Packed, pack
 from mrl.cluster.rewards import Judged, Unjudged
 from mrl.cluster.runtime import ray_runtime
 from mrl.cluster.scheduling import engine_slots
@@ -150,7 +150,7 @@ class EngineStandIn:
     def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[tuple[list[RolloutInfo], float], Packed]:
         tokens = np.zeros(self.shape.payload_tokens, np.int32)
         sampled = [Rollout(request, self.weight_version, tokens, tokens.astype(np.float32), "stop") for request in requests]
-        return ([replace(describe(rollout), length=self.shape.num_tokens) for rollout in sampled], 0.1), pack(sampled)
+        return ([replace(RolloutInfo.of(rollout), length=self.shape.num_tokens) for rollout in sampled], 0.1), pack(sampled)
 
     def call(self, verb: str, *arguments: object) -> object:
         if verb in ("set_weight_version", "serve"):

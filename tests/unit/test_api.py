@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals of `mrl.api` before anything starts; tests/stack shows what it trains."""
+"""Public parts of a loop, and refusals of `mrl.api` before anything starts; tests/stack shows what it trains."""
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 
 from mrl import api
+from tests.sources import ROOT
+
+
+def test_the_built_in_loop_is_made_of_public_parts_that_the_page_explains():
+    tree, page = ast.parse((ROOT / "mrl" / "train.py").read_text()), (ROOT / "docs" / "extend" / "loop.md").read_text()
+    parts = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    used = [name for name in parts if name.startswith("loop.")]
+    assert used == ["loop.take_batches", "loop.policy.update", "loop.refit.run"]
+    assert [name for name in used if f"`{name}(" not in page] == []
+    of_run = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("run.")}
+    assert of_run == {"run.is_over"}, "the rest is behind the public parts"
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "rm"])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -149,6 +150,20 @@ def test_a_forbidden_import_is_found(module: str, source: str):
 )
 def test_an_allowed_import_passes(module: str, source: str):
     assert violations(source, module) == []
+
+
+def test_no_import_runs_in_a_circle():
+    """Not even one inside a function, or for the type checker alone."""
+    trees = {module_name(path): tree_of(path.read_text()) for path in python_files(("conversion", "mrl"))}
+    graph: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        # A name of a package is a module of it, or the package's own.
+        graph[module] = {
+            whole if (whole := f"{node.module}.{alias.name}") in trees else str(node.module) for node in froms for alias in node.names
+        }
+    assert len(graph["mrl.cluster.session"]) > 10
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_policy_and_refit_need_only_the_libraries_of_a_bare_gpu_machine():

@@ -25,6 +25,8 @@ PARSERS_OF_MODELS = {"nemotron_json": "NVIDIA-Nemotron-Nano-9B-v2 and -12B-v2"}
 """Parsers that plugins in the repositories of models register, and these models."""
 
 _MEGATRON, _GENERATION, _ENGINE = "policy.megatron_cfg", "policy.generation", "policy.generation.vllm_cfg"
+# vLLM's own choice, with which experts lie as in the checkpoint.
+_ALL_TO_ALL = "allgather_reducescatter"
 _RESOURCES = f"{_GENERATION}.colocated.resources"
 
 
@@ -63,27 +65,44 @@ def _slot_keys(config: RunConfig) -> list[str]:
 
 def _check_engine_slots(config: RunConfig, problems: Problems) -> None:
     cluster = config.cluster
-    tp, ep = config.policy.generation.vllm_cfg.tensor_parallel_size, config.policy.generation.vllm_cfg.expert_parallel_size
-    if ep not in (1, tp):
-        rule = f"must be 1 or policy.generation.vllm_cfg.tensor_parallel_size={tp}"
-        if ep > tp:
-            rule += ": groups of that size that share experts (vLLM's data_parallel_size) make each pass together, and mrl steps each alone"
-        problems.add(f"{_ENGINE}.expert_parallel_size", rule, "use one of them")
+    vllm = config.policy.generation.vllm_cfg
+    tp, ep, pp = vllm.tensor_parallel_size, vllm.expert_parallel_size, vllm.pipeline_parallel_size
+    if ep > 1 and ep % tp:
+        rule = f"must be 1 or a multiple of policy.generation.vllm_cfg.tensor_parallel_size={tp}"
+        problems.add(f"{_ENGINE}.expert_parallel_size", rule, f"use 1, {tp} or {max(2, ep // tp + 1) * tp}")
+    elif ep > tp:
+        _check_engine_groups(config, problems)
     dedicated, is_one_node = config.num_dedicated_slots, cluster.gpus_per_node == 0 or cluster.num_nodes == 1
     per_node = dedicated if dedicated and is_one_node else cluster.slots_per_node
     serving = dedicated or config.num_policy_ranks
-    num_workers, pp = config.policy.generation.num_workers, config.policy.generation.vllm_cfg.pipeline_parallel_size
+    num_workers = config.policy.generation.num_workers
     if per_node % num_workers and (num_workers % per_node or serving % num_workers):
         stages = f" x {_ENGINE}.pipeline_parallel_size={pp}" if pp > 1 else ""
-        rule = f"nodes hold whole engines or engines whole nodes, and {_ENGINE}.tensor_parallel_size={tp}{stages} divides neither"
+        key, size = (f"{_ENGINE}.expert_parallel_size", ep) if ep > tp else (f"{_ENGINE}.tensor_parallel_size", tp)
+        rule = f"nodes hold whole engines or engines whole nodes, and {key}={size}{stages} divides neither"
         slots = f"the {per_node} slots of one nor, as a multiple, the {serving} that serve"
         whole = [size for size in range(1, serving + 1) if per_node % size == 0 or (size % per_node == 0 and serving % size == 0)]
+        whole = [size for size in whole if ep <= tp or size == 1 or size % tp == 0]
         others = [*([f"{_ENGINE}.pipeline_parallel_size"] if pp > 1 else []), *_slot_keys(config)]
         way_out = f"{_use(whole)}{' workers' if pp > 1 else ''}"
-        problems.add(f"{_ENGINE}.tensor_parallel_size", f"{rule} {slots}", way_out, others=others)
+        problems.add(key, f"{rule} {slots}", way_out, others=others)
     elif config.num_engines * num_workers > config.num_slots:
         rule = f"engines of {num_workers} workers need {config.num_engines * num_workers} of the {config.num_slots} slots"
         problems.add(f"{_GENERATION}.num_cpu_engines", rule, "lower it, or raise cluster.cpu_units_per_node")
+
+
+def _check_engine_groups(config: RunConfig, problems: Problems) -> None:
+    generation, key = config.policy.generation, f"{_ENGINE}.expert_parallel_size"
+    tp, way_out = generation.vllm_cfg.tensor_parallel_size, "at most policy.generation.vllm_cfg.tensor_parallel_size"
+    groups = f"above policy.generation.vllm_cfg.tensor_parallel_size={tp} it makes groups that step together"
+    if generation.vllm_cfg.pipeline_parallel_size > 1:
+        problems.add(key, f"{groups}, which pipeline stages would wait for", f"use {way_out}, or one stage")
+    if generation.speculative_method is not None:
+        rule = f"{groups}, and proposed tokens are proven in engines of one, but policy.generation.vllm_kwargs has speculative_config"
+        problems.add(key, rule, f"use {way_out}, or leave that out")
+    if generation.vllm_kwargs.get("all2all_backend", _ALL_TO_ALL) != _ALL_TO_ALL:
+        rule = "groups exchange tokens as vLLM does by itself; for others it loads kernels that keep experts in an order of their own"
+        problems.add("policy.generation.vllm_kwargs.all2all_backend", rule, f"set it to {_ALL_TO_ALL}")
 
 
 def check_profiler(config: RunConfig, problems: Problems) -> None:

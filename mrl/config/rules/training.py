@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from conversion.adapters import adapted_layers
 from conversion.families.registry import family
+from conversion.files.hf_folder import read_config
 from mrl.config.errors import Problems, spell
 from mrl.config.model import ModelSizes
 from mrl.config.schema.run import RunConfig
@@ -185,7 +185,7 @@ def check_mtp(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
 def check_trained(config: RunConfig, problems: Problems) -> None:
     """Checks that `peft` and `freeze_config` leave something to train. The model's folder must be readable."""
     peft, patterns = config.policy.megatron_cfg.peft, config.policy.megatron_cfg.freeze_config.modules
-    hf_config = json.loads((Path(config.policy.model_name) / "config.json").read_text(encoding="utf-8"))
+    hf_config = read_config(Path(config.policy.model_name) / "config.json")
     if peft.enabled:
         _check_adapters(config, hf_config, problems)
     key, left = f"{_MEGATRON}.freeze_config.modules", () if config.mtp_steps else family(hf_config).mtp(hf_config)

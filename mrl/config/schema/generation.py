@@ -53,7 +53,8 @@ class VllmConfig:
     pipeline_parallel_size: Positive = 1
     """Pipeline stages of an engine, which has tensor_parallel_size workers for each. vLLM spreads the layers evenly over them."""
     expert_parallel_size: Positive = 1
-    """1 = experts are cut like other matrices; tensor_parallel_size = whole experts are spread over the engine."""
+    """1 = experts are cut like other matrices; tensor_parallel_size = whole experts are spread over the engine; a multiple of it = over so
+    many workers, in groups of tensor_parallel_size that each hold all else and sample rollouts of their own, pass by pass together."""
     precision: Precision = follows("policy.precision")
     """Type of the engine's weights."""
     kv_cache_dtype: Literal["auto", "float16", "bfloat16"] = "auto"
@@ -71,10 +72,11 @@ class VllmConfig:
     max_model_len: AtLeastTwo = follows("policy.max_total_sequence_length")
     """Longest prompt plus rollout, in tokens."""
     max_num_seqs: Positive | None = None
-    """Rollouts that an engine samples at the same time; null = its part of a step or of a validation, up to 1,024 and to what fits into
-    its cache. `python -m mrl.plan` shows the number."""
+    """Rollouts that an engine, or each of its groups, samples at the same time; null = its part of a step or of a validation, up to 1,024
+    and to what fits into its cache. `python -m mrl.plan` shows the number."""
     max_num_batched_tokens: Positive | None = None
-    """Tokens of one engine step; null = 16,384 (4,096 without GPUs), or fewer if its rollouts have no more or the cache needs the room."""
+    """Tokens of one engine step, or of a group's; null = 16,384 (4,096 without GPUs), or fewer if its rollouts have no more or the cache
+    needs the room."""
     enable_prefix_caching: bool | None = None
     """Prompts share the cache of a common beginning until the next refit. null = as vLLM does; policy.router_replay decides itself."""
     enforce_eager: bool = False
@@ -92,9 +94,14 @@ class VllmConfig:
     """A Python file or module that registers a parser of thoughts with vLLM."""
 
     @property
+    def num_groups(self) -> int:
+        """Groups of an engine's workers that sample rollouts of their own; known of sizes that do not fit each other, too."""
+        return max(1, self.expert_parallel_size // self.tensor_parallel_size)
+
+    @property
     def num_http_slots(self) -> int:
         """Answers to requests over HTTP that an engine samples at the same time."""
-        return max(1, int(self.http_server_share * (self.max_num_seqs or 0)))
+        return max(1, int(self.http_server_share * (self.max_num_seqs or 0))) * self.num_groups
 
 
 @dataclass(frozen=True)
@@ -165,4 +172,4 @@ class GenerationConfig:
     @property
     def num_workers(self) -> int:
         """Workers of an engine. Unlike `parallel`, known of sizes that do not fit each other, too."""
-        return self.vllm_cfg.tensor_parallel_size * self.vllm_cfg.pipeline_parallel_size
+        return self.vllm_cfg.tensor_parallel_size * self.vllm_cfg.pipeline_parallel_size * self.vllm_cfg.num_groups

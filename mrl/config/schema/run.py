@@ -371,11 +371,14 @@ class RunConfig:
 
     @property
     def engine_limits(self) -> EngineLimits:
-        """Limits of an engine as given, else those that its rollouts need; `mrl.plan.memory` lowers the latter to what the cache holds."""
+        """Limits of an engine, or of each of its groups, as given, else those that its rollouts need.
+
+        `mrl.plan.memory` lowers the latter to what the cache holds.
+        """
         vllm, grpo, num_rows = self.policy.generation.vllm_cfg, self.rollouts, 1 + self.policy.generation.num_proposed_tokens
         trained = grpo.num_prompts_per_batch * grpo.num_generations_per_prompt * (1 + grpo.async_grpo.max_lag_steps)
         validated = (grpo.max_val_samples or 0) * grpo.val_num_generations_per_prompt
-        needed = -(-max(trained, validated) // max(1, self.num_engines))
+        needed = -(-max(trained, validated) // max(1, self.num_engines * vllm.num_groups))
         if vllm.expose_http_server:
             # All may come as requests of agents, which have a share of the engine.
             needed = math.ceil(needed / vllm.http_server_share)

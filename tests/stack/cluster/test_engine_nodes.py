@@ -58,7 +58,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.long("cluster")
-@pytest.mark.parametrize("kinds", [("tensor",), ("tensor", "expert"), ("pipeline",)], ids="+".join)
+@pytest.mark.parametrize("kinds", [("tensor",), ("tensor", "expert"), ("pipeline",), ("expert",)], ids="+".join)
 def test_an_engine_over_two_nodes_samples_is_refitted_and_comes_back(two_nodes: None, tmp_path: Path, kinds: tuple[str, ...]):
     sizes = ["cluster.num_nodes=2", "cluster.cpu_units_per_node=1", "policy.generation.vllm_cfg.expose_http_server=true"]
     engine = [f"policy.generation.vllm_cfg.{kind}_parallel_size=2" for kind in kinds]

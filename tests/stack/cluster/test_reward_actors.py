@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from mrl.cluster.event_loop import in_loop, tasks_ended
-from mrl.cluster.payload import PayloadRef, describe, pack
+from mrl.cluster.payload import PayloadRef, pack
 from mrl.cluster.rewards import VERDICTS, Rewards
 from mrl.cluster.runtime import placed_slots
 from mrl.config.load import load_config
@@ -50,7 +50,7 @@ def batch(first: int) -> tuple[list[RolloutInfo], list[Prompt], dict[str, float]
         ids = np.frombuffer(str(number).encode(), dtype=np.uint8).astype(np.int32)
         rollouts.append(Rollout(request([1], prompt_id=f"p{number}"), 1, ids, np.zeros(len(ids), np.float32), "stop"))
     payload = ray.put(pack(rollouts))
-    infos = [describe(rollout, PayloadRef(payload, place)) for place, rollout in enumerate(rollouts)]
+    infos = [RolloutInfo.of(rollout, PayloadRef(payload, place)) for place, rollout in enumerate(rollouts)]
     prompts = [Prompt(info.prompt_id, (1,), "say a number", "0.5", "slow") for info in infos]
     return infos, prompts, {info.request_id: number + 0.5 for number, info in enumerate(infos, start=first)}
 

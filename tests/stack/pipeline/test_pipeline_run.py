@@ -96,15 +96,17 @@ def test_a_dedicated_engine_trains_bit_for_bit_as_a_colocated_one(two_steps: Pat
 
 
 @pytest.mark.long("async")
-def test_an_engine_of_two_stages_serves_a_run(tmp_path: Path):
+@pytest.mark.parametrize("kind", ["pipeline", "expert"])
+def test_an_engine_of_two_stages_or_groups_serves_a_run(tmp_path: Path, kind: str):
     # Attention and experts on both stages, as vLLM needs them.
     model = models.save_model(tmp_path / "model", "nemotron_h", hybrid_override_pattern="M*EM*EM")
-    sizes = ["cluster.cpu_units_per_node=2", "policy.generation.vllm_cfg.pipeline_parallel_size=2", "grpo.max_num_steps=2"]
-    given = [f"policy.model_name={model}", f"policy.tokenizer.name={ROOT}/prepared/tiny/model"]
+    sizes = ["cluster.cpu_units_per_node=2", f"policy.generation.vllm_cfg.{kind}_parallel_size=2", "grpo.max_num_steps=2"]
+    given = [f"policy.model_name={model}", f"policy.tokenizer.name={ROOT}/prepared/tiny/model", *(REPLAY if kind == "expert" else [])]
     printed = train(tmp_path / "run", *sizes, *given)
     assert re.findall(r"^\d +\S+ +(\d) +(\d\.\d)$", printed, re.MULTILINE) == [("0", "0.0"), ("1", "0.1")], printed
     first, second = rows(tmp_path / "run")[1:]
     for row in (first, second):
+        assert kind == "pipeline" or row["train/router_mismatch"] <= 0.001
         assert row["train/token_mult_prob_error"] <= 1.001 and row["rollout/failed"] == 0
         assert (row["train/grad_norm"] > 0) == (row["train/reward_std"] > 0)
     assert second["refit/weight_version"] > first["refit/weight_version"] and second["refit/verified_bytes"] > 1e5

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,8 @@ from conversion.boxes import Slot
 from conversion.families.common import VllmParallel
 from mrl.config.schema.generation import GenerationConfig, Precision, VllmConfig
 
-# What vLLM cuts weights by, and groups that have one member in every engine of ours.
-WORKER_GROUPS = ("_TP", "_ETP", "_EP")
-SINGLE_GROUPS = ("_DP", "_PCP", "_DCP")
+# Groups that have one member in every engine of ours.
+SINGLE_GROUPS = ("_PCP", "_DCP")
 
 # Eight workers can cut these heads and groups. Two key heads, so that workers share one; ten experts, which eight do not divide.
 HEADS: dict[str, object] = dict(num_attention_heads=8, num_key_value_heads=2)
@@ -46,7 +46,7 @@ WITH_EXPERTS = ("glm4_moe", "mixtral", "nemotron_h", "qwen2_moe", "qwen3_moe")
 
 def layouts(model_type: str) -> list[VllmParallel]:
     """Layouts of an engine of up to eight workers, cut by tensors and, where a family has them, by experts."""
-    experts = [VllmParallel(tp=size, ep=size) for size in (2, 4, 8) if model_type in WITH_EXPERTS]
+    experts = [VllmParallel(tp=tp, ep=ep) for tp, ep in ((2, 2), (4, 4), (8, 8), (1, 2), (2, 4)) if model_type in WITH_EXPERTS]
     return [VllmParallel(tp=size) for size in (1, 2, 4, 8)] + experts
 
 
@@ -77,9 +77,10 @@ def load(folder: Path, parallel: VllmParallel, worker: int, *, precision: Precis
         expert_parallel_size=parallel.ep,
     )
     config = engine_arguments(str(folder), GenerationConfig(max_new_tokens=16, vllm_cfg=vllm_cfg), seed=0).create_engine_config()
+    config.parallel_config.data_parallel_rank = worker // parallel.tp if parallel.num_groups > 1 else 0
     loader, device = get_model_loader(config.load_config), torch.device("cpu")
     with (
-        set_ranks(worker, parallel.tp, parallel.pp),
+        set_ranks(parallel, worker),
         set_current_vllm_config(config),
         set_default_torch_dtype(config.model_config.dtype),
         device,
@@ -105,17 +106,27 @@ def differences(live: dict[Slot, Tensor], expected: dict[Slot, Tensor]) -> list[
 
 
 @contextmanager
-def set_ranks(worker: int, size: int, num_stages: int = 1) -> Iterator[None]:
-    """vLLM takes this process for one worker of an engine of `size` workers in each stage, inside the `with` block."""
+def set_ranks(parallel: VllmParallel, worker: int) -> Iterator[None]:
+    """vLLM takes this process for one worker of an engine, inside the `with` block."""
     from vllm.distributed import parallel_state
 
+    size, part = parallel.tp, worker // parallel.tp
+    groups = {
+        "_TP": (worker % size, size),
+        "_ETP": (worker % size, size),
+        "_EP": (worker % (size * parallel.num_groups), size * parallel.num_groups),
+        "_DP": (part if parallel.num_groups > 1 else 0, parallel.num_groups),
+        "_PP": (part if parallel.pp > 1 else 0, parallel.pp),
+        "_WORLD": (worker, parallel.num_workers),
+        **dict.fromkeys(SINGLE_GROUPS, (0, 1)),
+    }
     with pytest.MonkeyPatch.context() as patch:
-        for name in WORKER_GROUPS:
-            patch.setattr(parallel_state, name, _group(worker % size, size))
-        patch.setattr(parallel_state, "_WORLD", _group(worker, size * num_stages))
-        patch.setattr(parallel_state, "_PP", _group(worker // size, num_stages))
-        for name in SINGLE_GROUPS:
-            patch.setattr(parallel_state, name, _group(0, 1))
+        for name, place in groups.items():
+            patch.setattr(parallel_state, name, _group(*place))
+        # Layers with experts of several groups ask it for its size only.
+        patch.setattr(
+            parallel_state._EP, "device_communicator", SimpleNamespace(all2all_manager=SimpleNamespace(world_size=groups["_EP"][1]))
+        )
         yield
 
 

@@ -29,7 +29,7 @@ def test_tables_are_what_the_loaders_do(case: str, tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors").values()
     assert len({weight.numpy().tobytes() for weight in weights}) == len(weights), "equal tensors could be exchanged unseen"
     for parallel in layouts(model_type):
-        for worker in range(parallel.tp):
+        for worker in range(parallel.num_workers):
             assert disagreements(folder, parallel, worker) == [], (parallel, worker)
 
 

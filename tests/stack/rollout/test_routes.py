@@ -15,7 +15,12 @@ from tests import models, routes
 from tests.rollouts import StartEngine, random_requests, run
 from tests.stack.policy.layouts import transformers_model
 
-PARALLEL = {"tp2": dict(tensor_parallel_size=2), "tp2 ep2": dict(tensor_parallel_size=2, expert_parallel_size=2)}
+PARALLEL = {
+    "tp2": dict(tensor_parallel_size=2),
+    "tp2 ep2": dict(tensor_parallel_size=2, expert_parallel_size=2),
+    "ep2": dict(expert_parallel_size=2),
+    "tp2 ep4": dict(tensor_parallel_size=2, expert_parallel_size=4),
+}
 
 
 def test_routes_are_the_choices_of_transformers(start_engine: StartEngine, checkpoint: Callable[[int], Path]):
@@ -30,7 +35,7 @@ def test_routes_are_the_choices_of_transformers(start_engine: StartEngine, check
         if step == 9:
             # Running requests start over: what they have sampled so far is computed again.
             engine.set_weight_version(1)
-    dropped = engine.unfinished_ids[:3]
+    dropped = list(engine._unfinished)[:3]
     engine.abort(dropped)
     rollouts |= run(engine, [request for request in requests if request.request_id in dropped])
     # A rollout has the version of its first token.

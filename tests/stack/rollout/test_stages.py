@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine of two pipeline stages: the bits of one process, over HTTP too, and refits of both stages, also between passes under way."""
+"""Engines of two pipeline stages, and of two groups that share experts: the bits of one process, over HTTP too, and refits of both parts,
+also between passes under way."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import openai
+import pytest
 
+from conversion.families.common import VllmParallel
 from mrl.config.load import load_config
 from mrl.config.model import sizes_of
 from mrl.plan.engine import cache_layout
@@ -23,7 +26,7 @@ from tests.rollouts import MAX_MODEL_LEN, StartEngine, differences, random_reque
 from tests.stack.rollout.test_http import TIMEOUT_S, chat, completion, served
 from tests.stack.rollout.test_plan import CPU_BLOCK
 from tests.stack.rollout.trainer import Trainer, expected_tensors, refit
-from tests.stack.rollout.witness import PP2
+from tests.stack.rollout.witness import GROUPS, PP2
 from tests.unit.rollout.gateways import ENGINE_KEY, RUN_KEY, Running
 from tests.waiting import wait_until
 
@@ -35,11 +38,17 @@ REQUESTS = random_requests(12)
 CHUNK_TOKENS = 128
 
 
-def test_an_engine_of_two_stages_draws_what_one_process_draws(start_engine: StartEngine, tmp_path: Path) -> None:
-    loaded, other = (models.save_model(tmp_path / str(seed), "qwen3", seed) for seed in range(2))
+@pytest.mark.parametrize(("model_type", "parallel"), [("qwen3", PP2), ("qwen3_moe", GROUPS)], ids=["stages", "groups"])
+def test_an_engine_of_two_parts_draws_what_one_process_draws(
+    start_engine: StartEngine, tmp_path: Path, model_type: str, parallel: VllmParallel
+) -> None:
+    loaded, other = (models.save_model(tmp_path / str(seed), model_type, seed) for seed in range(2))
     alone = start_engine(loaded, max_num_batched_tokens=CHUNK_TOKENS)
+    from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
     from vllm.v1.engine.core_client import InprocClient
 
+    from mrl.rollout.groups import GroupScheduler
     from mrl.rollout.http_server import start_server
 
     trainer = Trainer(loaded)
@@ -52,35 +61,42 @@ def test_an_engine_of_two_stages_draws_what_one_process_draws(start_engine: Star
     expected[2] = run(alone, REQUESTS)
 
     tokenizer.save(loaded, model_max_length=MAX_MODEL_LEN)
-    engine = start_engine(loaded, max_num_batched_tokens=CHUNK_TOKENS, pipeline_parallel_size=2, tokenizer=loaded)
-    layout = cache_layout(sizes_of(trainer.inputs.hf_config), 1, element_bytes=4, kernel_block=CPU_BLOCK, pp=2)
+    sizes = dict(pipeline_parallel_size=parallel.pp, expert_parallel_size=parallel.ep)
+    engine = start_engine(loaded, max_num_batched_tokens=CHUNK_TOKENS, tokenizer=loaded, **sizes)
+    layout = cache_layout(sizes_of(trainer.inputs.hf_config), 1, element_bytes=4, kernel_block=CPU_BLOCK, pp=parallel.pp)
     assert engine.llm.vllm_config.cache_config.num_gpu_blocks == (64 << 20) // layout.block_bytes
     engine.enter("load")
-    before, trainer = engine.live_digest(), Trainer(loaded, PP2)
+    before, trainer = engine.live_digest(), Trainer(loaded, parallel)
     engine.prepare_refit(trainer.workers())
     refit(engine, trainer, version=1)
-    assert engine.live_digest() == before == [digest(expected_tensors(loaded, PP2, worker)) for worker in range(2)]
-    assert differences(run(engine, REQUESTS), expected[1]) == []
+    assert engine.live_digest() == before == [digest(expected_tensors(loaded, parallel, worker)) for worker in range(2)]
+    # With one request a group has none, with three they are uneven; others come while some run.
+    for arrivals in ({0: REQUESTS}, {0: REQUESTS[:1]}, {0: REQUESTS[:3]}, {0: REQUESTS[:2], 3: REQUESTS[2:7], 5: REQUESTS[7:]}):
+        rollouts = run(engine, arrivals)
+        assert differences(rollouts, {key: expected[1][key] for key in rollouts}) == []
     policy = load_config("grpo_tiny.yaml", [f"policy.model_name={loaded}"]).policy
     url = start_server(engine, policy, host="127.0.0.1", api_key=ENGINE_KEY, wake=lambda: None)
     check_answers(engine, url, expected[1])
 
+    assert isinstance(engine.llm.engine_core, InprocClient)
+    core = engine.llm.engine_core.engine_core
     # Dropped while passes are under way; a second time the next weights come.
     for hangs_up in (False, True):
         engine.add(REQUESTS)
         line = ask(engine, url, REQUESTS[0])
         for _ in range(6):
             engine.step()
-        assert isinstance(engine.llm.engine_core, InprocClient)
-        assert engine.llm.engine_core.engine_core.batch_queue and engine.num_unfinished == len(REQUESTS)
+        # Stages have several passes under way.
+        assert core.batch_queue if parallel.pp > 1 else core.scheduler.get_request_counts() == (len(REQUESTS) + 1, 0)
+        assert engine.num_unfinished == len(REQUESTS)
         if hangs_up:
             line.close()
             wait_until(lambda: not engine.callers._coming.empty(), "withdrawal of the question")
             engine.step()
-            engine.abort(engine.unfinished_ids)
+            engine.abort(list(engine._unfinished))
             assert not engine.callers.are_waiting and not engine.llm.has_unfinished_requests()
         else:
-            engine.abort(engine.unfinished_ids[::2])
+            engine.abort(list(engine._unfinished)[::2])
             trainer.load(other)
             refit(engine, trainer, version=2)
             mixed = run(engine, ())
@@ -89,8 +105,14 @@ def test_an_engine_of_two_stages_draws_what_one_process_draws(start_engine: Star
             assert all(rollout.token_ids[0] == expected[1][key].token_ids[0] for key, rollout in mixed.items())
             (answer,) = served(engine, lambda line=line: json.loads(line.getresponse().read()))
             assert (answer["weight_version"], answer["num_weight_versions"]) == (1, 2)
-    assert engine.live_digest() == [digest(expected_tensors(other, PP2, worker)) for worker in range(2)]
+    assert engine.live_digest() == [digest(expected_tensors(other, parallel, worker)) for worker in range(2)]
     assert differences(run(engine, REQUESTS), expected[2]) == []
+    if parallel.num_groups > 1:
+        # Two of these requests in a group and one in the other, to which all answers to a question come.
+        engine.add(REQUESTS[:3])
+        engine.llm.add_request("many", tokens_input([1, 2, 3]), SamplingParams(n=3))
+        assert isinstance(core.scheduler, GroupScheduler)
+        assert sorted(len(scheduler.requests) for scheduler in core.scheduler._schedulers) == [2, 4]
 
 
 def check_answers(engine: Engine, url: str, expected: Mapping[str, Rollout]) -> None:

@@ -19,8 +19,8 @@ from tests.stack.rollout.set_ranks import WITH_EXPERTS
 from tests.stack.rollout.trainer import SINGLE, Trainer, expected_tensors, refit
 
 GENERATING = tuple(name for name, found in FAMILIES.items() if found.vllm_layers)
-TP2, EP2, PP2 = VllmParallel(tp=2), VllmParallel(tp=2, ep=2), VllmParallel(pp=2)
-MATRIX = [(name, layout) for name in GENERATING for layout in (SINGLE, TP2, EP2) if layout.ep == 1 or name in WITH_EXPERTS]
+TP2, EP2, PP2, GROUPS = VllmParallel(tp=2), VllmParallel(tp=2, ep=2), VllmParallel(pp=2), VllmParallel(ep=2)
+MATRIX = [(name, layout) for name in GENERATING for layout in (SINGLE, TP2, EP2, GROUPS) if layout.ep == 1 or name in WITH_EXPERTS]
 # The hybrid model's second stage would have no attention.
 MATRIX += [(name, PP2) for name in GENERATING if name != "nemotron_h"] + [("qwen3", VllmParallel(tp=2, pp=2))]
 """Every family with every layout of engines that two cores can run."""

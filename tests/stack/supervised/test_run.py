@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mrl.recipes import tokenizer
-from mrl.recipes.tiny import split_additions, write_splits
+from mrl.recipes.additions import split_additions, write_splits
 from mrl.store.checkpoints import find_damage
 from tests import models
 from tests.learn.quickstart import call

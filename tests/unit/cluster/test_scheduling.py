@@ -17,8 +17,10 @@ from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.run import ClusterConfig, RunConfig
 
 
-def run_config(cluster: ClusterConfig, *, tp: int, colocated: ColocatedConfig, num_cpu_engines: int = 1, pp: int = 1) -> RunConfig:
-    vllm_cfg = VllmConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
+def run_config(
+    cluster: ClusterConfig, *, tp: int, colocated: ColocatedConfig, num_cpu_engines: int = 1, pp: int = 1, ep: int = 1
+) -> RunConfig:
+    vllm_cfg = VllmConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp, expert_parallel_size=ep)
     generation = GenerationConfig(num_cpu_engines=num_cpu_engines, colocated=colocated, vllm_cfg=vllm_cfg)
     return RunConfig(policy=PolicyConfig(generation=generation), cluster=cluster)
 
@@ -53,6 +55,12 @@ def test_an_engine_has_slots_for_the_workers_of_all_stages():
     (engine,) = engine_slots(gpu)
     assert engine.parts({slot: slot // 4 for slot in range(8)}) == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert run_config(cpu, tp=2, pp=3, colocated=ColocatedConfig(enabled=False)).num_dedicated_slots == 6
+
+
+def test_an_engine_has_slots_for_the_workers_of_all_groups():
+    gpu = run_config(ClusterConfig(num_nodes=4, gpus_per_node=4), tp=2, ep=8, colocated=ColocatedConfig())
+    assert (gpu.num_engines, gpu.nodes_of_engine, gpu.policy.generation.vllm_cfg.num_groups) == (2, 2, 4)
+    assert slots_of(gpu) == [tuple(range(8)), tuple(range(8, 16))]
 
 
 def test_workers_run_on_the_devices_of_their_slots():

@@ -65,7 +65,6 @@ def test_a_step_is_recorded_before_the_run_ends_if_all_ranks_say_that_it_is_not_
     monkeypatch.setattr(run, "write_step", lambda folder, problem, keeps: found.append(problem))
     parts = SimpleNamespace(
         config=SimpleNamespace(logger=SimpleNamespace(record_steps=record_steps), policy=SimpleNamespace(max_skipped_steps=10)),
-        supplier=SimpleNamespace(data=SimpleNamespace(pad_token_id=0)),
         folder=SimpleNamespace(path=Path()),
         session=None,
     )

@@ -10,7 +10,7 @@ import pytest
 
 from mrl.config.load import load_config
 from mrl.config.schema.generation import EngineLimits
-from mrl.plan.engine import CacheLayout
+from mrl.plan.engine import CacheLayout, forward_bytes
 from mrl.plan.facts import PlanModel, read_model
 from mrl.plan.hardware import GPUS
 from mrl.plan.memory import EngineMemory, describe_limits, engine_memory, rank_memory, with_limits
@@ -137,6 +137,25 @@ def test_stages_share_weights_and_cache_and_wait_for_each_other(tmp_path: Path):
     # Stages in turn take as long as one GPU, and read the ends twice; on halves of the batch both read their weights twice.
     assert alone.high < staged.high < 1.1 * alone.high
     assert alone.low / 2 < staged.low < staged.high
+
+
+def test_groups_share_experts_and_reach_those_of_all(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(NANO))
+    words = [f"policy.model_name={tmp_path}", "policy.generation.vllm_cfg.tensor_parallel_size=1", "grpo.max_val_samples=1"]
+    sizes = [[], ["policy.generation.vllm_cfg.expert_parallel_size=8"]]
+    whole, groups = (load_config("grpo_nanov3.yaml", [*words, *more]) for more in sizes)
+    assert (groups.num_engines, groups.policy.generation.vllm_cfg.num_groups) == (whole.num_engines // 8, 8)
+    assert groups.engine_limits == whole.engine_limits
+    alone, one = (engine_memory(config, read_model(config), H100) for config in (whole, groups))
+    # 23 layers of 128 experts, each of two matrices of 1,856 x 2,688 in bfloat16.
+    assert alone.weights - one.weights == pytest.approx(7 / 8 * 23 * 128 * 2 * 1856 * 2688 * 2)
+    shape, rest = PlanModel(NANO).shape, dict(rollouts=8, at_once=8, mean=1000, longest=1000)
+    # What the tokens of all eight bring to the experts and take from there, in bfloat16.
+    of_one, of_all = (forward_bytes(shape, 1, batched_tokens=100, num_groups=size) for size in (1, 8))
+    assert of_all - of_one == 100 * 8 * 2 * 2688 * 2
+    alone_s, together_s = (decode_seconds(shape, H100, one, tp=1, num_groups=size, **rest).low for size in (1, 8))
+    # The tokens of all groups leave fewer of a worker's experts idle.
+    assert alone_s < together_s
 
 
 def test_an_engine_over_nodes_sums_over_the_network():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.recipes.tiny import Addition, split_additions, write_splits
+from mrl.recipes.additions import Addition, split_additions, write_splits
 
 
 def unordered(additions: list[Addition]) -> set[frozenset[int]]:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from mrl.recipes import tiny_model
-from mrl.recipes.tiny import Addition, Kind
+from mrl.recipes.additions import Addition, Kind
 from mrl.recipes.tiny_model import WARM_STARTS, build_model, demonstrations, encode, sampled_accuracy, save_warm_started_model
 from mrl.recipes.tokenizer import byte_tokenizer
 

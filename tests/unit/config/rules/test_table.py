@@ -118,7 +118,14 @@ SEQUENCE=false -> set it to true
 TENSOR=1 => SEQUENCE=true -> set it to false
 SLOTS=3 -> the 3 slots -> SLOTS
 ENGINE.tensor_parallel_size=4 -> use 1 or 2
-ENGINE.expert_parallel_size=2 -> use one of them
+SLOTS=4 & ENGINE.tensor_parallel_size=2 & ENGINE.expert_parallel_size=4 -> fine
+ENGINE.tensor_parallel_size=2 & ENGINE.expert_parallel_size=3 -> must be 1 or a multiple of ENGINE.tensor_parallel_size=2 -> use 1, 2 or 4
+ENGINE.pipeline_parallel_size=2 & ENGINE.expert_parallel_size=2 -> groups that step together -> or one stage -> ...
+SPECULATE={method: ngram, num_speculative_tokens: 2} & ENGINE.expert_parallel_size=2 -> groups that step together -> or leave that out
+ENGINE.expert_parallel_size=2 & KWARGS.all2all_backend=deepep_low_latency -> set it to allgather_reducescatter
+cluster.gpus_per_node=8 & ENGINE.tensor_parallel_size=2 & ENGINE.expert_parallel_size=6 -> whole nodes -> use 1, 2, 4 or 8 -> ...
+ENGINE.env_vars={VLLM_DP_SIZE: '2'} => ENGINE.env_vars.VLLM_DP_SIZE -> remove it
+KWARGS.data_parallel_rank=1 => KWARGS.data_parallel_rank -> remove the key
 ENGINE.pipeline_parallel_size=2 -> stage 1 of the model's 7 layers would have none with attention -> use fewer stages
 cluster.gpus_per_node=8 & ENGINE.pipeline_parallel_size=3 & ENGINE.tensor_parallel_size=2 -> whole nodes -> use 1, 2, 4 or 8 workers -> ...
 ENGINE.env_vars={VLLM_PP_LAYER_PARTITION: '5,2'} => ENGINE.env_vars.VLLM_PP_LAYER_PARTITION -> remove it

@@ -109,8 +109,9 @@ def megatron_chunk(
     return found
 
 
-def vllm_worker(weights: Mapping[str, np.ndarray], hf_config: Mapping[str, object], tp: int, worker: int, *, has_ep: bool) -> Arrays:
-    """Every tensor of an engine's worker; with `has_ep` it holds whole experts."""
+def vllm_worker(weights: Mapping[str, np.ndarray], hf_config: Mapping[str, object], tp: int, of_all: int, *, ep: int) -> Arrays:
+    """Every tensor of worker `of_all` of an engine; it holds whole experts with an `ep` above 1, which spreads over groups of `tp`."""
+    worker, has_ep = of_all % tp, ep > 1
     num_groups, names = int(str(hf_config["num_key_value_heads"])), NAMES.get(str(hf_config["model_type"]), Names())
     found: Arrays = {}
     vocabulary = ["model.embed_tokens.weight"] if hf_config.get("tie_word_embeddings") else ["model.embed_tokens.weight", "lm_head.weight"]
@@ -141,7 +142,7 @@ def vllm_worker(weights: Mapping[str, np.ndarray], hf_config: Mapping[str, objec
                 gate, up, down = (weights[f"{hf}mlp.{names.shared}.{name}_proj.weight"] for name in ("gate", "up", "down"))
                 found[f"{hf}mlp.{names.shared}.gate_up_proj.weight"] = gated(gate, up, tp, worker)
                 found[f"{hf}mlp.{names.shared}.down_proj.weight"] = cut(down, tp, worker, axis=1)
-            mine = experts[part(len(experts), tp, worker)] if has_ep else experts
+            mine = experts[part(len(experts), ep, of_all)] if has_ep else experts
             inner = (1, 0) if has_ep else (tp, worker)
             prefix = f"{hf}{names.block}.experts.routed_experts."
             found[prefix + "w13_weight"] = np.stack([gated(gate, up, *inner) for gate, up, _ in mine])

@@ -92,10 +92,16 @@ def test_layers_left_over_go_to_the_stages_before_the_last(pp: int, num_layers: 
     assert [layer for stage in stages for layer in stage] == list(range(num_layers))
 
 
-def test_engine_expert_parallelism_is_none_or_tp():
-    assert VllmParallel(4, 4).ep == 4
-    with pytest.raises(ValueError, match="expert_parallel_size=2 must be 1 or tensor_parallel_size=4"):
+def test_engine_expert_parallelism_is_none_or_of_whole_groups():
+    assert [(one.num_groups, one.num_workers) for one in (VllmParallel(4, 4), VllmParallel(2, 8), VllmParallel(4, pp=2))] == [
+        (1, 4),
+        (4, 8),
+        (1, 8),
+    ]
+    with pytest.raises(ValueError, match="expert_parallel_size=2 must be 1 or a multiple of tensor_parallel_size=4"):
         VllmParallel(4, 2)
+    with pytest.raises(ValueError, match="expert_parallel_size=4 must be at most tensor_parallel_size=2 with pipeline stages"):
+        VllmParallel(2, 4, pp=2)
 
 
 def test_an_unknown_model_type_is_refused():

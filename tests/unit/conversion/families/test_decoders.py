@@ -156,14 +156,14 @@ def test_megatron_ranks_against_a_slow_version(model_type: str, tp: int, ep: int
 
 
 @pytest.mark.parametrize("model_type", DECODERS)
-@pytest.mark.parametrize("parallel", [VllmParallel(1), VllmParallel(2), VllmParallel(4), VllmParallel(2, 2), VllmParallel(4, 4)])
+@pytest.mark.parametrize("parallel", [VllmParallel(tp, ep) for tp, ep in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (1, 4), (2, 4))])
 def test_engine_workers_against_a_slow_version(model_type: str, parallel: VllmParallel):
     hf_config = tiny(model_type)
     found = family(hf_config)
     canonical = index_arrays(found.canonical(hf_config))
-    for worker in range(parallel.tp):
+    for worker in range(parallel.num_workers):
         built = build_layout(found.vllm_layout(hf_config, parallel, worker, "float32"), canonical)
-        expected = vllm_worker(canonical, hf_config, parallel.tp, worker, has_ep=parallel.ep > 1)
+        expected = vllm_worker(canonical, hf_config, parallel.tp, worker, ep=parallel.ep)
         assert_equal({slot.name: array for slot, array in built.items()}, expected)
 
 

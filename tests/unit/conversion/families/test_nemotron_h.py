@@ -120,9 +120,9 @@ def test_vllm_keeps_minus_exp_of_a_log():
     assert {piece.transform for content in layout.values() for piece in content.pieces if not piece.name.endswith("A_log")} == {None}
 
 
-@pytest.mark.parametrize("parallel", [VllmParallel(1), VllmParallel(2), VllmParallel(2, 2)])
+@pytest.mark.parametrize("parallel", [VllmParallel(1), VllmParallel(2), VllmParallel(2, 2), VllmParallel(2, 4)])
 def test_every_layout_tiles_its_slots(parallel: VllmParallel):
-    layouts = [FAMILY.vllm_layout(TINY, parallel, worker, "float32") for worker in range(parallel.tp)]
+    layouts = [FAMILY.vllm_layout(TINY, parallel, worker, "float32") for worker in range(parallel.num_workers)]
     layouts.append(FAMILY.torch_dist_layout(TINY, "float32", 512))
     for layout in layouts:
         for content in layout.values():

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from mrl.cluster.book import ActorWork, RequestBook
 from mrl.cluster.errors import ActorLost, ActorName
 from mrl.cluster.event_loop import News
-from mrl.cluster.rollouts import ActorWork, RequestBook
 from mrl.types import RolloutRequest, SamplingParams
 from tests.unit.stories import as_story, settled
 from tests.waiting import HANG_S

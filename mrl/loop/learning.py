@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PPO's critic, as the training loop sees it: values of a step's tokens before the updates, and its own updates on the returns."""
+"""A step's learning, in the order of its passes: logprobs, values of PPO's critic, and the updates of both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mrl.metrics import metrics_of_passes, metrics_of_updates
 
 if TYPE_CHECKING:
     from mrl.cluster.payload import PayloadRef
-    from mrl.cluster.session import RolloutSession
+    from mrl.cluster.session import RolloutSession, Session
     from mrl.config.schema.run import RunConfig
     from mrl.types import Batch
 
@@ -57,3 +57,24 @@ class Critic:
         learned = metrics_of_passes(updates, len(judged.batches)) | {"train/explained_var": explained_variance(last)}
         advantages = metrics_of_updates(self.session.policies.call(PolicyVerbs.batch_metrics)[0])
         return advantages | {name.replace("train/", "train/critic/", 1): value for name, value in learned.items()}
+
+
+def learn(session: Session, config: RunConfig, batches: Sequence[Batch], step: int, critic: Critic | None = None) -> dict[str, float]:
+    """Makes the ranks compute logprobs, then take an optimizer step on each batch of `step`; returns the metrics."""
+    policies = session.policies
+    judged = critic.judge(batches) if critic is not None else None
+    session.enter("logprob")
+    policies.set_batches(batches)
+    if config.needs_old_logprobs:
+        policies.call(PolicyVerbs.compute_old_logprobs)
+    if config.keeps_reference:
+        policies.call(PolicyVerbs.compute_reference_logprobs)
+    metrics = metrics_of_updates([batch.metrics for batch in batches])
+    if critic is not None and judged is not None:
+        metrics |= critic.learn(judged, batches)
+    if config.trains_policy(step):
+        session.enter("train")
+        updates = [policies.call(PolicyVerbs.train_step, index)[0] for _ in range(config.num_passes) for index in range(len(batches))]
+        metrics |= metrics_of_passes(updates, len(batches))
+    metrics["train/num_logprob_passes"] = float(config.needs_old_logprobs + config.keeps_reference)
+    return metrics

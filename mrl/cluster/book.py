@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Books of requests: the driver's, each given to an actor until it is answered, and an actor's own work on them. Needs no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from mrl.cluster.errors import ActorLost
+from mrl.cluster.event_loop import News
+
+GENERATION = "generation"
+"""Name of the driver's wait for sampling engines."""
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+@dataclass
+class _Actor(Generic[Q, A]):
+    """Requests under way with one actor."""
+
+    owed: dict[str, tuple[Q, asyncio.Future[A]]] = field(default_factory=dict)
+    """Its requests without an answer, by id."""
+    unsent: list[Q] = field(default_factory=list)
+    calls: set[asyncio.Future[Mapping[str, A]]] = field(default_factory=set)
+    woken: asyncio.Future[None] | None = None
+    task: asyncio.Task[None] | None = None
+    num_fruitless: int = 0
+    """Deaths in a row without an answer in between."""
+
+
+class RequestBook(Generic[Q, A]):
+    """Requests, each given to the actor with the fewest, until it is answered, however often that dies. Lives in the event loop.
+
+    A task for each actor carries its requests, many in one call. Actors in `lost` have died, and are to be started again.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        num_actors: int,
+        call: Callable[[int, list[Q]], Awaitable[Mapping[str, A]]],
+        on_death: Callable[[int, ActorLost], None],
+        *,
+        news: News,
+        max_fruitless_restarts: int,
+        num_calls: int = 1,
+    ) -> None:
+        """`call(index, requests)` hands an actor requests; what it has answered meanwhile, by id. An actor has up to `num_calls` at once.
+
+        An actor may die `max_fruitless_restarts` times in a row without an answer; each time `on_death` is called.
+        """
+        self.kind = kind
+        self.num_restarts = 0
+        self.lost: set[int] = set()
+        self._actors = [_Actor[Q, A]() for _ in range(num_actors)]
+        self._call, self._on_death, self._news = call, on_death, news
+        self._max_fruitless, self._max_calls = max_fruitless_restarts, num_calls
+        self._new: list[tuple[str, Q, asyncio.Future[A]]] = []
+        self._is_held = False
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(len(actor.owed) for actor in self._actors)
+
+    @property
+    def num_lost(self) -> int:
+        """Requests of the actors that are lost."""
+        return sum(len(self._actors[index].owed) for index in self.lost)
+
+    def called(self) -> list[str]:
+        """Names of actors with an unanswered call. Any thread may ask."""
+        return [f"{self.kind} {index}" for index, actor in enumerate(self._actors) if actor.calls]
+
+    def missing(self) -> str:
+        """The unfinished requests, for messages: `12 rollouts (0/train:7/3 of engine 0 and others)`."""
+        first = next((f"{next(iter(actor.owed))} of {self.kind} {index}" for index, actor in enumerate(self._actors) if actor.owed), "none")
+        return f"{self.num_unfinished} rollouts ({first} and others)"
+
+    async def ask(self, request_id: str, request: Q) -> A:
+        """The answer to a request."""
+        loop = asyncio.get_running_loop()
+        if not self._new:  # all that is asked now is dealt out together
+            loop.call_soon(self._deal)
+        self._new.append((request_id, request, answer := loop.create_future()))
+        return await answer
+
+    def begin(self, index: int) -> None:
+        """Starts carrying requests to an actor; after a restart it gets all unanswered ones again."""
+        actor = self._actors[index]
+        actor.unsent = [request for request, _ in actor.owed.values()]
+        actor.task = asyncio.ensure_future(self._serve(index, actor))
+
+    def end(self, index: int, log_file: Path) -> int:
+        """Stops carrying to a dead actor; returns its number of unanswered requests. RuntimeError: it dies too often."""
+        actor = self._actors[index]
+        if actor.task is not None:
+            actor.task.cancel()
+        actor.num_fruitless += 1
+        if actor.num_fruitless > self._max_fruitless:
+            times = f"{actor.num_fruitless} times in a row without finishing a rollout"
+            raise RuntimeError(f"{self.kind} {index} died {times}; see {log_file}")
+        self.num_restarts += 1
+        self.lost.discard(index)
+        return len(actor.owed)
+
+    def note_answer(self, index: int) -> None:
+        """Notes that an actor has answered another call."""
+        self._actors[index].num_fruitless = 0
+
+    def hold(self, is_held: bool) -> None:
+        """Holds back further calls while `is_held`."""
+        self._is_held = is_held
+        self._wake()
+
+    def _deal(self) -> None:
+        loads = [(len(actor.owed), index) for index, actor in enumerate(self._actors)]
+        heapify(loads)
+        new, self._new = self._new, []
+        for request_id, request, answer in new:
+            load, index = loads[0]
+            heapreplace(loads, (load + 1, index))
+            self._actors[index].owed[request_id] = request, answer
+            self._actors[index].unsent.append(request)
+        self._wake()
+
+    def _wake(self) -> None:
+        for actor in self._actors:
+            if actor.woken is not None and not actor.woken.done() and self._wants_call(actor):
+                actor.woken.set_result(None)
+
+    def _wants_call(self, actor: _Actor[Q, A]) -> bool:
+        is_due = actor.unsent or (actor.owed and not actor.calls)
+        return bool(is_due) and len(actor.calls) < self._max_calls and not self._is_held
+
+    async def _serve(self, index: int, actor: _Actor[Q, A]) -> None:
+        try:
+            try:
+                await self._carry(index, actor)
+            except ActorLost as lost:
+                self._on_death(index, lost)
+        except Exception as error:  # whoever waits raises it
+            self._news.fail(error)
+
+    async def _carry(self, index: int, actor: _Actor[Q, A]) -> None:
+        calls = actor.calls = set()
+        try:
+            while True:
+                if self._wants_call(actor):
+                    unsent, actor.unsent = actor.unsent, []
+                    calls.add(asyncio.ensure_future(self._call(index, unsent)))
+                actor.woken = asyncio.get_running_loop().create_future()
+                done, _ = await asyncio.wait({*calls, actor.woken}, return_when=asyncio.FIRST_COMPLETED)
+                for call in calls & done:
+                    calls.remove(call)
+                    for request_id, answer in (await call).items():
+                        actor.num_fruitless = 0
+                        actor.owed.pop(request_id)[1].set_result(answer)
+        finally:
+            for call in calls:
+                call.cancel()
+            calls.clear()
+
+
+class ActorWork(Generic[A]):
+    """An actor's work, a coroutine for each request, and its answers since they were taken last. Lives in an event loop."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+        self._answers: dict[str, A] = {}
+        self._error: Exception | None = None
+        self._news: asyncio.Future[None] | None = None
+        self._num_takes = 0
+
+    def begin(self, work: Coroutine[None, None, None]) -> None:
+        """Starts work in the background; `take` raises its errors."""
+        task = asyncio.ensure_future(self._run(work))
+        self._running.add(task)
+        task.add_done_callback(self._end)
+
+    def answer(self, request_id: str, answer: A) -> None:
+        """Notes the answer to a request."""
+        self._answers[request_id] = answer
+        if len(self._answers) == 1:
+            self._tell()
+
+    async def take(self, limit_s: float, *, gather_s: float) -> dict[str, A]:
+        """Waits up to `limit_s` for the first answer, then `gather_s` for others that are worked on; all answers by request id.
+
+        A later call ends the waits of an earlier one.
+        """
+        self._num_takes += 1
+        take = self._num_takes
+        self._tell()
+        await self._wait(take, lambda: bool(self._answers), limit_s)
+        if self._answers:
+            await self._wait(take, lambda: not self._running, gather_s)
+        if self._error is not None:
+            raise self._error
+        answers, self._answers = self._answers, {}
+        return answers
+
+    async def _wait(self, take: int, is_enough: Callable[[], bool], limit_s: float) -> None:
+        end = time.monotonic() + limit_s
+        while not (is_enough() or self._error or take < self._num_takes) and (left_s := end - time.monotonic()) > 0:
+            if self._news is None:
+                self._news = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._news], timeout=left_s)
+
+    async def _run(self, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # whoever takes answers raises it
+            self._error = self._error or error
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not self._running or self._error is not None:
+            self._tell()
+
+    def _tell(self) -> None:
+        news, self._news = self._news, None
+        if news is not None:
+            news.set_result(None)
