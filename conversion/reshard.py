@@ -71,7 +71,10 @@ def reshard(
     """
     node_of = node_of or dict.fromkeys([*sources, *gpu_of.values()], 0)
     # A large schedule is millions of tuples without a cycle; looking for cycles among them takes a third of the time.
-    was_enabled = gc.isenabled()
+    was_enabled, has_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    if has_frozen:
+        # What is garbage by now would be frozen below, and kept.
+        gc.collect()
     gc.disable()
     try:
         found = _sources(sources, node_of)
@@ -86,6 +89,8 @@ def reshard(
     finally:
         # Later collections leave them out, with all that an engine has frozen: vLLM collects at each switch of phase.
         gc.freeze()
+        if not has_frozen:
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole step of mrl beside its parts alone, on the same cores, taking turns: docs/data/step.json.
+"""A whole step of mrl beside its parts alone, on the same core, one after the other: docs/data/step.json.
 
-Usage: python -m scripts.bench.step [--no-record] [--repeats 3] [--rollouts 64] [--tokens 64 256] [--only MODEL]
+Usage: python -m scripts.bench.step [--no-record] [--repeats 1] [--only MODEL]
 
 The parts: plain `vllm.LLM.generate` on the prompts of a step, with a seed for each rollout; bare Megatron's forward pass, for old logprobs,
 and its forward, backward and optimizer step on rows of as many tokens; a copy of the weights. Their sum is the least that a step needs.
-vLLM has no such experts on CPU hosts, so that there plain vLLM runs with mrl's (docs/cpu_hosts.md). Models have 20 to 30 million
-parameters, so that arithmetic takes longer than what a request costs.
+Every process has one thread, as in a run on a CPU host; plain vLLM has the kernels of CPU hosts (docs/cpu_hosts.md), without which vLLM has
+no such experts there, and a dense model's are measured, too. Models have 20 to 30 million parameters, so that arithmetic takes longer than
+what a request costs.
 """
 
 from __future__ import annotations
@@ -37,31 +38,44 @@ from tests.long.record import Row, record
 from tests.stack.policy.policy_ranks import open_policy
 from tests.stack.ranks import Rank, RankPool
 
-GENERATIONS = 8
-NUM_STEPS = WARM_UP + 3
+GENERATIONS, REPEATS = 8, 3
 TARGET = 0.9
 TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and policy ranks beside one engine."""
+    """A model, policy ranks beside one engine, new tokens of a rollout, and prompts of a step."""
 
     model: str
     num_ranks: int
+    new_tokens: int
+    num_prompts: int
+
+    @property
+    def batch(self) -> list[str]:
+        """The step's size, as overrides."""
+        words = [f"grpo.num_prompts_per_step={self.num_prompts}", f"grpo.num_generations_per_prompt={GENERATIONS}"]
+        return [*words, f"policy.train_global_batch_size={self.num_prompts * GENERATIONS}"]
 
 
-CASES = (Case("nemotron_h", 1), Case("qwen3", 1), Case("nemotron_h", 4))
+# Steps of about 10 s on one core.
+CASES = (
+    *(Case(model, 1, new_tokens, num_prompts) for model in ("nemotron_h", "qwen3") for new_tokens, num_prompts in ((64, 4), (256, 2))),
+    Case("nemotron_h", 4, 64, 4),
+)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of the parts of a step."""
+    """Seconds of the parts of a step, by the median of `REPEATS` measurements."""
 
     generate: float
     logprobs: float
     train: float
     copy: float
+    packed: float | None
+    """Generation by the kernels of vLLM itself, for which it packs the weights; None of experts."""
 
     @property
     def total(self) -> float:
@@ -72,76 +86,76 @@ def main() -> None:
     """Measures, prints a JSON line per row, and records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-record", action="store_true", help="leave docs/data as it is")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--rollouts", type=int, default=64, help=f"rollouts of a step, {GENERATIONS} to a prompt (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256], help="new tokens of a rollout (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of mrl and turns of the parts (default: %(default)s)")
     parser.add_argument("--only", help="measure this model alone")
     options = parser.parse_args()
+    # Of the parts' processes, too: torch reads it when it is imported.
+    os.environ["OMP_NUM_THREADS"] = "1"
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run(sys.executable, "-m", "mrl.prepare", "tiny", folder=folder)
-        for case in CASES:
+        for case in (case for case in CASES if options.only in (None, case.model)):
             prepared = folder / case.model
             if not prepared.exists():
                 widen(folder / "prepared" / "tiny", prepared, case.model)
-            for new_tokens in options.tokens if options.only in (None, case.model) else ():
-                rows.append(measure(prepared, case, new_tokens, num_prompts=options.rollouts // GENERATIONS, repeats=options.repeats))
-                print(json.dumps(rows[-1]), flush=True)
+            rows.append(measure(prepared, case, options.repeats))
+            print(json.dumps(rows[-1]), flush=True)
     if not options.no_record:
         record("step", rows, command="python -m scripts.bench.step")
 
 
-def measure(prepared: Path, case: Case, new_tokens: int, *, num_prompts: int, repeats: int) -> Row:
+def measure(prepared: Path, case: Case, repeats: int) -> Row:
     """The row of a case: medians over turns of a run of mrl and the parts alone, each in processes of its own."""
-    sizes = {"num_prompts_per_step": num_prompts, "num_generations_per_prompt": GENERATIONS}
-    batch = [*(f"grpo.{key}={value}" for key, value in sizes.items()), f"policy.train_global_batch_size={num_prompts * GENERATIONS}"]
-    parts, steps = list[Parts](), list[float]()
+    parts, steps, shares = list[Parts](), list[float](), list[float]()
     for _ in range(repeats):
-        steps.append(statistics.median(mrl_steps(prepared, case.num_ranks, new_tokens, NUM_STEPS, *batch)))
-        parts.append(measure_parts(config_of(prepared, case.num_ranks, new_tokens, batch), case.num_ranks))
-    shares = [part.total / step for part, step in zip(parts, steps, strict=True)]
-    medians = {f"{name} s": round(statistics.median(getattr(part, name) for part in parts), 2) for name in Parts.__dataclass_fields__}
+        times = mrl_steps(prepared, case.num_ranks, case.new_tokens, WARM_UP + REPEATS, *case.batch)
+        parts.append(measure_parts(config_of(prepared, case), case.num_ranks))
+        steps += times
+        shares += [parts[-1].total / seconds for seconds in times]
+    medians = {name: [value for part in parts if (value := getattr(part, name)) is not None] for name in Parts.__dataclass_fields__}
     return {
         "model": case.model,
         "policy ranks": case.num_ranks,
-        "rollouts": num_prompts * GENERATIONS,
-        "new tokens": new_tokens,
+        "rollouts": case.num_prompts * GENERATIONS,
+        "new tokens": case.new_tokens,
         "mrl s": round(statistics.median(steps), 2),
-        **medians,
+        **{f"{name} s": round(statistics.median(times), 2) if times else None for name, times in medians.items()},
         "share of mrl's step": round(statistics.median(shares), 2),
         "at least": TARGET,
         "lowest to highest": f"{min(shares):.2f} to {max(shares):.2f}",
-        "repeats": repeats,
+        "steps": len(steps),
     }
 
 
-def config_of(prepared: Path, num_ranks: int, new_tokens: int, batch: list[str]) -> RunConfig:
+def config_of(prepared: Path, case: Case) -> RunConfig:
     """The config of the run that `mrl_steps` starts, as far as the parts depend on it."""
     one = "tensor_model_parallel_size=1 expert_model_parallel_size=1 sequence_parallel=false".split()
-    words = [f"policy.model_name={prepared / 'model'}", f"policy.generation.max_new_tokens={new_tokens}", *batch]
+    words = [f"policy.model_name={prepared / 'model'}", f"policy.generation.max_new_tokens={case.new_tokens}", *case.batch]
     words += [
         f"data.{name}.data_path={prepared / 'data' / file}.jsonl" for name, file in (("train", "train"), ("validation", "validation"))
     ]
-    words += [f"cluster.cpu_units_per_node={num_ranks}", *(f"policy.megatron_cfg.{size}" for size in one if num_ranks == 1)]
+    words += [f"cluster.cpu_units_per_node={case.num_ranks}", *(f"policy.megatron_cfg.{size}" for size in one if case.num_ranks == 1)]
     return load_config("grpo_tiny.yaml", words)
 
 
 def measure_parts(config: RunConfig, num_ranks: int) -> Parts:
-    """Seconds of each part, after one pass that warms up."""
+    """Seconds of each part, after one that warms up."""
     data = load_prompts(config)
     prompts = [list(data.train[index].token_ids) for index in range(config.grpo.num_prompts_per_step) for _ in range(GENERATIONS)]
-    generate = in_process(plain_vllm, config, prompts)
+    has_experts = bool(sizes_of(read_hf_config(Path(config.policy.model_name), {})).experts)
+    generate = in_process(plain_vllm, config, prompts, True)
+    packed = None if has_experts else in_process(plain_vllm, config, prompts, False)
     pool = RankPool(num_ranks)
     try:
         measured = pool.run(bare_megatron, config, prompts, world_size=num_ranks, timeout_s=TIMEOUT_S)
     finally:
         pool.close()
     logprobs, train, copy = (max(times) for times in zip(*measured, strict=True))
-    return Parts(generate, logprobs, train, copy)
+    return Parts(generate, logprobs, train, copy, packed)
 
 
-def in_process(function: Callable[[Connection, RunConfig, list[list[int]]], None], *arguments: object) -> float:
+def in_process(function: Callable[[Connection, RunConfig, list[list[int]], bool], None], *arguments: object) -> float:
     """The number that a function sends from a process of its own."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -155,15 +169,15 @@ def in_process(function: Callable[[Connection, RunConfig, list[list[int]]], None
     return seconds
 
 
-def plain_vllm(connection: Connection, config: RunConfig, prompts: list[list[int]]) -> None:
-    """Sends the seconds of all rollouts by `vllm.LLM.generate`."""
+def plain_vllm(connection: Connection, config: RunConfig, prompts: list[list[int]], replaces_kernels: bool) -> None:
+    """Sends the seconds of all rollouts by `vllm.LLM.generate`, with the kernels of mrl's CPU hosts or vLLM's own."""
     from mrl.rollout.environment import engine_environment
 
     os.environ |= engine_environment(has_gpu=False)
     from vllm import LLM, SamplingParams, TokensPrompt
 
     generation, limits = config.policy.generation, config.engine_limits
-    if sizes_of(read_hf_config(Path(config.policy.model_name), {})).experts:
+    if replaces_kernels:
         from mrl.rollout import cpu
 
         cpu.install()
@@ -184,8 +198,7 @@ def plain_vllm(connection: Connection, config: RunConfig, prompts: list[list[int
     sampling = [
         SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, seed=index, detokenize=False) for index in range(len(requests))
     ]
-    seconds = [seconds_of(lambda: llm.generate(requests, sampling, use_tqdm=False)) for _ in range(2)]
-    connection.send(seconds[-1])
+    connection.send(typical(lambda: llm.generate(requests, sampling, use_tqdm=False)))
 
 
 def bare_megatron(rank: Rank, config: RunConfig, prompts: list[list[int]]) -> tuple[float, float, float]:
@@ -204,28 +217,20 @@ def bare_megatron(rank: Rank, config: RunConfig, prompts: list[list[int]]) -> tu
                 bare_pass(policy, rows, forward_only=True)
 
         parts = (score, lambda: bare_step(policy, rows), lambda: [weight.clone() for weight in weights.values()])
-        for part in parts:
-            part()
-        logprobs, train, copy = map(together, parts)
+        logprobs, train, copy = (typical(part, torch.distributed.barrier) for part in parts)
         return logprobs, train, copy
 
 
-def together(part: Callable[[], object]) -> float:
-    """Seconds of a part on all ranks."""
-    torch.distributed.barrier()
-
-    def until_all_are_there() -> None:
+def typical(part: Callable[[], object], meet: Callable[[], object] = int) -> float:
+    """The median of the seconds of some calls, after one that warms up. Ranks `meet` before and after each."""
+    seconds = list[float]()
+    for _ in range(1 + REPEATS):
+        meet()
+        started = time.perf_counter()
         part()
-        torch.distributed.barrier()
-
-    return seconds_of(until_all_are_there)
-
-
-def seconds_of(part: Callable[[], object]) -> float:
-    """Seconds of a call."""
-    started = time.perf_counter()
-    part()
-    return time.perf_counter() - started
+        meet()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:])
 
 
 if __name__ == "__main__":

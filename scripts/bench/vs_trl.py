@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of a GRPO step here and in TRL: the same model, prompts, batch, rewards and host, taking turns. Writes docs/data/vs_trl.json.
 
-Usage: python -m scripts.bench.vs_trl [--no-record] [--repeats 3]
+Usage: python -m scripts.bench.vs_trl [--no-record] [--repeats 1]
 
 Run it where `scripts/test.sh` has installed. TRL gets an environment of its own (build/trl), with the same torch and transformers.
 Every rollout has exactly as many tokens as the row says. The first steps of each run warm up and are not counted. TRL runs with its
 defaults (8 rollouts at a time, activations recomputed), and in one batch, the fastest setting found for the tiny model. One update a step
-needs no pass for old logprobs: neither makes one.
+needs no pass for old logprobs: neither makes one. mrl's processes have one thread each; TRL has one or two, as its row says.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ TINY, WIDE = "0.4 M", "20 M"
 
 @dataclass(frozen=True)
 class Case:
-    """A model, mrl's policy ranks, new tokens of a rollout, steps of a run of mrl, and rollouts of a step."""
+    """A model, mrl's policy ranks in its runs, new tokens of a rollout, steps of a run of mrl, and rollouts of a step."""
 
     model: str
-    num_ranks: int
+    ranks: tuple[int, ...]
     new_tokens: int
     num_steps: int
     num_rollouts: int = 512
 
 
 # Of 512 rollouts of the wide model, TRL's one batch would need more memory than the host has.
-CASES = (Case(TINY, 4, 3, 30), Case(TINY, 4, 64, 12), Case(TINY, 1, 3, 30), Case(TINY, 1, 64, 12), Case(WIDE, 1, 256, 4, 64))
-TRL_STEPS = {DEFAULTS: 3, "one batch": 5}
-WARM_UP, TRL_WARM_UP = 2, 1
+CASES = (Case(TINY, (1, 4), 3, 12), Case(TINY, (1, 4), 64, 4), Case(WIDE, (1,), 256, 4, 64))
+TRL_STEPS = {DEFAULTS: 3, "one batch": 3}
+WARM_UP, TRL_WARM_UP = 1, 1
 TIMEOUT_S = 1800.0
 
 
@@ -57,7 +57,7 @@ def main() -> None:
     """Measures, prints a JSON line per row, and records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-record", action="store_true", help="leave docs/data as it is")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=1)
     arguments = parser.parse_args()
     install_trl()
     rows: list[Row] = []
@@ -69,35 +69,36 @@ def main() -> None:
         for case in CASES:
             # With TRL's defaults the wide model takes hours.
             settings = [setting for setting in SETTINGS if case.model == TINY or setting[0] != DEFAULTS]
-            ours: list[float] = []
+            ours: dict[int, list[float]] = {num_ranks: [] for num_ranks in case.ranks}
             theirs: dict[tuple[str, int], list[float]] = {setting: [] for setting in settings}
             for _ in range(arguments.repeats):
                 overrides = ["loss_fn.force_on_policy_ratio=true", *batch_of(case.num_rollouts)]
-                step_s = mrl_steps(folders[case.model], case.num_ranks, case.new_tokens, case.num_steps, *overrides)
-                ours.append(statistics.median(step_s))
+                for num_ranks, times in ours.items():
+                    times += mrl_steps(folders[case.model], num_ranks, case.new_tokens, case.num_steps, *overrides)
                 for setting, times in theirs.items():
-                    times.append(statistics.median(trl_steps(folders[case.model], case.num_rollouts, case.new_tokens, *setting)))
-            rows += [row_of(case, setting, ours, times) for setting, times in theirs.items()]
-            print(*map(json.dumps, rows[-len(settings) :]), sep="\n", flush=True)
+                    times += trl_steps(folders[case.model], case.num_rollouts, case.new_tokens, *setting)
+            found = [row_of(case, num_ranks, setting, ours[num_ranks], times) for num_ranks in ours for setting, times in theirs.items()]
+            print(*map(json.dumps, found), sep="\n", flush=True)
+            rows += found
     if not arguments.no_record:
         record("vs_trl", rows, command="python -m scripts.bench.vs_trl")
 
 
-def row_of(case: Case, setting: tuple[str, int], ours: list[float], theirs: list[float]) -> Row:
-    """A row of the table: medians, and TRL's seconds over mrl's of each repeat."""
-    ratios = [trl / mrl for trl, mrl in zip(theirs, ours, strict=True)]
+def row_of(case: Case, num_ranks: int, setting: tuple[str, int], ours: list[float], theirs: list[float]) -> Row:
+    """A row of the table: medians over steps, their ratio, and that of TRL's median to each step of mrl."""
+    ratios = [statistics.median(theirs) / step for step in ours]
     return {
         "model": case.model,
-        "policy ranks": case.num_ranks,
+        "policy ranks": num_ranks,
         "rollouts": case.num_rollouts,
         "new tokens": case.new_tokens,
         "TRL": f"{setting[0]}, {setting[1]} thread{'s' * (setting[1] > 1)}",
         "mrl s": round(statistics.median(ours), 2),
         "TRL s": round(statistics.median(theirs), 2),
-        "TRL / mrl": round(statistics.median(ratios), 1),
-        "at least": None if setting[0] == DEFAULTS else 1.0,
-        "lowest to highest": f"{min(ratios):.1f} to {max(ratios):.1f}",
-        "repeats": len(ours),
+        "TRL / mrl": round(statistics.median(ratios), 2),
+        "at least": 1.0 if (case.model, setting[1]) == (WIDE, 1) else None,
+        "lowest to highest": f"{min(ratios):.2f} to {max(ratios):.2f}",
+        "steps": len(ours),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import weakref
 
 import pytest
 
@@ -236,3 +237,19 @@ def test_a_transformed_source_is_refused():
 def test_a_buffer_smaller_than_a_message_is_refused():
     with pytest.raises(ValueError, match="refit buffer of 127 bytes is too small; it takes at least 128"):
         reshard(HALVES, {0: WHOLE}, gpu_of={0: 0}, buffer_bytes=127)
+
+
+def test_garbage_is_not_frozen_with_a_schedule():
+    class Circle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    gc.freeze()
+    try:
+        garbage = weakref.ref(Circle())
+        reshard(HALVES, {10: WHOLE}, gpu_of={10: 0}, buffer_bytes=1 << 16)
+        assert garbage() is None
+    finally:
+        gc.unfreeze()
+    reshard(HALVES, {10: WHOLE}, gpu_of={10: 0}, buffer_bytes=1 << 16)
+    assert gc.get_freeze_count() == 0, "a process that freezes nothing is left so"
