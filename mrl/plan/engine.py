@@ -84,11 +84,16 @@ def cache_layout(
     return CacheLayout(block, block * per_token * -(-group // pp), math.ceil(attention / group), math.ceil(mamba / group), states)
 
 
-def forward_bytes(shape: ModelSizes, tp: int, *, batched_tokens: int, num_groups: int = 1) -> float:
-    """Estimates a forward pass of `batched_tokens`, without weights and cache. Several groups gather their tokens, and sum what comes."""
+def forward_bytes(shape: ModelSizes, tp: int, *, batched_tokens: int, ep: int = 1, num_groups: int = 1) -> float:
+    """Estimates a forward pass of `batched_tokens`, without weights and cache. Several groups gather their tokens, and sum what comes.
+
+    Experts work in two buffers, each as wide as what goes in or comes out, for all tokens that were gathered, whoever holds their experts
+    (`TritonExperts.workspace_shapes` of vllm/model_executor/layers/fused_moe/experts/triton_moe.py).
+    """
     widths = [shape.ffn * (shape.fc1_factor + 1) / tp]
     if shape.experts:
-        widths.append(shape.topk * ((shape.latent or shape.hidden) + shape.expert_ffn * (shape.fc1_factor + 1) / tp))
+        width, inner = shape.latent or shape.hidden, shape.expert_ffn / (tp if ep == 1 else 1)
+        widths.append(num_groups * shape.topk * (max(inner, width) + max(shape.fc1_factor * inner, width)))
     if shape.mamba_heads:
         widths.append((shape.mamba_projection + 2 * shape.mamba_inner) / tp)
     exchanged = 2 * num_groups * (shape.latent or shape.hidden) if num_groups > 1 else 0

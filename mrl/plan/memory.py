@@ -106,7 +106,8 @@ def with_limits(config: RunConfig, gpu: Gpu | None) -> RunConfig:
 def describe_limits(config: RunConfig, gpu: Gpu | None) -> str:
     """Limits of an engine, in words."""
     vllm = with_limits(config, gpu if config.cluster.gpus_per_node else None).policy.generation.vllm_cfg
-    return f"up to {vllm.max_num_seqs:,} rollouts at once in steps of up to {vllm.max_num_batched_tokens:,} tokens"
+    each = " in each group" if vllm.num_groups > 1 else ""
+    return f"up to {vllm.max_num_seqs:,} rollouts at once in steps of up to {vllm.max_num_batched_tokens:,} tokens{each}"
 
 
 def _limited(config: RunConfig, model: PlanModel, gpu: Gpu, limits: EngineLimits) -> EngineMemory:
@@ -129,7 +130,7 @@ def _limited(config: RunConfig, model: PlanModel, gpu: Gpu, limits: EngineLimits
     weights = model.engine_bytes(generation.parallel, vllm.precision)
     # vLLM always measures with one proposal per sequence (`GPUModelRunner._dummy_sampler_run`).
     measured, all_rows = (limits.num_seqs * (1 + number) for number in (min(num_proposed, 1), num_proposed))
-    passing = forward_bytes(shape, tp, batched_tokens=limits.num_tokens, num_groups=vllm.num_groups)
+    passing = forward_bytes(shape, tp, batched_tokens=limits.num_tokens, ep=vllm.expert_parallel_size, num_groups=vllm.num_groups)
     activations = passing + sampler_bytes(shape, measured)
     graphs = 0.0 if vllm.enforce_eager else GRAPHS
     cache = vllm.gpu_memory_utilization * gpu.memory - weights - activations - graphs - ENGINE_CONTEXT

@@ -71,7 +71,7 @@ class StepTimes:
     mean_tokens: float
     """Tokens of a rollout with its prompt that the times are for."""
     concurrency: float
-    """Rollouts that an engine samples at once."""
+    """Rollouts that an engine samples at once, in each of its groups."""
 
     @property
     def total(self) -> TimeRange:
@@ -145,9 +145,11 @@ def decode_seconds(
     def step(batch: float, length: float) -> TimeRange:
         found = TimeRange(stage(batch / pp, length).low, stage(batch, length).high).times(pp).plus(LAYER_LATENCY.times(len(shape.layers)))
         if num_nodes > 1:
-            # Each layer's outputs are summed twice: every GPU gets nearly twice what it has, or the tokens of each group.
-            sums, rows = 2 * len(shape.layers), max(2, num_groups) * batch
-            found = found.plus(seconds(sums * rows * shape.hidden * BF16, gpu.network, NETWORK)).plus(NETWORK_LATENCY.times(sums))
+            # Each layer's outputs are summed twice: every GPU gets nearly twice what it has. Groups within nodes gather tokens for experts.
+            sums, rows, width = 2 * len(shape.layers), 2 * batch, shape.hidden
+            if num_groups >= num_nodes:
+                sums, rows, width = 2 * letters.count("E"), num_groups * batch, shape.latent or shape.hidden
+            found = found.plus(seconds(sums * rows * width * BF16, gpu.network, NETWORK)).plus(NETWORK_LATENCY.times(sums))
         return found
 
     falling = (at_once - 1) / math.log(at_once) if at_once > 1 else 1.0

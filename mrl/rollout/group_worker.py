@@ -45,16 +45,18 @@ class GroupWorker(Worker):
         if self.parallel_config.nnodes > 1:
             parallel_state._INNER_DP_WORLD = parallel_state.get_world_group()
 
-    def execute_model(self, scheduler_output: GroupsOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        mine = scheduler_output.groups[self._group]
-        self._output = super().execute_model(mine)
-        if not scheduler_output.total_num_scheduled_tokens:
+    def execute_groups(self, scheduled: GroupsOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        """This worker's part of a pass. vLLM's own `execute_model` stays as it is, because its warm-up calls it in each worker."""
+        mine = scheduled.groups[self._group]
+        self._output = self.execute_model(mine)
+        if not scheduled.total_num_scheduled_tokens:
             return self._output
         if not mine.total_num_scheduled_tokens:
             # The experts here are needed by the other groups.
             self.execute_dummy_batch()
         return None
 
-    def sample_tokens(self, grammar_output: Sequence[GrammarOutput | None]) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        output = super().sample_tokens(grammar_output[self._group]) if self._output is None else self._output
+    def sample_groups(self, grammars: Sequence[GrammarOutput | None]) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        """Draws the tokens of the pass in this worker's group."""
+        output = self.sample_tokens(grammars[self._group]) if self._output is None else self._output
         return output if self._rank_in_group == 0 else None

@@ -8,12 +8,16 @@ none can fall behind, and refits, sleep, aborts, further nodes and the death of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import os
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
+from torch.distributed import TCPStore
 from vllm import EngineArgs, LLMEngine, envs
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -33,9 +37,12 @@ def start_groups(arguments: EngineArgs) -> LLMEngine:
     """Starts vLLM's engine with `arguments.data_parallel_size` groups."""
     num_groups = arguments.data_parallel_size
     config = as_one(arguments.create_engine_config())
-    llm = LLMEngine(vllm_config=config, executor_class=GroupExecutor, log_stats=False)
+    with meeting_on_loopback(config.parallel_config) as store:
+        llm = LLMEngine(vllm_config=config, executor_class=GroupExecutor, log_stats=False)
     assert isinstance(llm.engine_core, InprocClient)
     core = llm.engine_core.engine_core
+    assert isinstance(core.model_executor, GroupExecutor)
+    core.model_executor.store = store
     first = core.scheduler
     assert isinstance(first, Scheduler)
     block_size, hash_block_size = resolve_kv_cache_block_sizes(first.kv_cache_config, config)
@@ -51,6 +58,27 @@ def start_groups(arguments: EngineArgs) -> LLMEngine:
     ]
     core.scheduler = GroupScheduler([first, *further])
     return llm
+
+
+@contextmanager
+def meeting_on_loopback(parallel: ParallelConfig) -> Iterator[TCPStore | None]:
+    """Makes workers of one node, started inside the `with` block, meet at this store; over several nodes they meet at one already.
+
+    vLLM's first worker would listen at a port of all interfaces, which was found free before the worker was started.
+    """
+    if parallel.nnodes > 1:
+        yield None
+        return
+    held = socket.socket()
+    held.bind(("127.0.0.1", 0))
+    parallel.data_parallel_master_ip, port = held.getsockname()
+    parallel._data_parallel_master_port_list = [port]
+    # torch's name for a store that somebody else holds.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    try:
+        yield TCPStore(parallel.data_parallel_master_ip, port, None, True, wait_for_workers=False, master_listen_fd=held.detach())
+    finally:
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
 
 
 def as_one(config: VllmConfig) -> VllmConfig:
@@ -89,11 +117,14 @@ class GroupsOutput:
 class GroupExecutor(MultiprocExecutor):
     """vLLM's executor, which brings an answer of each group."""
 
+    store: TCPStore | None = None
+    """Store at which workers met; later groups of theirs do, too."""
+
     def execute_model(self, scheduler_output: GroupsOutput, non_block: bool = False) -> object:
-        return self._of_groups("execute_model", scheduler_output, non_block)
+        return self._of_groups("execute_groups", scheduler_output, non_block)
 
     def sample_tokens(self, grammar_output: object, non_block: bool = False) -> object:
-        return self._of_groups("sample_tokens", grammar_output, non_block)
+        return self._of_groups("sample_groups", grammar_output, non_block)
 
     def _of_groups(self, method: str, argument: object, non_block: bool) -> object:
         timeout = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
@@ -120,8 +151,12 @@ class GroupScheduler(SchedulerInterface):
         return GroupsOutput([scheduler.schedule(throttle_prefills) for scheduler in self._schedulers])
 
     def get_grammar_bitmask(self, scheduler_output: GroupsOutput) -> list[GrammarOutput | None] | None:
-        parts = zip(self._schedulers, scheduler_output.groups, strict=True)
-        return [scheduler.get_grammar_bitmask(part) for scheduler, part in parts]
+        found: list[GrammarOutput | None] = []
+        for scheduler, part in zip(self._schedulers, scheduler_output.groups, strict=True):
+            grammar = scheduler.get_grammar_bitmask(part)
+            # The next group's bits come into the same buffer.
+            found.append(grammar and replace(grammar, grammar_bitmask=grammar.grammar_bitmask.copy()))
+        return found
 
     def update_from_output(
         self, scheduler_output: GroupsOutput, model_runner_output: Sequence[ModelRunnerOutput]

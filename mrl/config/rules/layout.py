@@ -96,13 +96,18 @@ def _check_engine_groups(config: RunConfig, problems: Problems) -> None:
     tp, way_out = generation.vllm_cfg.tensor_parallel_size, "at most policy.generation.vllm_cfg.tensor_parallel_size"
     groups = f"above policy.generation.vllm_cfg.tensor_parallel_size={tp} it makes groups that step together"
     if generation.vllm_cfg.pipeline_parallel_size > 1:
-        problems.add(key, f"{groups}, which pipeline stages would wait for", f"use {way_out}, or one stage")
+        problems.add(key, f"{groups}, and mrl makes them of one pipeline stage each", f"use {way_out}, or one stage")
     if generation.speculative_method is not None:
         rule = f"{groups}, and proposed tokens are proven in engines of one, but policy.generation.vllm_kwargs has speculative_config"
         problems.add(key, rule, f"use {way_out}, or leave that out")
     if generation.vllm_kwargs.get("all2all_backend", _ALL_TO_ALL) != _ALL_TO_ALL:
         rule = "groups exchange tokens as vLLM does by itself; for others it loads kernels that keep experts in an order of their own"
         problems.add("policy.generation.vllm_kwargs.all2all_backend", rule, f"set it to {_ALL_TO_ALL}")
+    for name in ("kv_events_config", "kv_transfer_config", "ec_transfer_config", "enable_dbo"):
+        if generation.vllm_kwargs.get(name):
+            problems.add(
+                f"policy.generation.vllm_kwargs.{name}", "groups of an engine do not have it", f"leave it out, or use {way_out} as {key}"
+            )
 
 
 def check_profiler(config: RunConfig, problems: Problems) -> None:
@@ -129,7 +134,11 @@ def check_layout(config: RunConfig, model: ModelSizes, problems: Problems) -> No
     groups = 0 if model.mamba_groups == 1 else model.mamba_groups
     _check_tensor_parallel(f"{_ENGINE}.tensor_parallel_size", tp, model, problems, groups)
     if ep > max(1, model.experts):
-        problems.add(f"{_ENGINE}.expert_parallel_size", f"the model has {model.experts} experts", "set it to 1")
+        problems.add(
+            f"{_ENGINE}.expert_parallel_size",
+            f"the model has {model.experts} experts",
+            f"use at most {model.experts}" if model.experts else "set it to 1",
+        )
     if ep == 1 and model.expert_ffn % tp:
         rule = f"does not divide the experts' width {model.expert_ffn}"
         problems.add(f"{_ENGINE}.tensor_parallel_size", rule, f"use a divisor, or set expert_parallel_size={tp}")
@@ -191,7 +200,7 @@ def _misses_dedicated(config: RunConfig, problems: Problems) -> bool:
     if colocated.enabled:
         return False
     if cluster.gpus_per_node == 0:
-        rule = "cluster.gpus_per_node=0, where dedicated engines add policy.generation.num_cpu_engines x tensor_parallel_size processes"
+        rule = "cluster.gpus_per_node=0, where dedicated engines add processes: policy.generation.num_cpu_engines times the workers of one"
         wrong = [name for name, value in given.items() if value is not None]
         for name in wrong:
             problems.add(f"{_RESOURCES}.{name}", rule, "set it to null")

@@ -23,7 +23,7 @@ class ColocatedConfig:
     enabled: bool = True
     """Engines share the policy ranks' GPUs; false: engines have GPUs of their own, and both keep their memory in all phases."""
     resources: EngineResourcesConfig = field(default_factory=EngineResourcesConfig)
-    """GPUs of the engines if not `enabled`. On hosts without GPUs both stay null: engines are `num_cpu_engines` x TP more processes."""
+    """GPUs of the engines if not `enabled`. On hosts without GPUs both stay null: engines are more processes."""
 
 
 @dataclass

@@ -108,11 +108,19 @@ def test_an_engine_of_two_parts_draws_what_one_process_draws(
     assert engine.live_digest() == [digest(expected_tensors(other, parallel, worker)) for worker in range(2)]
     assert differences(run(engine, REQUESTS), expected[2]) == []
     if parallel.num_groups > 1:
+        # As vLLM's warm-up does on GPUs.
+        assert engine.llm.collective_rpc(runs_alone) == [True, True]
         # Two of these requests in a group and one in the other, to which all answers to a question come.
         engine.add(REQUESTS[:3])
         engine.llm.add_request("many", tokens_input([1, 2, 3]), SamplingParams(n=3))
         assert isinstance(core.scheduler, GroupScheduler)
         assert sorted(len(scheduler.requests) for scheduler in core.scheduler._schedulers) == [2, 4]
+
+
+def runs_alone(worker: Any) -> bool:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    return worker.execute_model(SchedulerOutput.make_empty()).req_ids == []
 
 
 def check_answers(engine: Engine, url: str, expected: Mapping[str, Rollout]) -> None:
@@ -125,11 +133,20 @@ def check_answers(engine: Engine, url: str, expected: Mapping[str, Rollout]) -> 
         lambda one=one, client=client: completion(client, list(one.token_ids), seed=one.seed, max_tokens=16)
         for one, client in zip(REQUESTS[:4], 2 * clients, strict=True)
     ]
-    forced = {"structured_outputs": {"choice": ["yes", "no"]}, "record": True}
-    calls.append(lambda: chat(clients[0], [{"role": "user", "content": "hello"}], max_completion_tokens=8, extra_body=forced))
+    # Two grammars in one pass, in two groups if there are.
+    choices = (["yes", "no"], ["maybe", "never"])
+    calls += [
+        lambda choice=choice: chat(
+            clients[0],
+            [{"role": "user", "content": "hello"}],
+            max_completion_tokens=8,
+            extra_body={"structured_outputs": {"choice": choice}, "record": True},
+        )
+        for choice in choices
+    ]
     beside: dict[str, Rollout] = {}
     engine.add(REQUESTS[4:])
-    *answers, chosen = served(engine, *calls, beside=beside)
+    *answers, first, second = served(engine, *calls, beside=beside)
     gateway.stop()
     beside |= run(engine, ())
     assert differences(beside, {one.request_id: expected[one.request_id] for one in REQUESTS[4:]}) == []
@@ -137,7 +154,8 @@ def check_answers(engine: Engine, url: str, expected: Mapping[str, Rollout]) -> 
         rollout, (choice,) = expected[one.request_id], answer.choices
         assert (choice.token_ids, answer.weight_version) == (rollout.token_ids.tolist(), 1)
         assert choice.logprobs.token_logprobs == rollout.generator_logprobs.tolist()
-    assert chosen.record["is_forced"] and chosen.choices[0].message.content in ("yes", "no")
+    for chosen, choice in zip((first, second), choices, strict=True):
+        assert chosen.record["is_forced"] and chosen.choices[0].message.content in choice
 
 
 def ask(engine: Engine, url: str, one: RolloutRequest) -> http.client.HTTPConnection:

@@ -24,7 +24,7 @@ from tests.sources import ROOT
 from tests.unit.conversion.families.test_nemotron_h import NANO_30B
 from tests.waiting import HANG_S
 
-CONFIG = NANO_30B | {"max_position_embeddings": 262144}
+CONFIG = json.loads(NANO_30B.read_text()) | {"max_position_embeddings": 262144}
 SCRIPTS = ROOT / "scripts"
 NUM_FILES = 13
 # Says in a file how it was called: its words, and the variables that are ours.

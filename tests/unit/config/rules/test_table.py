@@ -123,6 +123,8 @@ ENGINE.tensor_parallel_size=2 & ENGINE.expert_parallel_size=3 -> must be 1 or a 
 ENGINE.pipeline_parallel_size=2 & ENGINE.expert_parallel_size=2 -> groups that step together -> or one stage -> ...
 SPECULATE={method: ngram, num_speculative_tokens: 2} & ENGINE.expert_parallel_size=2 -> groups that step together -> or leave that out
 ENGINE.expert_parallel_size=2 & KWARGS.all2all_backend=deepep_low_latency -> set it to allgather_reducescatter
+ENGINE.expert_parallel_size=2 & KWARGS.enable_dbo=true -> groups of an engine do not have it -> leave it out
+KWARGS.data_parallel_size=2 -> ENGINE.expert_parallel_size -> ...
 cluster.gpus_per_node=8 & ENGINE.tensor_parallel_size=2 & ENGINE.expert_parallel_size=6 -> whole nodes -> use 1, 2, 4 or 8 -> ...
 ENGINE.env_vars={VLLM_DP_SIZE: '2'} => ENGINE.env_vars.VLLM_DP_SIZE -> remove it
 KWARGS.data_parallel_rank=1 => KWARGS.data_parallel_rank -> remove the key
@@ -428,7 +430,7 @@ def rows() -> Iterator[tuple[str, str, list[str], str, list[str]]]:
             yield config, model, overrides, start or overrides[-1].lstrip("+"), words
 
 
-@pytest.mark.parametrize(("name", "model", "overrides", "start", "words"), rows(), ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("name", "model", "overrides", "start", "words"), list(rows()), ids=lambda value: str(value)[:60])
 def test_a_config_is_told_the_key_the_rule_and_the_way_out(
     workplace: Path, name: str, model: str, overrides: list[str], start: str, words: list[str]
 ):
