@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import NoReturn
 
 from torch.distributed import TCPStore
@@ -75,8 +76,9 @@ def meeting_on_loopback(parallel: ParallelConfig) -> Iterator[TCPStore | None]:
     parallel._data_parallel_master_port_list = [port]
     # torch's name for a store that somebody else holds.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    limit = timedelta(seconds=envs.VLLM_ENGINE_READY_TIMEOUT_S)
     try:
-        yield TCPStore(parallel.data_parallel_master_ip, port, None, True, wait_for_workers=False, master_listen_fd=held.detach())
+        yield TCPStore("127.0.0.1", port, None, True, timeout=limit, wait_for_workers=False, master_listen_fd=held.detach())
     finally:
         del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
 
