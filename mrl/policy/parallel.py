@@ -149,7 +149,8 @@ def initialize(
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     else:
         # Ranks share the host's cores, and results must not depend on how many there are.
-        torch.set_num_threads(1)
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)
         backend = "gloo"
     cpu.install()
     if not dist.is_initialized():
