@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import socket
 import threading
@@ -32,6 +33,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import split_secrets
 from mrl.data.batch import make_batch
 from mrl.data.packing import PackedRow, pack_row
+from mrl.envs.scratch import Scratch
 from mrl.phases import ModelName
 from mrl.plan.deadlines import start_deadline, train_deadline
 from mrl.types import Batch, TrainSequence
@@ -67,6 +69,10 @@ class PolicyActor:
         self, config: RunConfig, rank: int, world_size: int, master: tuple[str, int], pad_token_id: int, model: ModelName = "policy"
     ) -> int:
         """Builds a model of the rank, its weights still random. Collective over all ranks. Returns the data-parallel rank."""
+        if config.cluster.gpus_per_node:
+            # For what Megatron compiles in a backward pass. In a shared folder a rank that is killed meanwhile leaves a lock for ever.
+            self._extensions = Scratch()
+            os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(self._extensions.path))
         # Imported here: the driver holds this class too, and must not import megatron.
         with importing():
             from mrl.policy.megatron_import import import_megatron

@@ -37,7 +37,7 @@ from mrl.algo.losses import BatchSize
 from mrl.data.packing import PackedRow
 from mrl.policy import specs
 from mrl.policy.batch import router_positions
-from mrl.policy.versions import submodules_of
+from mrl.policy.versions import IS_OLD, submodules_of
 
 if TYPE_CHECKING:
     from mrl.config.schema.megatron import MegatronConfig
@@ -62,6 +62,9 @@ def routing_arguments(config: MegatronConfig, *, has_experts: bool) -> dict[str,
 
 
 Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules)
+
+Choice = Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]]
+"""Megatron's choice of experts: scores [T, E], experts per token, groups, chosen groups -> scores and ids, both [T, K]."""
 
 
 def with_packed_routers(spec: Spec) -> Spec:
@@ -118,6 +121,16 @@ def _routers(chunks: Sequence[nn.Module]) -> Iterator[PackedRouter]:
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, PackedRouter))
 
 
+def best_first(scores_TE: Tensor, topk: int, num_groups: int | None, group_topk: int | None, own_choice: Choice) -> tuple[Tensor, Tensor]:
+    """Scores and ids of the experts that Megatron chooses for each token, both [T, K].
+
+    From 0.17 on Megatron orders them in passes with gradient only, and a sum of scores rounds by their order.
+    """
+    scores_TK, ids_TK = own_choice(scores_TE, topk, num_groups, group_topk)
+    scores_TK, order_TK = scores_TK.sort(dim=1, descending=True, stable=True)
+    return scores_TK, ids_TK.gather(1, order_TK)
+
+
 class PackedRouter(TopKRouter):
     """Megatron's router that counts the tokens of each expert and takes auxiliary losses over sequences, rows or the batch.
 
@@ -131,6 +144,8 @@ class PackedRouter(TopKRouter):
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **place: bool) -> None:
         super().__init__(config, pg_collection, **place)
+        if not IS_OLD:
+            self.router_replay = SimpleNamespace(get_replay_topk=best_first)
         self.row: RowTokens | None = None
         self.passes_per_row = 1
         """Passes of each row through the router in a step; the auxiliary losses are the means over these passes."""
@@ -328,10 +343,10 @@ class RouterReplay:
         topk: int,
         num_groups: int | None,
         group_topk: int | None,
-        own_choice: Callable[[Tensor, int, int | None, int | None], tuple[Tensor, Tensor]],
+        own_choice: Choice,
     ) -> tuple[Tensor, Tensor]:
         """Scores and ids of the experts of each token in this rank's `index`-th layer with experts, both [T, K], best first."""
-        own_scores_TK, own_ids_TK = own_choice(scores_TE, topk, num_groups, group_topk)
+        own_scores_TK, own_ids_TK = best_first(scores_TE, topk, num_groups, group_topk, own_choice)
         if self._current is None:
             return own_scores_TK, own_ids_TK
         expert_ids_LTK, is_known_T = self._current

@@ -120,6 +120,9 @@ def check_routing(config: RunConfig, model: ModelSizes, problems: Problems) -> N
     if megatron.moe_router_enable_expert_bias is False and model.has_expert_bias:
         rule = "the model's routers have a bias per expert, and the engines route as the model says"
         problems.add(f"{_MEGATRON}.moe_router_enable_expert_bias", rule, "leave it out")
+    if megatron.model_overrides.get("moe_router_fusion") and config.policy.router_replay.enabled:
+        rule = "Transformer Engine's router chooses by itself, and policy.router_replay.enabled=true replays the engines' choice"
+        problems.add(f"{_MEGATRON}.model_overrides.moe_router_fusion", rule, "leave out the one or the other")
     kind, coefficient = megatron.moe_router_load_balancing_type, megatron.moe_aux_loss_coeff
     if kind == "none" and coefficient > 0:
         rule = "it weights no loss, because policy.megatron_cfg.moe_router_load_balancing_type=none"
@@ -214,6 +217,9 @@ def _check_adapters(config: RunConfig, hf_config: dict[str, object], problems: P
         if zeros:
             rule = "with peft.lora_A_init_method=zero too, no gradient would ever reach the adapters"
         problems.add(f"{prefix}.lora_B_init_method", rule, "set one of the two to zero")
+    if peft.lora_dtype == "float32" and config.policy.megatron_cfg.optimizer.optimizer_cpu_offload:
+        rule = "Megatron's optimizer on the host (policy.megatron_cfg.optimizer.optimizer_cpu_offload=true) loads bfloat16 weights only"
+        problems.add(f"{prefix}.lora_dtype", rule, "leave it out")
     if peft.lora_dtype == "bfloat16" and config.policy.precision == "float32":
         problems.add(f"{prefix}.lora_dtype", "adapters cannot be coarser than policy.precision=float32", "leave it out, and it follows")
 

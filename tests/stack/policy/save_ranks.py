@@ -92,6 +92,16 @@ def load_and_step(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[lis
     with open_policy(rank, config) as policy:
         train(policy, 1)
         torch.rand(rank.rank + 3)
+        optimizer = policy._state.optimizer
+        load = optimizer.load_state_dict
+
+        def load_after_a_step(state: dict[str, object]) -> None:
+            # As with optimizer_cpu_offload: Megatron first takes a step with random gradients.
+            for parameter in policy._state.chunks[0].parameters():
+                parameter.data.add_(1)
+            load(state)
+
+        optimizer.load_state_dict = load_after_a_step
         policy.load_checkpoint(weights_dir)
         metrics = train(policy, 2)
         policy.settle()

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import models
 from tests.stack.policy.balancing import balancing_loss
@@ -54,6 +55,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def plain(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Gradients]:
     """Gradients by family, from transformers."""
     return {name: transformers_gradients(folder, tmp_path_factory.mktemp(name)) for name, folder in folders.items()}
+
+
+def test_the_order_of_the_chosen_experts_changes_no_sum():
+    from mrl.policy.moe import best_first
+
+    scores_TE = torch.rand(2000, 128, generator=torch.Generator().manual_seed(0))
+    expected, order_K = scores_TE.topk(6, dim=1), torch.tensor([3, 0, 5, 1, 4, 2])
+
+    def unordered(*_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return expected.values[:, order_K], expected.indices[:, order_K]
+
+    scores_TK, ids_TK = best_first(scores_TE, 6, None, None, unordered)
+    assert not torch.equal(unordered()[0].sum(dim=1), expected.values.sum(dim=1))
+    assert torch.equal(scores_TK.sum(dim=1), expected.values.sum(dim=1)) and torch.equal(ids_TK, expected.indices)
 
 
 @pytest.mark.parametrize(("dispatcher", "name", "layout"), cells((("alltoall",), ALLTOALL), (("allgather",), DISPATCH_LAYOUTS)))

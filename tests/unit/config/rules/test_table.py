@@ -230,6 +230,7 @@ ADAPTERS & PEFT.target_modules=[q_proj] => PEFT.target_modules=['q_proj'] -> 'q_
 ADAPTERS & PEFT.exclude_modules=['*.linear_fc3'] -> '*.linear_fc3' names no
 ADAPTERS & PEFT.exclude_modules=['*'] -> no layer is left to adapt
 ADAPTERS & PEFT.target_modules=[in_proj] & PEFT.exclude_modules=[out_proj] => PEFT.exclude_modules=['out_proj'] -> it excludes layers
+ADAPTERS & PEFT.lora_dtype=float32 & MEGATRON.optimizer.optimizer_cpu_offload=true => PEFT.lora_dtype -> loads bfloat16 -> ...
 ADAPTERS & PEFT.lora_B_init_method=normal -> with peft.lora_A_init_method=xavier
 ADAPTERS & PEFT.lora_A_init_method=zero => PEFT.lora_B_init_method=zero -> no gradient would ever reach the adapters
 ADAPTERS & PEFT.lora_dtype=bfloat16 -> adapters cannot be coarser
@@ -311,6 +312,8 @@ OVERRIDES.deterministic_mod=true -> nearest is deterministic_mode
 OVERRIDES.deterministic_mode=1 -> true or false
 OVERRIDES.moe_permute_fusion=false -> set MEGATRON.moe_permute_fusion
 OVERRIDES.hidden_size=128 -> config.json
+OVERRIDES.moe_router_fusion=true & policy.router_replay.enabled=true => OVERRIDES.moe_router_fusion -> chooses by itself
+OVERRIDES.moe_router_fusion=true -> fine
 VARIABLES.MASTER_PORT=1 => VARIABLES.MASTER_PORT -> remove it
 VARIABLES.RAY_ADDRESS=x => VARIABLES.RAY_ADDRESS -> remove it
 VARIABLES={'A B': x} => VARIABLES.A B -> correct it
