@@ -67,8 +67,8 @@ class VllmConfig:
     """Environment variables of the engine processes. They win over mrl's own, as those of `policy.megatron_cfg.env_vars` do."""
     gpu_memory_utilization: ShareAboveZero = 0.6
     """Share of a GPU's memory that the engine may use; hosts without GPUs use `kv_cache_memory_mib`."""
-    kv_cache_memory_mib: Positive = 64
-    """KV cache of an engine on a host without GPUs, in MiB."""
+    kv_cache_memory_mib: Positive = 256
+    """KV cache of an engine on a host without GPUs, in MiB. Rollouts that do not fit wait, or are computed anew."""
     max_model_len: AtLeastTwo = follows("policy.max_total_sequence_length")
     """Longest prompt plus rollout, in tokens."""
     max_num_seqs: Positive | None = None

@@ -87,6 +87,22 @@ def num_threads(policy) -> str:
     return os.environ["OMP_NUM_THREADS"]
 
 
+@pytest.mark.parametrize(("variables", "expected"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, 2)])
+def test_a_rank_on_a_cpu_host_has_one_thread_or_as_many_as_its_variables_say(tmp_path: Path, variables: dict[str, str], expected: int):
+    one_rank = ["tensor_model_parallel_size=1", "expert_model_parallel_size=1", "sequence_parallel=false", f"env_vars={variables}"]
+    sizes = ["cluster.cpu_units_per_node=1", *(f"policy.megatron_cfg.{size}" for size in one_rank)]
+    config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])
+    with placed_slots(config) as placement:
+        policies = PolicyGroup(config, Ranks(config, placement, log_folder=tmp_path / "logs"), pad_token_id=256)
+        assert policies.apply(threads_of_torch, deadline_s=HANG_S) == [expected]
+
+
+def threads_of_torch(policy) -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
 def test_engines_enter_a_phase_together_and_without_those_that_died(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     sizes = ["cluster.cpu_units_per_node=2", "policy.generation.num_cpu_engines=2"]
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])
