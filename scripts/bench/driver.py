@@ -9,14 +9,11 @@ numbers of ranks, by least squares, gives those of larger runs; that of 256 rank
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import itertools
 import json
-import multiprocessing
 import pickle
-import re
 import sys
 import tempfile
 import time
@@ -41,8 +38,10 @@ from mrl.store.ledger import Ledger
 from mrl.store.run_folder import RunFolder
 from mrl.store.samples import write_step_data
 from mrl.types import Prompt, RolloutGroup, RolloutInfo, RolloutRequest, RunState, SamplingParams
-from tests.long.record import Row, record
+from scripts.bench.turns import alone, bench_parser, report
+from tests.long.record import Row
 from tests.rehearsal.stand_ins import RewardStandIn, Shape, hosts, rehearsal, rehearsal_config
+from tests.stack.conversion.children import memory
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -175,9 +174,7 @@ def rows_of(num_rollouts: int, seconds: dict[int, dict[str, float]]) -> list[Row
 def memory_mb() -> float:
     """Resident memory of this process, in megabytes, without garbage."""
     gc.collect()
-    found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
-    assert found
-    return int(found[1]) * 1024e-6
+    return memory("VmRSS") / 1e6
 
 
 async def never(index: int, requests: list[RolloutRequest]) -> dict[str, RolloutInfo]:
@@ -225,31 +222,17 @@ def memory_row(num_rollouts: int, num_tokens: int) -> Row:
 
 def main() -> None:
     """Measures, prints, and writes."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 32, 64, 96, LARGE])
     parser.add_argument("--rollouts", type=int, nargs="+", default=[2048, 32_768])
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--memory", action="store_true", help="measure memory alone, which needs no Ray")
-    parser.add_argument("--no-record", action="store_true", help="only print")
-    arguments = parser.parse_args()
-    command = "python -m scripts.bench.driver"
-    memory: list[Row] = []
-    for case in MEMORY_CASES:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            memory.append(pool.apply(memory_row, case))
-        print(json.dumps(memory[-1]), flush=True)
-    if not arguments.no_record:
-        record("driver_memory", memory, command=command)
-    if arguments.memory:
-        return
-    rows: list[Row] = []
-    with hosts(arguments.processes) as processes:
-        for num_rollouts in arguments.rollouts:
-            rows += rows_of(num_rollouts, measured(num_rollouts, arguments.ranks, processes))
-    for row in rows:
-        print(json.dumps(row))
-    if not arguments.no_record:
-        record("driver", rows, command=command)
+    options = parser.parse_args()
+    report("driver_memory", (alone(memory_row, *case) for case in MEMORY_CASES), options, module="driver")
+    if not options.memory:
+        with hosts(options.processes) as processes:
+            rows = [row for count in options.rollouts for row in rows_of(count, measured(count, options.ranks, processes))]
+        report("driver", rows, options)
 
 
 if __name__ == "__main__":
