@@ -18,10 +18,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 from unittest.mock import patch
 
 import numpy as np
@@ -42,9 +41,6 @@ from scripts.bench.turns import alone, bench_parser, report
 from tests.long.record import Row
 from tests.rehearsal.stand_ins import RewardStandIn, Shape, hosts, rehearsal, rehearsal_config
 from tests.stack.conversion.children import memory
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 STEP_S = 60.0
 LARGE, LARGEST = 256, 4096
@@ -92,13 +88,6 @@ class Stopwatch:
             self.seconds[self._open[-1]] += now - self._since
         self._since = now
 
-    def timed(self, function: Callable[P, T], name: str) -> Callable[P, T]:
-        def run(*arguments: P.args, **options: P.kwargs) -> T:
-            with self.part(name):
-                return function(*arguments, **options)
-
-        return run
-
 
 @contextmanager
 def watched() -> Iterator[Stopwatch]:
@@ -107,7 +96,7 @@ def watched() -> Iterator[Stopwatch]:
     with ExitStack() as stack:
         for part, functions in PARTS.items():
             for owner, name in functions:
-                stack.enter_context(patch.object(owner, name, watch.timed(getattr(owner, name), part)))
+                stack.enter_context(patch.object(owner, name, watch.part(part)(getattr(owner, name))))
         yield watch
 
 
@@ -128,17 +117,13 @@ def steps_of(shape: Shape, processes: list) -> list[dict[str, float]]:
     return found[1:]
 
 
-def best(steps: Sequence[dict[str, float]], part: str) -> float:
-    """The least of the steps: other work of the host only adds."""
-    return min(step.get(part, 0.0) for step in steps)
-
-
 def measured(num_rollouts: int, ranks: Sequence[int], processes: list) -> dict[int, dict[str, float]]:
     """The seconds of runs with so many rollouts a step: by number of ranks, then by part."""
     found: dict[int, dict[str, float]] = {}
     for count in ranks:
         steps = steps_of(Shape(count, num_rollouts), processes)
-        found[count] = {part: best(steps, part) for part in steps[0]}
+        # The least of the steps: other work of the host only adds.
+        found[count] = {part: min(step.get(part, 0.0) for step in steps) for part in steps[0]}
         print(json.dumps({"ranks": count, "rollouts": num_rollouts, **{part: round(s, 4) for part, s in found[count].items()}}), flush=True)
     return found
 
@@ -146,9 +131,9 @@ def measured(num_rollouts: int, ranks: Sequence[int], processes: list) -> dict[i
 def rows_of(num_rollouts: int, seconds: dict[int, dict[str, float]]) -> list[Row]:
     """A row for each part, and for all of them. The line is fitted to all numbers of ranks but `LARGE`."""
     ranks, rows = [count for count in seconds if count != LARGE], list[Row]()
-    whole = {count: sum(parts.get(part, 0.0) for part in (*PARTS, "rest")) for count, parts in seconds.items()}
-    for part in (*PARTS, "rest", "whole step"):
-        taken = whole if part == "whole step" else {count: parts.get(part, 0.0) for count, parts in seconds.items()}
+    each = (*PARTS, "rest")
+    for part, summed in (*((part, (part,)) for part in each), ("whole step", each)):
+        taken = {count: sum(parts.get(one, 0.0) for one in summed) for count, parts in seconds.items()}
         per_rank, fixed = map(float, np.polyfit(ranks, [taken[count] for count in ranks], 1))
         if per_rank < 0:
             # Nothing gets faster with more ranks: the host did.

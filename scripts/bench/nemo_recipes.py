@@ -170,8 +170,7 @@ def reason_of(problem: str) -> str:
 
 def algorithm_of(settings: Settings) -> str:
     """Algorithm of a file, as the report groups it."""
-    values = {".".join(key): setting.value for key, setting in settings.items()}
-    processors = [value for name, value in values.items() if name.startswith("data.") and name.endswith("processor")]
+    processors = [setting.value for key, setting in settings.items() if key[0] == "data" and key[-1].endswith("processor")]
     many_media = any("limit_mm_per_prompt" in key for key in settings) or any(str(value).startswith("vlm") for value in processors)
     if many_media or _SOUND_OR_IMAGES.search(model_of(settings)):
         return MEDIA
