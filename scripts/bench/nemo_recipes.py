@@ -208,7 +208,7 @@ def group_rows(outcomes: Sequence[Outcome]) -> list[Row]:
 
 
 def megatron(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Those of language models that Megatron trains."""
+    """Outcomes of language models that Megatron trains."""
     return [outcome for outcome in outcomes if outcome.is_megatron]
 
 

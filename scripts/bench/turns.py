@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks share: options, turns, processes of their own, medians and ranges, and rows that are printed and recorded."""
+"""Shared parts of benchmarks: options, turns, processes of their own, medians and ranges, and rows that are printed and recorded."""
 
 from __future__ import annotations
 
