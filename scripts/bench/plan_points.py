@@ -70,7 +70,7 @@ _OFFLOADED = {
 def shape_of(point: Point) -> ModelSizes:
     """Sizes of the model of a point."""
     model, mla = point["model"], point["model"].get("mla")
-    sizes = {
+    sizes: dict[str, Any] = {
         size: part.get(key) or 0
         for part, keys in ((model, _SIZES), (model.get("moe") or {}, _MOE_SIZES), (model.get("mamba") or {}, _MAMBA_SIZES))
         for size, key in keys.items()
