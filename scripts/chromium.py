@@ -109,14 +109,7 @@ def open_tab() -> Iterator[Tab]:
     assert program is not None, "no Chromium: apt-get install chromium"
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as folder:
         # Its sandbox needs namespaces that containers lack; it opens pages of our own alone.
-        flags = [
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            "--no-first-run",
-            "--disable-background-networking",
-        ]
+        flags = "--headless=new --no-sandbox --disable-gpu --hide-scrollbars --no-first-run --disable-background-networking".split()
         command = [program, *flags, "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank"]
         browser = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:

@@ -27,6 +27,7 @@ Types = frozenset[str]
 Place = tuple[str, str]
 """A class and its attribute; ("", name) for a function."""
 NOTHING: Types = frozenset()
+SECTIONS: Types = frozenset(section for section, _ in KEYS.values())
 
 
 def key_readers(sources: Mapping[str, str] | None = None) -> dict[str, list[str]]:
@@ -38,7 +39,7 @@ def key_readers(sources: Mapping[str, str] | None = None) -> dict[str, list[str]
     known = _Definitions(modules)
     reads: dict[str, dict[Place, set[Place]]] = {}
     for _ in range(3):  # a pass uses what the passes before it found out about attributes
-        reads = {name: _reads(tree, known) for name, tree in modules.items()}
+        reads = {name: _Walker(known, tree).reads for name, tree in modules.items()}
     inner: dict[Place, set[Place]] = defaultdict(set)
     for name, found in reads.items():
         if name.startswith(ACCESSORS):
@@ -121,22 +122,16 @@ class _Definitions:
         return [kind, *(ancestor for base in self.bases.get(kind, ()) for ancestor in self.lineage(base))]
 
 
-def _reads(tree: ast.Module, known: _Definitions) -> dict[Place, set[Place]]:
-    """Keys that each function of a module reads."""
-    walker = _Walker(known)
-    walker.visit(tree)
-    return walker.reads
-
-
 class _Walker(ast.NodeVisitor):
     """Notes the attributes of classes that a module reads, by the function that reads them."""
 
-    def __init__(self, known: _Definitions) -> None:
+    def __init__(self, known: _Definitions, tree: ast.Module) -> None:
         self.known = known
         self.reads: dict[Place, set[Place]] = defaultdict(set)
         self._scope: dict[str, Types] = {}
         self._class = ""
         self._owner: Place = ("", "")
+        self.visit(tree)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         outer, self._class = self._class, node.name
@@ -167,18 +162,16 @@ class _Walker(ast.NodeVisitor):
             kinds |= self.type_of(node.value)
         self._bind(node.target, kinds, None)
 
-    def visit_For(self, node: ast.For) -> None:
+    def visit_For(self, node: ast.For | ast.comprehension) -> None:
         self._bind(node.target, self.type_of(node.iter), None)
-        for statement in [*node.body, *node.orelse]:
-            self.visit(statement)
+        self.generic_visit(node)
 
-    def visit_With(self, node: ast.With) -> None:
-        for item in node.items:
-            kinds = self.type_of(item.context_expr)
-            if item.optional_vars is not None:
-                self._bind(item.optional_vars, kinds, None)
-        for statement in node.body:
-            self.visit(statement)
+    visit_comprehension = visit_For
+
+    def visit_withitem(self, node: ast.withitem) -> None:
+        if node.optional_vars is not None:
+            self._bind(node.optional_vars, self.type_of(node.context_expr), None)
+        self.generic_visit(node)
 
     def generic_visit(self, node: ast.AST) -> None:
         for child in ast.iter_child_nodes(node):
@@ -199,18 +192,10 @@ class _Walker(ast.NodeVisitor):
                 return kinds
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
                 for generator in node.generators:
-                    self._bind(generator.target, self.type_of(generator.iter), None)
-                    for condition in generator.ifs:
-                        self.type_of(condition)
-                parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-            case ast.Subscript():
-                self.type_of(node.slice)
-                return self.type_of(node.value)
+                    self.visit(generator)
             case _:
-                parts = []
                 self.generic_visit(node)
-                return frozenset().union(*(self.type_of(child) for child in _values(node)))
-        return frozenset().union(*(self.type_of(part) for part in parts))
+        return NOTHING.union(*(self.type_of(part) for part in _values(node)))
 
     def _attribute(self, kinds: Types, name: str) -> Types:
         found = NOTHING
@@ -244,12 +229,8 @@ class _Walker(ast.NodeVisitor):
                 for inner, part in zip(target.elts, parts, strict=True):
                     self._bind(inner, kinds if part is None else self.type_of(part), part)
             case ast.Attribute():
-                for kind in self.type_of(target.value) - _sections(self.known):
+                for kind in self.type_of(target.value) - SECTIONS:
                     self.known.attributes[kind, target.attr] |= kinds
-
-
-def _sections(known: _Definitions) -> frozenset[str]:
-    return frozenset({section for section, _ in KEYS.values()}) & known.classes
 
 
 def _values(node: ast.expr) -> list[ast.expr]:
@@ -257,13 +238,14 @@ def _values(node: ast.expr) -> list[ast.expr]:
     match node:
         case ast.IfExp():
             return [node.body, node.orelse]
-        case ast.BoolOp():
+        case ast.BoolOp() | ast.Dict():
             return node.values
         case ast.Tuple() | ast.List():
             return node.elts
-        case ast.Dict():
-            return node.values
-        case ast.Await() | ast.Starred():
+        case ast.DictComp():
+            return [node.key, node.value]
+        case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
+            return [node.elt]
+        case ast.Await() | ast.Starred() | ast.Subscript():
             return [node.value]
-        case _:
-            return []
+    return []

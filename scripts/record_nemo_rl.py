@@ -14,11 +14,10 @@ import json
 import math
 import random
 import runpy
-import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from datetime import timedelta
 from importlib import import_module
@@ -34,10 +33,12 @@ from torch import Tensor
 
 from mrl.config.schema.algo import GrpoConfig, LossConfig
 from mrl.config.schema.ppo import GaeConfig, ValueLossConfig
+from scripts.bench.nemo_recipes import commit_of
 from tests.unit.algo.nemo_rl_cases import ANSWERS, CASES, PROMPT, Batch
 
 NUM_BATCHES, VOCABULARY = 6, 11
 Answers = dict[str, Tensor | float]
+KL_SETTINGS = ("use_kl_in_reward", "reference_policy_kl_penalty", "reference_policy_kl_type")
 # What their algorithms import and never use here: types of configs, loggers, a tokenizer patch, layouts of other backends.
 STUBBED = ("nemo_rl.models.policy", "nemo_rl.utils.logger", "nemo_rl.utils.fastokens", "nemo_rl.models.dtensor.parallelize")
 # Functions of the driver, whose file imports ray actors and every engine: taken from its text one by one.
@@ -198,9 +199,11 @@ def behind_a_first_token(values: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(values[:, :1]), values], dim=1)
 
 
-def loss_of(function: Callable[..., tuple], inputs: Tensor, *rest: object) -> Answers:
-    """Loss, gradient by the inputs, and metrics."""
-    loss, metrics = function(inputs, *rest)
+def loss_of(nemo: dict, function: Callable[..., tuple], inputs: Tensor, data: Mapping[str, Tensor], tokens: Tensor) -> Answers:
+    """Loss, gradient by the inputs, and metrics. `tokens` is 1 at tokens that count, if their sequence does."""
+    sequences = data["sample_mask"]
+    counts = sequences.sum(), (tokens * sequences[:, None]).sum()
+    loss, metrics = function(inputs, nemo["batched_data_dict"].BatchedDataDict(data), *counts)
     gradient = torch.autograd.grad(loss, inputs)[0] if loss.requires_grad else torch.zeros_like(inputs)
     return {"loss": loss.detach(), "gradient": gradient} | {name: float(value) for name, value in metrics.items() if name != "loss"}
 
@@ -212,9 +215,7 @@ def policy_loss(nemo: dict, batch: Batch, config: LossConfig) -> Answers:
     theirs = dict(generation_logprobs="generator", prev_logprobs="old", reference_policy_logprobs="reference", advantages="advantages")
     data = {name: behind_a_first_token(batch[ours]) for name, ours in (theirs | {"token_mask": "token_mask"}).items()}
     data |= {"sample_mask": batch["sample_mask"], "rewards": batch["rewards"]}
-    num_tokens = (batch["token_mask"] * batch["sample_mask"][:, None]).sum()
-    inputs = batch["logprobs"].clone().requires_grad_()
-    return loss_of(function, inputs, nemo["batched_data_dict"].BatchedDataDict(data), batch["sample_mask"].sum(), num_tokens)
+    return loss_of(nemo, function, batch["logprobs"].clone().requires_grad_(), data, batch["token_mask"])
 
 
 def errors(nemo: dict, batch: Batch, config: GrpoConfig) -> Answers:
@@ -229,8 +230,8 @@ def errors(nemo: dict, batch: Batch, config: GrpoConfig) -> Answers:
 
 def gae(nemo: dict, batch: Batch, config: GaeConfig, loss: LossConfig) -> Answers:
     """Advantages and returns of PPO."""
-    names = ("use_kl_in_reward", "reference_policy_kl_penalty", "reference_policy_kl_type")
-    function = nemo["advantages"].GeneralizedAdvantageEstimator(dataclasses.asdict(config), SimpleNamespace(**settings_of(loss, names)))
+    settings = SimpleNamespace(**settings_of(loss, KL_SETTINGS))
+    function = nemo["advantages"].GeneralizedAdvantageEstimator(dataclasses.asdict(config), settings)
     mask = batch["token_mask"] * batch["sample_mask"][:, None]
     given = dict(reference_logprobs=batch["reference"], logprobs=batch["old"])
     found = function.compute_advantage(None, batch["rewards"], mask, batch["values"][0], **given)
@@ -242,9 +243,7 @@ def value_loss(nemo: dict, batch: Batch, config: ValueLossConfig) -> Answers:
     old, new, returns = batch["values"]
     data = {"returns": returns, "values": old, "token_mask": batch["token_mask"], "sample_mask": batch["sample_mask"]}
     function = nemo["losses"].MseValueLossFn(nemo["losses"].MseValueLossConfig(scale=config.scale, cliprange=config.cliprange))
-    num_tokens = (batch["token_mask"] * batch["sample_mask"][:, None]).sum()
-    rest = nemo["batched_data_dict"].BatchedDataDict(data), batch["sample_mask"].sum(), num_tokens
-    return loss_of(function, new.clone().requires_grad_(), *rest)
+    return loss_of(nemo, function, new.clone().requires_grad_(), data, batch["token_mask"])
 
 
 def distillation(nemo: dict, batch: Batch, config: LossConfig, is_parallel: bool) -> Answers:
@@ -262,10 +261,9 @@ def distillation(nemo: dict, batch: Batch, config: LossConfig, is_parallel: bool
         calculate_entropy=config.zero_outside_topk and config.kl_type != "forward",
         **(dict(vocab_parallel_rank=0, vocab_parallel_group=dist.group.WORLD) if is_parallel else {}),
     )
-    mask, counts = batch["token_mask"].float(), batch["sample_mask"].float()
-    data = nemo["batched_data_dict"].BatchedDataDict({"input_ids": torch.zeros_like(mask), "token_mask": mask, "sample_mask": counts})
-    rest = data, counts.sum(), (mask * counts[:, None])[:, 1:].sum()
-    return loss_of(lambda _, *rest: function(*scores, *rest), student, *rest)
+    mask = batch["token_mask"].float()
+    data = {"input_ids": torch.zeros_like(mask), "token_mask": mask, "sample_mask": batch["sample_mask"].float()}
+    return loss_of(nemo, lambda _, *rest: function(*scores, *rest), student, data, mask[:, 1:])
 
 
 def advantages(nemo: dict, batch: Batch, grpo: GrpoConfig, loss: LossConfig) -> Answers:
@@ -283,28 +281,20 @@ def advantages(nemo: dict, batch: Batch, grpo: GrpoConfig, loss: LossConfig) -> 
     mask *= is_kept[:, None]
     kinds = dict(grpo="GRPO", gdpo="GDPO", reinforce_plus_plus="ReinforcePlusPlus", opd="OPD")
     estimator = getattr(nemo["advantages"], f"{kinds[grpo.adv_estimator.name]}AdvantageEstimator")
-    kind, loss_names = (
-        nemo["advantages"].AdvEstimatorConfig,
-        ("use_kl_in_reward", "reference_policy_kl_penalty", "reference_policy_kl_type"),
+    kind, dtype = nemo["advantages"].AdvEstimatorConfig, torch.get_default_dtype()
+    own = kind(**settings_of(grpo.adv_estimator, kind.model_fields))
+    found = estimator(own, nemo["losses"].ClippedPGLossConfig(**settings_of(loss, KL_SETTINGS))).compute_advantage(
+        prompt_ids=batch["prompts"][:, None],
+        rewards=(batch["parts"].sum(dim=0) if grpo.adv_estimator.name == "gdpo" else batch["rewards"]).to(dtype),
+        mask=mask,
+        repeated_batch={f"reward/part{i}": part.to(dtype) for i, part in enumerate(batch["parts"])},
+        logprobs_policy=batch["logprobs"],
+        logprobs_reference=batch["reference"],
+        # Of the estimators only on-policy distillation reads these.
+        teacher_logprobs=batch["reference"],
+        prev_logprobs=batch["logprobs"],
     )
-    configs = (
-        kind(**settings_of(grpo.adv_estimator, kind.model_fields)),
-        nemo["losses"].ClippedPGLossConfig(**settings_of(loss, loss_names)),
-    )
-    is_gdpo = grpo.adv_estimator.name == "gdpo"
-    data = {
-        "advantages": estimator(*configs).compute_advantage(
-            prompt_ids=batch["prompts"][:, None],
-            rewards=(batch["parts"].sum(dim=0) if is_gdpo else batch["rewards"]).to(torch.get_default_dtype()),
-            mask=mask,
-            repeated_batch={f"reward/part{i}": part.to(torch.get_default_dtype()) for i, part in enumerate(batch["parts"])},
-            logprobs_policy=batch["logprobs"],
-            logprobs_reference=batch["reference"],
-            # Of the estimators only on-policy distillation reads these.
-            teacher_logprobs=batch["reference"],
-            prev_logprobs=batch["logprobs"],
-        )
-    }
+    data = {"advantages": found}
     penalties = grpo.invalid_tool_call_advantage, grpo.malformed_thinking_advantage
     metrics = nemo["driver"]._apply_message_level_advantage_penalties(data, messages, *penalties)
     # Their REINFORCE++ of a batch that is masked as a whole is NaN, which the loss multiplies by 0.
@@ -326,14 +316,13 @@ def rewards(nemo: dict, batch: Batch, grpo: GrpoConfig) -> Answers:
     return {"rewards": shaped["total_reward"], "kept": torch.tensor(kept)}
 
 
-def recorded(values: Tensor | float) -> object:
+def recorded(value: object) -> object:
     """Ten digits of each number, lists of lists."""
-    numbers = torch.as_tensor(values)
-    return _rounded(numbers.tolist()) if numbers.is_floating_point() else numbers.tolist()
-
-
-def _rounded(value: object) -> object:
-    return [_rounded(part) for part in value] if isinstance(value, list) else float(f"{value:.10g}")
+    if isinstance(value, Tensor):
+        return recorded(value.tolist())
+    if isinstance(value, list):
+        return [recorded(part) for part in value]
+    return float(f"{value:.10g}") if isinstance(value, float) else value
 
 
 def main() -> int:
@@ -341,8 +330,6 @@ def main() -> int:
     (checkout,) = map(Path, sys.argv[1:])
     if not (checkout / "nemo_rl/algorithms/grpo.py").exists():
         raise ValueError(f"{checkout} has no nemo_rl/algorithms/grpo.py; give the folder of a NeMo RL checkout")
-    commit = ["git", "-C", str(checkout), "rev-parse", "--short=10", "HEAD"]
-    version = subprocess.run(commit, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
     with redirect_stdout(StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         nemo = load(checkout)
@@ -359,7 +346,7 @@ def main() -> int:
         ]
     kept = {kind: [{name: recorded(value) for name, value in batch.items()} for batch in made] for kind, made in batches.items()}
     lines = [json.dumps(name) + ": " + json.dumps(part, separators=(",", ":")) for name, part in (kept | answers).items()]
-    ANSWERS.write_text("{\n" + ",\n".join([f'"nemo_rl": "{version}"', *lines]) + "\n}\n")
+    ANSWERS.write_text("{\n" + ",\n".join([f'"nemo_rl": "{commit_of(checkout)}"', *lines]) + "\n}\n")
     return 0
 
 

@@ -19,9 +19,7 @@ from tests.long.stale import stale_tables
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 # A page marks the place of docs/data/PART.json by `<!-- data: PART -->` (or `PART,PART`), or `<!-- data: PART worst N by COLUMN -->` for
 # some rows.
-FAULTS_BLOCK = re.compile(r"(<!-- reliability -->\n)(?:.*?\n)??(<!-- end of reliability -->)", re.DOTALL)
-CONFIG_BLOCK = re.compile(r"(<!-- config -->\n)(?:.*?\n)??(<!-- end of config -->)", re.DOTALL)
-DIALECT_BLOCK = re.compile(r"(<!-- dialect -->\n)(?:.*?\n)??(<!-- end of dialect -->)", re.DOTALL)
+NAMED_BLOCK = re.compile(r"(<!-- (reliability|config|dialect) -->\n)(?:.*?\n)??(<!-- end of \2 -->)", re.DOTALL)
 OLD = " **Older than its code.**"
 """Mark of a table whose code has changed since it was measured."""
 BLOCK = re.compile(r"(<!-- data: (\S+)(?: worst (\d+) by ([^>]+))? -->\n)(?:.*?\n)??(<!-- end of data -->)", re.DOTALL)
@@ -29,9 +27,8 @@ BLOCK = re.compile(r"(<!-- data: (\S+)(?: worst (\d+) by ([^>]+))? -->\n)(?:.*?\
 
 def render_page(text: str, data_folder: Path, stale: Collection[str] = ()) -> str:
     """The page with every table replaced by what `data_folder` holds now, those of the `stale` parts marked as old."""
-    text = CONFIG_BLOCK.sub(lambda match: match[1] + config_tables() + match[2], text)
-    text = DIALECT_BLOCK.sub(lambda match: match[1] + dialect_tables() + match[2], text)
-    text = FAULTS_BLOCK.sub(lambda match: match[1] + faults_table(data_folder) + match[2], text)
+    tables = {"config": config_tables, "dialect": dialect_tables, "reliability": lambda: faults_table(data_folder)}
+    text = NAMED_BLOCK.sub(lambda match: match[1] + tables[match[2]]() + match[3], text)
     return BLOCK.sub(
         lambda match: match[1] + _render_parts(match[2].split(","), data_folder, int(match[3] or 0), match[4], stale) + match[5], text
     )

@@ -9,20 +9,18 @@ on disk; conversions run in processes of their own, and their time is without th
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from conversion.convert import convert_hf_to_mcore, convert_mcore_to_hf
-from tests.long.record import Row, record
+from scripts.bench.turns import alone, bench_parser, count_memory, median, report
+from tests.long.record import Row
 from tests.stack.conversion.children import memory
 from tests.unit.conversion.hf_folders import large_config, write_large_folder
 
@@ -32,23 +30,13 @@ CONVERSIONS: dict[str, Callable[[Path, Path], None]] = {"hf-to-mcore": convert_h
 
 
 def main() -> None:
-    """Measures, or with --child converts once."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measures, prints and records."""
+    parser = bench_parser(__doc__, repeats=5)
     parser.add_argument("--gb", type=float, default=1.0, help="size of the model (default: 1)")
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to write; by default where temporary files go")
-    parser.add_argument("--no-record", action="store_true", help="leave docs/data as it is")
-    parser.add_argument("--child", nargs=3, metavar=("DIRECTION", "SOURCE", "OUT"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        convert_once(*arguments.child)
-        return
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        rows = measure(Path(folder), arguments.gb, arguments.repeats)
-    for row in rows:
-        print(json.dumps(row))
-    if not arguments.no_record:
-        record("convert", rows, command="python -m scripts.bench.convert")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        report("convert", measure(Path(folder), options.gb, options.repeats), options)
 
 
 def measure(folder: Path, gb: float, num_repeats: int) -> list[Row]:
@@ -89,34 +77,29 @@ def timed_copy(source: Path, out: Path) -> float:
 def timed_conversion(direction: str, source: Path, out: Path) -> dict[str, float]:
     """Seconds of a conversion in a process of its own, on the clock and of all cores, and by how many bytes its memory rose."""
     prepare(source)
-    command = [sys.executable, "-m", "scripts.bench.convert", "--child", direction, str(source), str(out)]
-    measured = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S).stdout)
+    measured = alone(convert_once, direction, source, out)
     shutil.rmtree(out)
     return measured
 
 
-def convert_once(direction: str, source: str, out: str) -> None:
-    """Converts, and prints what it took."""
-    # The kernel counts the most memory from here on.
-    Path("/proc/self/clear_refs").write_text("5")
-    base, started, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
-    CONVERSIONS[direction](Path(source), Path(out))
+def convert_once(direction: str, source: Path, out: Path) -> dict[str, float]:
+    """Converts, and says what it took."""
+    base, started, cpu = count_memory(), time.perf_counter(), time.process_time()
+    CONVERSIONS[direction](source, out)
     seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
-    print(json.dumps({"convert_s": seconds, "cpu_s": cpu_s, "memory_rise_mb": (memory("VmHWM") - base) / 1e6, "base_mb": base / 1e6}))
+    return {"convert_s": seconds, "cpu_s": cpu_s, "memory_rise_mb": (memory("VmHWM") - base) / 1e6, "base_mb": base / 1e6}
 
 
 def summary(direction: str, num_bytes: int, runs: list[dict[str, float]]) -> Row:
     """Medians, and of the ratio the smallest and the largest."""
     ratios = [run["copy_s"] / run["convert_s"] for run in runs]
-    medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    medians = {key: median(run[key] for run in runs) for key in runs[0]}
     return {
         "direction": direction,
         "gb": round(num_bytes / 1e9, 2),
         "repeats": len(runs),
-        "copy_s": round(medians["copy_s"], 2),
-        "convert_s": round(medians["convert_s"], 2),
-        "cpu_s": round(medians["cpu_s"], 2),
-        "ratio": round(statistics.median(ratios), 2),
+        **{key: medians[key] for key in ("copy_s", "convert_s", "cpu_s")},
+        "ratio": median(ratios),
         "ratio_min": round(min(ratios), 2),
         "ratio_max": round(max(ratios), 2),
         "target_ratio": TARGET_RATIO,

@@ -9,22 +9,18 @@ numbers of ranks, by least squares, gives those of larger runs; that of 256 rank
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import itertools
 import json
-import multiprocessing
 import pickle
-import re
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 from unittest.mock import patch
 
 import numpy as np
@@ -41,11 +37,10 @@ from mrl.store.ledger import Ledger
 from mrl.store.run_folder import RunFolder
 from mrl.store.samples import write_step_data
 from mrl.types import Prompt, RolloutGroup, RolloutInfo, RolloutRequest, RunState, SamplingParams
-from tests.long.record import Row, record
+from scripts.bench.turns import alone, bench_parser, report
+from tests.long.record import Row
 from tests.rehearsal.stand_ins import RewardStandIn, Shape, hosts, rehearsal, rehearsal_config
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from tests.stack.conversion.children import memory
 
 STEP_S = 60.0
 LARGE, LARGEST = 256, 4096
@@ -93,13 +88,6 @@ class Stopwatch:
             self.seconds[self._open[-1]] += now - self._since
         self._since = now
 
-    def timed(self, function: Callable[P, T], name: str) -> Callable[P, T]:
-        def run(*arguments: P.args, **options: P.kwargs) -> T:
-            with self.part(name):
-                return function(*arguments, **options)
-
-        return run
-
 
 @contextmanager
 def watched() -> Iterator[Stopwatch]:
@@ -108,7 +96,7 @@ def watched() -> Iterator[Stopwatch]:
     with ExitStack() as stack:
         for part, functions in PARTS.items():
             for owner, name in functions:
-                stack.enter_context(patch.object(owner, name, watch.timed(getattr(owner, name), part)))
+                stack.enter_context(patch.object(owner, name, watch.part(part)(getattr(owner, name))))
         yield watch
 
 
@@ -129,17 +117,13 @@ def steps_of(shape: Shape, processes: list) -> list[dict[str, float]]:
     return found[1:]
 
 
-def best(steps: Sequence[dict[str, float]], part: str) -> float:
-    """The least of the steps: other work of the host only adds."""
-    return min(step.get(part, 0.0) for step in steps)
-
-
 def measured(num_rollouts: int, ranks: Sequence[int], processes: list) -> dict[int, dict[str, float]]:
     """The seconds of runs with so many rollouts a step: by number of ranks, then by part."""
     found: dict[int, dict[str, float]] = {}
     for count in ranks:
         steps = steps_of(Shape(count, num_rollouts), processes)
-        found[count] = {part: best(steps, part) for part in steps[0]}
+        # The least of the steps: other work of the host only adds.
+        found[count] = {part: min(step.get(part, 0.0) for step in steps) for part in steps[0]}
         print(json.dumps({"ranks": count, "rollouts": num_rollouts, **{part: round(s, 4) for part, s in found[count].items()}}), flush=True)
     return found
 
@@ -147,9 +131,9 @@ def measured(num_rollouts: int, ranks: Sequence[int], processes: list) -> dict[i
 def rows_of(num_rollouts: int, seconds: dict[int, dict[str, float]]) -> list[Row]:
     """A row for each part, and for all of them. The line is fitted to all numbers of ranks but `LARGE`."""
     ranks, rows = [count for count in seconds if count != LARGE], list[Row]()
-    whole = {count: sum(parts.get(part, 0.0) for part in (*PARTS, "rest")) for count, parts in seconds.items()}
-    for part in (*PARTS, "rest", "whole step"):
-        taken = whole if part == "whole step" else {count: parts.get(part, 0.0) for count, parts in seconds.items()}
+    each = (*PARTS, "rest")
+    for part, summed in (*((part, (part,)) for part in each), ("whole step", each)):
+        taken = {count: sum(parts.get(one, 0.0) for one in summed) for count, parts in seconds.items()}
         per_rank, fixed = map(float, np.polyfit(ranks, [taken[count] for count in ranks], 1))
         if per_rank < 0:
             # Nothing gets faster with more ranks: the host did.
@@ -175,9 +159,7 @@ def rows_of(num_rollouts: int, seconds: dict[int, dict[str, float]]) -> list[Row
 def memory_mb() -> float:
     """Resident memory of this process, in megabytes, without garbage."""
     gc.collect()
-    found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
-    assert found
-    return int(found[1]) * 1024e-6
+    return memory("VmRSS") / 1e6
 
 
 async def never(index: int, requests: list[RolloutRequest]) -> dict[str, RolloutInfo]:
@@ -225,31 +207,17 @@ def memory_row(num_rollouts: int, num_tokens: int) -> Row:
 
 def main() -> None:
     """Measures, prints, and writes."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 32, 64, 96, LARGE])
     parser.add_argument("--rollouts", type=int, nargs="+", default=[2048, 32_768])
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--memory", action="store_true", help="measure memory alone, which needs no Ray")
-    parser.add_argument("--no-record", action="store_true", help="only print")
-    arguments = parser.parse_args()
-    command = "python -m scripts.bench.driver"
-    memory: list[Row] = []
-    for case in MEMORY_CASES:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            memory.append(pool.apply(memory_row, case))
-        print(json.dumps(memory[-1]), flush=True)
-    if not arguments.no_record:
-        record("driver_memory", memory, command=command)
-    if arguments.memory:
-        return
-    rows: list[Row] = []
-    with hosts(arguments.processes) as processes:
-        for num_rollouts in arguments.rollouts:
-            rows += rows_of(num_rollouts, measured(num_rollouts, arguments.ranks, processes))
-    for row in rows:
-        print(json.dumps(row))
-    if not arguments.no_record:
-        record("driver", rows, command=command)
+    options = parser.parse_args()
+    report("driver_memory", (alone(memory_row, *case) for case in MEMORY_CASES), options, module="driver")
+    if not options.memory:
+        with hosts(options.processes) as processes:
+            rows = [row for count in options.rollouts for row in rows_of(count, measured(count, options.ranks, processes))]
+        report("driver", rows, options)
 
 
 if __name__ == "__main__":

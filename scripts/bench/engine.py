@@ -9,18 +9,18 @@ limits. On hosts without GPUs mrl replaces some of vLLM's kernels (docs/cpu_host
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import random
-import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tests.long.record import Row, record
+from scripts.bench.turns import bench_parser, lowest_to_highest, median, report, take_turns
+from tests.long.record import Row
 
 NUM_REQUESTS, PROMPT_LENGTH = 512, 20
 NEW_TOKENS = (3, 64)
@@ -32,20 +32,14 @@ TIMEOUT_S = 600.0
 
 def main() -> None:
     """Measures, prints a JSON line per row, and records."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-record", action="store_true", help="leave docs/data as it is")
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
-    rows = [row for model_type in ("qwen3", "qwen3_moe") for row in measure(model_type, arguments.repeats)]
-    if not arguments.no_record:
-        record("engine", rows, command="python -m scripts.bench.engine")
+    options = bench_parser(__doc__, repeats=5).parse_args()
+    report("engine", (row for model_type in ("qwen3", "qwen3_moe") for row in measure(model_type, options.repeats)), options)
 
 
-def measure(model_type: str, repeats: int) -> list[Row]:
+def measure(model_type: str, repeats: int) -> Iterator[Row]:
     """A row for each number of new tokens."""
     from tests.models import save_model
 
-    rows: list[Row] = []
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), model_type)
@@ -54,32 +48,27 @@ def measure(model_type: str, repeats: int) -> list[Row]:
             connections[kind], theirs = context.Pipe()
             context.Process(target=kind, args=(folder, theirs), daemon=True).start()
         for new_tokens in NEW_TOKENS:
-            ratios, speeds = [], {plain: [], ours: []}
-            # The first pass warms up.
-            for repeat in range(repeats + 1):
-                for kind, connection in connections.items():
-                    connection.send(new_tokens)
-                    assert connection.poll(TIMEOUT_S), f"{kind.__name__}: no answer in {TIMEOUT_S:g} s"
-                    seconds = connection.recv()
-                    if repeat:
-                        speeds[kind].append(NUM_REQUESTS * new_tokens / seconds)
-                if repeat:
-                    ratios.append(speeds[ours][-1] / speeds[plain][-1])
-            row: Row = {
+            found = take_turns({kind: partial(speed, connection, new_tokens) for kind, connection in connections.items()}, repeats)
+            ratios = [mine / theirs for mine, theirs in zip(found[ours], found[plain], strict=True)]
+            yield {
                 "model": model_type,
                 "new tokens": new_tokens,
-                "mrl tokens/s": round(statistics.median(speeds[ours])),
-                "vLLM tokens/s": round(statistics.median(speeds[plain])),
-                "mrl / vLLM": round(statistics.median(ratios), 2),
+                "mrl tokens/s": round(median(found[ours])),
+                "vLLM tokens/s": round(median(found[plain])),
+                "mrl / vLLM": median(ratios),
                 "at least": TARGET,
-                "lowest to highest": f"{min(ratios):.2f} to {max(ratios):.2f}",
+                "lowest to highest": lowest_to_highest(ratios),
                 "repeats": repeats,
             }
-            print(json.dumps(row), flush=True)
-            rows.append(row)
         for connection in connections.values():
             connection.send(None)
-    return rows
+
+
+def speed(connection: Connection, new_tokens: int) -> float:
+    """New tokens per second of an engine's process."""
+    connection.send(new_tokens)
+    assert connection.poll(TIMEOUT_S), f"an engine gave no answer in {TIMEOUT_S:g} s"
+    return NUM_REQUESTS * new_tokens / connection.recv()
 
 
 def prompts() -> list[list[int]]:

@@ -14,9 +14,11 @@ import logging
 import os
 import subprocess
 import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +51,14 @@ class Answer:
     gym: float
 
 
+def recorded_groups() -> list[Group]:
+    """The recorded answers, by row."""
+    return json.loads(ANSWERS.read_text(encoding="utf-8"))
+
+
 def answers() -> list[Answer]:
     """The recorded answers."""
-    return list(answers_of(json.loads(ANSWERS.read_text(encoding="utf-8"))))
+    return list(answers_of(recorded_groups()))
 
 
 def answers_of(groups: Sequence[Group]) -> Iterator[Answer]:
@@ -140,29 +147,28 @@ def main(python: str | None) -> None:
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder:
         python = python or gym_python(Path(folder))
-        where = "import resources_servers as r; print(*r.__path__, sep='\\n')"
-        servers = Path(
-            subprocess.run([python, "-c", where], stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S).stdout.split("\n")[0]
-        )
-        groups = [*json.loads(ANSWERS.read_text(encoding="utf-8")), *example_groups(servers)]
-        called = subprocess.run(
-            [python, str(VERIFIERS)], input=json.dumps(groups), stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S
-        )
-        found = json.loads(called.stdout)
-        source = Path(servers, "workplace_assistant/csv_data")
+        servers = Path(output_of(python, "-c", "import resources_servers as r; print(*r.__path__, sep='\\n')").split("\n")[0])
+        groups = [*recorded_groups(), *example_groups(servers)]
+        rewards = chain.from_iterable(json.loads(output_of(python, str(VERIFIERS), given=json.dumps(groups))))
+        source = servers / "workplace_assistant/csv_data"
         tables = Path(folder, "tables")
         tables.mkdir()
         for file in (*source.glob("processed/*.csv"), source / "raw/email_addresses.csv"):
             os.symlink(file, tables / file.name)
-        rows: dict[str, Row] = {}
-        for answer, theirs in zip(answers_of(groups), [one for group in found for one in group], strict=True):
-            ours, row = reward(answer, str(tables)), rows.setdefault(answer.server, {"environment": SERVERS[answer.server], "answers": 0})
+        counts = defaultdict[str, Counter[str]](Counter)
+        for answer, theirs in zip(answers_of(groups), rewards, strict=True):
+            ours = reward(answer, str(tables))
             what = {"right in Gym": theirs > 0, "other reward here": ours not in (None, theirs), "masked here": ours is None}
-            row |= {"answers": int(str(row["answers"])) + 1, **{name: int(str(row.get(name, 0))) + is_so for name, is_so in what.items()}}
-            rows[answer.server] = row
+            counts[answer.server].update({"answers": 1, **what})
             if ours != theirs:
                 print(f"{answer.server}: Gym {theirs}, here {ours}: {answer.reply!r:.150} for {answer.row:.150}")
-    record("gym_rewards", list(rows.values()), command="python -m scripts.bench.gym_rewards")
+    rows: list[Row] = [{"environment": SERVERS[server], **counted} for server, counted in counts.items()]
+    record("gym_rewards", rows, command="python -m scripts.bench.gym_rewards")
+
+
+def output_of(*command: str, given: str | None = None) -> str:
+    """Standard output of a command that gets `given` on its standard input."""
+    return subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S).stdout
 
 
 if __name__ == "__main__":

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
-from conversion.boxes import DTYPE_BYTES, Box, Layout, intersect, subtract, volume
-
-_Boxes = dict[str, list[Box]]
-"""Disjoint boxes by canonical name."""
+from conversion.boxes import DTYPE_BYTES, Box, Layout, Piece, uncovered, volume
 
 
 @dataclass(frozen=True)
@@ -30,67 +28,31 @@ def least_bytes(
 ) -> LeastBytes:
     """The least that any schedule between these layouts moves; arguments as for `conversion.reshard.reshard`."""
     layouts = {id(layout): layout for layout in (*sources.values(), *targets.values())}
-    element = {
-        piece.name: DTYPE_BYTES[content.dtype] for layout in sources.values() for content in layout.values() for piece in content.pieces
-    }
-    contents = {key: _contents(layout) for key, layout in layouts.items()}
-    workers_on: dict[int, list[int]] = defaultdict(list)
-    sources_on: dict[int, set[int]] = defaultdict(set)
+    element = {piece.name: DTYPE_BYTES[dtype] for layout in sources.values() for dtype, piece in _pieces(layout)}
+
+    @cache
+    def lacking(wanted: frozenset[int], held: frozenset[int]) -> int:
+        """Bytes that some layouts have and others have not; what several of them have counts once."""
+        total, known = 0, defaultdict[str, list[Box]](list)
+        for layout in (*held, *wanted):
+            for _, piece in _pieces(layouts[layout]):
+                new = uncovered(piece.box, known[piece.name])
+                known[piece.name] += new
+                total += element[piece.name] * sum(map(volume, new)) * (layout not in held)
+        return total
+
+    workers_on, sources_on = defaultdict[int, list[int]](list), defaultdict[int, set[int]](set)
     for target, layout in targets.items():
         workers_on[node_of[gpu_of[target]]].append(id(layout))
     for rank, layout in sources.items():
         sources_on[node_of[rank]].add(id(layout))
-    lacking = _Lacking(contents, element)
-    gpus = sum(lacking.bytes([id(layout)], {id(sources[gpu_of[t]])} if gpu_of[t] in sources else set()) for t, layout in targets.items())
-    nodes = sum(lacking.bytes([worker], sources_on[node]) for node, workers in workers_on.items() for worker in workers)
-    once = sum(lacking.bytes(workers, sources_on[node]) for node, workers in workers_on.items())
-    return LeastBytes(gpus, nodes, once)
+    on_gpu = {gpu: frozenset([id(layout)]) for gpu, layout in sources.items()}
+    gpus = sum(lacking(frozenset([id(layout)]), on_gpu.get(gpu_of[target], frozenset())) for target, layout in targets.items())
+    on_node = [(workers, frozenset(sources_on[node])) for node, workers in workers_on.items()]
+    nodes = sum(lacking(frozenset([worker]), held) for workers, held in on_node for worker in workers)
+    return LeastBytes(gpus, nodes, sum(lacking(frozenset(workers), held) for workers, held in on_node))
 
 
-class _Lacking:
-    """Bytes that some layouts have and others have not; each combination is counted once."""
-
-    def __init__(self, contents: Mapping[int, _Boxes], element: Mapping[str, int]) -> None:
-        self._contents = contents
-        self._element = element
-        self._known: dict[tuple[frozenset[int], frozenset[int]], int] = {}
-
-    def bytes(self, wanted: Iterable[int], held: Iterable[int]) -> int:
-        """Bytes in the union of `wanted` layouts and in none of the `held` ones."""
-        key = frozenset(wanted), frozenset(held)
-        if key not in self._known:
-            self._known[key] = self._count(*key)
-        return self._known[key]
-
-    def _count(self, wanted: frozenset[int], held: frozenset[int]) -> int:
-        total = 0
-        held_boxes = _union([self._contents[layout] for layout in held])
-        for name, boxes in _union([self._contents[layout] for layout in wanted]).items():
-            have = held_boxes.get(name, [])
-            inside = sum(volume(common) for box in boxes for other in have if (common := intersect(box, other)) is not None)
-            total += (sum(map(volume, boxes)) - inside) * self._element[name]
-        return total
-
-
-def _contents(layout: Layout) -> _Boxes:
-    boxes: _Boxes = defaultdict(list)
-    for content in layout.values():
-        for piece in content.pieces:
-            boxes[piece.name].append(piece.box)
-    return _union([boxes])
-
-
-def _union(parts: Iterable[Mapping[str, list[Box]]]) -> _Boxes:
-    union: _Boxes = defaultdict(list)
-    for part in parts:
-        for name, boxes in part.items():
-            for box in boxes:
-                union[name] += _outside(box, union[name])
-    return union
-
-
-def _outside(box: Box, others: list[Box]) -> list[Box]:
-    rest = [box]
-    for other in others:
-        rest = [left for part in rest for left in subtract(part, other)]
-    return rest
+def _pieces(layout: Layout) -> Iterator[tuple[str, Piece]]:
+    """Every piece of a layout behind its dtype."""
+    return ((content.dtype, piece) for content in layout.values() for piece in content.pieces)

@@ -8,21 +8,19 @@ Each case has a process of its own, one rank, whose memory above that of weight 
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.long.record import Row, record
+from scripts.bench.turns import alone, bench_parser, count_memory, report
+from tests.long.record import Row
 from tests.stack.conversion.children import memory
 
 # A rank's columns of 131,072 at TP 2.
@@ -64,9 +62,7 @@ def measure(case: Case) -> Row:
     weight = torch.randn(COLUMNS, case.hidden, dtype=torch.bfloat16).div_(case.hidden**0.5).requires_grad_(case.needs_gradients)
     labels = torch.randint(0, COLUMNS, (case.tokens,))
     compute(case, hidden[:8], weight, labels[:8])
-    # The kernel counts the most from here on.
-    Path("/proc/self/clear_refs").write_text("5")
-    base, start = memory("VmRSS"), time.monotonic()
+    base, start = count_memory(), time.monotonic()
     logprobs = compute(case, hidden, weight, labels)
     if case.needs_gradients:
         logprobs.mean().backward()
@@ -96,22 +92,16 @@ def compute(case: Case, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tenso
     return scores_of(OutputColumns(*given, distribution, group, case.chunk_tokens or CHUNK_TOKENS), labels).logprobs_T
 
 
-def main() -> None:
-    """Measures every case in turn."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-record", action="store_true", help="print only")
-    options = parser.parse_args()
-    rows: list[Row] = []
+def rows() -> Iterator[Row]:
+    """Every case, with its share of what log_softmax takes for as many tokens."""
+    naive = dict[tuple, float]()
     for case in CASES:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            rows.append(pool.apply_async(measure, (case,)).get(timeout=600))
-        naive = next((row for row in rows if (row["pass"], row["tokens"]) == (rows[-1]["pass"], rows[-1]["tokens"])), rows[-1])
-        is_compared = str(naive["method"]).startswith("log_softmax")
-        rows[-1]["of log_softmax"] = round(float(rows[-1]["peak gb"] or 0) / float(naive["peak gb"] or 1), 3) if is_compared else None
-        print(json.dumps(rows[-1]), flush=True)
-    if not options.no_record:
-        record("logprobs", rows, command="python -m scripts.bench.logprobs")
+        row, key = alone(measure, case), (case.needs_gradients, case.tokens)
+        peak = float(row["peak gb"] or 0)
+        if case.method.startswith("log_softmax"):
+            naive[key] = peak
+        yield row | {"of log_softmax": round(peak / (naive[key] or 1), 3) if key in naive else None}
 
 
 if __name__ == "__main__":
-    main()
+    report("logprobs", rows(), bench_parser(__doc__).parse_args())

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from mrl.envs.math_value import score
+from scripts.bench.turns import bench_parser, report
 from tests.answers import Case, cases
-from tests.long.record import Row, record
+from tests.long.record import Row
 
 # As NeMo RL calls it.
 TARGETS = [ExprExtractionConfig(), LatexExtractionConfig()]
@@ -37,18 +36,13 @@ def rows_of(found: dict[Case, tuple[bool, bool]]) -> list[Row]:
     return rows
 
 
-def main(*, is_recorded: bool) -> None:
+def main() -> None:
     """Judges every answer twice, prints the counts, and records them."""
+    options = bench_parser(__doc__).parse_args()
     logging.disable(logging.CRITICAL)
     found = {case: (score(case.text, case.expected, is_strict=True)[0] == 1.0, is_right_by_math_verify(case)) for case in cases()}
-    rows = rows_of(found)
-    for row in rows:
-        print(json.dumps(row))
-    if is_recorded:
-        record("math_verdicts", rows, command="python -m scripts.bench.math_verdicts")
+    report("math_verdicts", rows_of(found), options)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench.math_verdicts")
-    parser.add_argument("--no-record", action="store_true", help="write no docs/data/math_verdicts.json")
-    main(is_recorded=not parser.parse_args().no_record)
+    main()

@@ -10,7 +10,6 @@ against its config.json. Exit code 1 if a check fails with a traceback.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -19,8 +18,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -31,6 +30,7 @@ from mrl.check import examine
 from mrl.config.dialect.tables import NEEDS_GPU
 from mrl.config.dialect.translate import is_evaluation
 from mrl.config.files import Settings, read_settings, sections_of
+from scripts.bench.turns import bench_parser
 from tests.long.record import Row, record
 
 FOLDERS = ("examples", "research")
@@ -91,10 +91,9 @@ class Outcome:
 
 def main() -> int:
     """Checks every file, prints the tables, and records. Exit code 1 if a check fails with a traceback."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("checkout", type=Path, metavar="CHECKOUT", help="root of a checkout of NeMo RL")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found of every file here")
-    parser.add_argument("--no-record", action="store_true", help="leave docs/data as it is")
     arguments = parser.parse_args()
     checkout: Path = arguments.checkout.resolve()
     begin = time.perf_counter()
@@ -110,7 +109,7 @@ def main() -> int:
     if not arguments.no_record:
         command = f"python -m scripts.bench.nemo_recipes RL@{commit_of(checkout)}"
         record("nemo_recipes", group_rows(outcomes), command=command)
-        record("nemo_reasons", reason_rows([outcome for outcome in outcomes if outcome.is_megatron])[:RECORDED], command=command)
+        record("nemo_reasons", reason_rows(megatron(outcomes))[:RECORDED], command=command)
     return 1 if any(outcome.failure for outcome in outcomes) else 0
 
 
@@ -126,26 +125,20 @@ def check_files(checkout: Path) -> list[Outcome]:
     """Result of checking every file of a checkout, on as many cores as this process may use."""
     files = [path for folder in FOLDERS for path in sorted((checkout / folder).glob("**/*.yaml"))]
     with tempfile.TemporaryDirectory() as cache:
+        # As a download of this file alone would leave them.
         for model, hf_config in MODELS.items():
-            _cache_config(Path(cache), model, hf_config)
-        # Read when huggingface_hub is first imported, which the processes do.
+            for name, text in {"refs/main": "0" * 40, f"snapshots/{'0' * 40}/config.json": json.dumps(hf_config)}.items():
+                path = Path(cache, f"models--{model.replace('/', '--')}", name)
+                path.parent.mkdir(parents=True)
+                path.write_text(text)
         prepare = partial(_prepare, checkout, cache)
         with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn"), initializer=prepare) as pool:
-            outcomes = list(pool.map(partial(check_file, checkout), files, chunksize=4))
-    return [outcome for outcome in outcomes if outcome is not None]
-
-
-def _cache_config(cache: Path, model: str, hf_config: Mapping[str, object]) -> None:
-    """Puts a config.json into a Hugging Face cache, as a download of this file alone would."""
-    folder, commit = cache / f"models--{model.replace('/', '--')}", "0" * 40
-    (folder / "snapshots" / commit).mkdir(parents=True)
-    (folder / "snapshots" / commit / "config.json").write_text(json.dumps(hf_config))
-    (folder / "refs").mkdir()
-    (folder / "refs/main").write_text(commit)
+            return list(filter(None, pool.map(partial(check_file, checkout), files, chunksize=4)))
 
 
 def _prepare(checkout: Path, cache: str) -> None:
     os.chdir(checkout)
+    # Read when huggingface_hub is first imported.
     os.environ["HF_HUB_CACHE"] = cache
 
 
@@ -155,10 +148,9 @@ def check_file(checkout: Path, path: Path) -> Outcome | None:
     if not {key[0] for key in settings} & {"policy", "generation"}:
         return None
     outcome = Outcome(str(path.relative_to(checkout)), algorithm_of(settings), backend_of(settings), model_of(settings))
-    to_evaluate = is_evaluation(settings)
     begin = time.perf_counter()
     try:
-        checked = examine(path, [], to_evaluate=to_evaluate)
+        checked = examine(path, [], to_evaluate=is_evaluation(settings))
         outcome.refused = sorted({reason_of(problem) for problem in checked.refused})
         outcome.unchecked = [reason_of(problem) for problem in checked.unchecked]
     except Exception:  # whatever it is, it is what this looks for
@@ -178,8 +170,7 @@ def reason_of(problem: str) -> str:
 
 def algorithm_of(settings: Settings) -> str:
     """Algorithm of a file, as the report groups it."""
-    values = {".".join(key): setting.value for key, setting in settings.items()}
-    processors = [value for name, value in values.items() if name.startswith("data.") and name.endswith("processor")]
+    processors = [setting.value for key, setting in settings.items() if key[0] == "data" and key[-1].endswith("processor")]
     many_media = any("limit_mm_per_prompt" in key for key in settings) or any(str(value).startswith("vlm") for value in processors)
     if many_media or _SOUND_OR_IMAGES.search(model_of(settings)):
         return MEDIA
@@ -208,13 +199,17 @@ def model_of(settings: Settings) -> str:
 
 def group_rows(outcomes: Sequence[Outcome]) -> list[Row]:
     """A row per algorithm and backend, one of all language models that Megatron trains, and one of all."""
-    groups = Counter((outcome.algorithm, outcome.backend) for outcome in outcomes)
-    rows = [
-        count_row(*group, [outcome for outcome in outcomes if (outcome.algorithm, outcome.backend) == group])
-        for group in sorted(groups, key=lambda group: (group[1] != "megatron", -groups[group], group))
-    ]
-    rows.append(count_row("all language models", "megatron", [outcome for outcome in outcomes if outcome.is_megatron]))
-    return [*rows, count_row("all", "all", outcomes)]
+    groups = defaultdict[tuple[str, str], list[Outcome]](list)
+    for outcome in outcomes:
+        groups[outcome.algorithm, outcome.backend].append(outcome)
+    ordered = sorted(groups.items(), key=lambda item: (item[0][1] != "megatron", -len(item[1]), item[0]))
+    whole = count_row("all language models", "megatron", megatron(outcomes)), count_row("all", "all", outcomes)
+    return [*(count_row(*group, part) for group, part in ordered), *whole]
+
+
+def megatron(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Outcomes of language models that Megatron trains."""
+    return [outcome for outcome in outcomes if outcome.is_megatron]
 
 
 def count_row(algorithm: str, backend: str, outcomes: Sequence[Outcome]) -> Row:
@@ -244,7 +239,7 @@ def print_report(outcomes: Sequence[Outcome]) -> None:
     """Counts per group, reasons by frequency, what one reason alone refuses, and tracebacks."""
     for row in group_rows(outcomes):
         print("{algorithm:<20} {trained by:<10} {files:>4} files {accepted:>4} accepted".format(**row))
-    for title, part in (("all files", outcomes), ("language models that Megatron trains", [each for each in outcomes if each.is_megatron])):
+    for title, part in (("all files", outcomes), ("language models that Megatron trains", megatron(outcomes))):
         rows = reason_rows(part)
         print(f"\nReasons in {title}: files, and files that nothing else refuses")
         for row in rows[:SHOWN]:
@@ -252,8 +247,8 @@ def print_report(outcomes: Sequence[Outcome]) -> None:
         if len(rows) > SHOWN:
             print(f"          and {len(rows) - SHOWN} more")
     print("\nRefused for one reason only, language models that Megatron trains:")
-    for outcome in sorted(outcomes, key=lambda outcome: outcome.refused):
-        if outcome.is_megatron and len(outcome.refused) == 1:
+    for outcome in sorted(megatron(outcomes), key=lambda outcome: outcome.refused):
+        if len(outcome.refused) == 1:
             print(f"  {outcome.refused[0]}\n    {outcome.file}")
     for outcome in outcomes:
         if outcome.failure:

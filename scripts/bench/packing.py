@@ -10,18 +10,20 @@ busiest rank over the mean, the worst of the seeds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
+from itertools import accumulate
 
 import numpy as np
 
 from mrl.data.planning import BALANCED, PACKERS, RowPlan, SequenceCost, cost_of_model, pack, rank_shares
-from tests.long.record import Row, record
+from scripts.bench.shapes import NANO
+from scripts.bench.turns import bench_parser, report
+from tests.long.record import Row
 
 ROW_TOKENS = 49_152
 DP_SIZE = 16
@@ -29,31 +31,23 @@ SEQUENCE_MULTIPLE = 8  # 2 * CP
 SEEDS = range(5)
 MEDIANS = {2048: (4_000, 12_000), 16_384: (4_000,)}
 """Median length of the batches by their number of sequences."""
-MODEL = Path(__file__).parent / "models" / "nemotron3_nano_30b_a3b.config.json"
 DEALT_IN_TURN = "modified_first_fit_decreasing, rows dealt in turn"
 
-Planner = Callable[[list[int], SequenceCost], RowPlan]
+Planner = Callable[..., RowPlan]
+"""Called with lengths, and `cost` by name."""
 
 
 def main() -> None:
     """Measures, prints a JSON line per row, and records."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-record", action="store_true", help="leave docs/data as it is")
-    arguments = parser.parse_args()
-    rows = [measure(name, num, median) for num, medians in MEDIANS.items() for median in medians for name in planners()]
-    for row in rows:
-        print(json.dumps(row))
-    if not arguments.no_record:
-        record("packing", rows, command="python -m scripts.bench.packing")
+    options = bench_parser(__doc__).parse_args()
+    rows = (measure(name, num, median) for num, medians in MEDIANS.items() for median in medians for name in planners())
+    report("packing", rows, options)
 
 
 def planners() -> dict[str, Planner]:
     """Every algorithm, and modified first fit decreasing as NeMo RL deals its rows to the ranks."""
-
-    def planner(algorithm: str) -> Planner:
-        return lambda lengths, cost: pack(lengths, algorithm=algorithm, row_tokens=ROW_TOKENS, dp_size=DP_SIZE, cost=cost)
-
-    return {name: planner(name) for name in (BALANCED, *reversed(PACKERS))} | {DEALT_IN_TURN: dealt_in_turn}
+    names = (BALANCED, *reversed(PACKERS))
+    return {name: partial(pack, algorithm=name, row_tokens=ROW_TOKENS, dp_size=DP_SIZE) for name in names} | {DEALT_IN_TURN: dealt_in_turn}
 
 
 def dealt_in_turn(lengths: list[int], cost: SequenceCost) -> RowPlan:
@@ -70,9 +64,7 @@ def fewest_rows(lengths: Sequence[int], row_tokens: int) -> int:
     other; what is at least k then fills the room that the latter leave.
     """
     items = sorted(lengths)
-    total = [0]
-    for length in items:
-        total.append(total[-1] + length)
+    total = [0, *accumulate(items)]
     above_half = bisect_right(items, row_tokens // 2)
     bound = math.ceil(total[-1] / row_tokens)
     for shortest in range(above_half):
@@ -92,13 +84,13 @@ def long_tailed(num_sequences: int, median: int, seed: int) -> list[int]:
 
 def measure(name: str, num_sequences: int, median: int) -> Row:
     """One algorithm on the batches of all seeds."""
-    cost, plan_rows = cost_of_model(json.loads(MODEL.read_text(encoding="utf-8"))), planners()[name]
+    cost, plan_rows = cost_of_model(json.loads(NANO.read_text(encoding="utf-8"))), planners()[name]
     num_rows = num_bound = 0
     seconds, tokens_balance, cost_balance = [], [], []
     for seed in SEEDS:
         lengths = long_tailed(num_sequences, median, seed)
         started = time.perf_counter()
-        plan = plan_rows(lengths, cost)
+        plan = plan_rows(lengths, cost=cost)
         seconds.append(time.perf_counter() - started)
         num_rows += DP_SIZE * len(plan[0])
         num_bound += DP_SIZE * math.ceil(fewest_rows(lengths, ROW_TOKENS) / DP_SIZE)

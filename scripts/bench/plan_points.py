@@ -16,6 +16,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,10 @@ _NEEDED = {
 }
 _PARTS = {"moe": "experts topk moe_ffn", "mla": "q_lora kv_lora qk_head qk_rope v_head", "mamba": "heads head_dim groups state"}
 _MODEL_KEYS = {*_NEEDED["model"], *_PARTS, "name", "max_positions", "hybrid_pattern", "mtp_layers", "mtp_repeated"}
+# Names in `ModelSizes` -> those of a point, by the part that holds them.
+_SIZES = dict(hidden="hidden", vocabulary="vocab_padded", heads="heads", kv_heads="kv_groups", head_dim="head_dim", ffn="ffn")
+_MOE_SIZES = dict(experts="experts", topk="topk", expert_ffn="moe_ffn", shared_ffn="shared_ffn", latent="latent")
+_MAMBA_SIZES = dict(mamba_heads="heads", mamba_head_dim="head_dim", mamba_groups="groups", mamba_state="state")
 # Of arguments that are only noted, those that take memory. mrl has no key for them.
 _UNKNOWN = {"overlap-moe-expert-parallel-comm"}
 # Modules of fine-grained offloading, by the tensors that wait on the host.
@@ -64,28 +69,14 @@ _OFFLOADED = {
 
 def shape_of(point: Point) -> ModelSizes:
     """Sizes of the model of a point."""
-    model = point["model"]
-    moe, mamba, mla = model.get("moe") or {}, model.get("mamba") or {}, model.get("mla")
-    return ModelSizes(
-        layers=layers_of(point),
-        hidden=model["hidden"],
-        vocabulary=model["vocab_padded"],
-        heads=model["heads"],
-        kv_heads=model["kv_groups"],
-        head_dim=model["head_dim"],
-        ffn=model["ffn"],
-        is_gated=model["activation"] == "swiglu",
-        experts=moe.get("experts", 0),
-        topk=moe.get("topk", 0),
-        expert_ffn=moe.get("moe_ffn", 0),
-        shared_ffn=moe.get("shared_ffn") or 0,
-        latent=moe.get("latent") or 0,
-        mamba_heads=mamba.get("heads", 0),
-        mamba_head_dim=mamba.get("head_dim", 0),
-        mamba_groups=mamba.get("groups", 0),
-        mamba_state=mamba.get("state", 0),
-        mla=LatentAttention(mla["q_lora"] or 0, mla["kv_lora"], mla["qk_head"], mla["qk_rope"], mla["v_head"]) if mla else None,
-    )
+    model, mla = point["model"], point["model"].get("mla")
+    sizes: dict[str, Any] = {
+        size: part.get(key) or 0
+        for part, keys in ((model, _SIZES), (model.get("moe") or {}, _MOE_SIZES), (model.get("mamba") or {}, _MAMBA_SIZES))
+        for size, key in keys.items()
+    }
+    latent = LatentAttention(*(mla[key] or 0 for key in _PARTS["mla"].split())) if mla else None
+    return ModelSizes(layers=layers_of(point), is_gated=model["activation"] == "swiglu", mla=latent, **sizes)
 
 
 def layers_of(point: Point) -> tuple[str, ...]:
@@ -121,8 +112,8 @@ def chunks_of(point: Point) -> list[list[str]]:
         return [layers[:reported] if index < point["pp"] - 1 else layers[-reported:] for index in range(point["pp"])]
     if sum(sizes) != len(layers) or len(sizes) != stages:
         raise ValueError(f"{len(layers)} layers in {stages} stages; give measured.layers_on_rank, or pipeline_layout with vpp")
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [layers[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    rest = iter(layers)
+    return [list(islice(rest, size)) for size in sizes]
 
 
 def matrices_of(point: Point, shape: ModelSizes, letter: str) -> tuple[list[Matrix], list[Matrix], int]:
@@ -176,7 +167,7 @@ def elements_of(point: Point, shape: ModelSizes, layers: list[str], pp_rank: int
 def mtp_layers(point: Point, shape: ModelSizes, depths: int) -> list[str]:
     """Layers of that many depths of multi-token prediction."""
     patterns = (point["model"].get("hybrid_pattern") or "").split("/")[1:]
-    return [letter for letter in patterns[0]] * depths if patterns else [shape.layers[-1]] * depths
+    return (list(patterns[0]) if patterns else [shape.layers[-1]]) * depths
 
 
 def _size(matrices: list[Matrix]) -> int:
@@ -188,12 +179,10 @@ def states_of(point: Point, elements: Elements) -> States:
     optimizer, num_gpus = point["optimizer"], point["num_gpus"]
     dense = num_gpus // (point["tp"] * point["pp"]) // (point.get("optimizer_instances") or 1)
     experts = max(1, (point["edp"] or 1) // (point.get("optimizer_instances") or 1))
-    is_sharded = point["distributed_optimizer"]
     rules = StateRules(
-        dense_shards=dense if is_sharded else 1,
-        expert_shards=experts if is_sharded else 1,
+        *((dense, experts) if point["distributed_optimizer"] else (1, 1)),
         gradient_bytes=_BYTES[point["main_grad_dtype"]],
-        main_bytes=_BYTES[optimizer["main_params"]] if optimizer["main_params"] != "fp16" else 2,
+        main_bytes=_BYTES[optimizer["main_params"]],
         moment_bytes=_BYTES[optimizer["exp_avg"]] + _BYTES[optimizer["exp_avg_sq"]],
         is_precision_aware=optimizer["precision_aware"],
         offloaded=point["flags"].get("optimizer_cpu_offload_fraction", 0.0),
@@ -287,10 +276,8 @@ def why_left_out(point: Point) -> str | None:
         ("model.normalization", model["normalization"], ("RMSNorm", "LayerNorm")),
         ("optimizer.name", optimizer["name"], ("adam",)),
         ("recompute.granularity", recompute.get("granularity"), (None, "full", "selective")),
-        *(
-            ("dtype", value, _BYTES)
-            for value in (point["main_grad_dtype"], *(optimizer[key] for key in ("main_params", "exp_avg", "exp_avg_sq")))
-        ),
+        ("dtype", point["main_grad_dtype"], _BYTES),
+        *(("dtype", optimizer[key], _BYTES) for key in ("main_params", "exp_avg", "exp_avg_sq")),
         *(("model.hybrid_pattern", letter, "*-EM") for letter in set("".join(layers))),
         *(("recompute.modules", module, RECOMPUTED) for module in recompute.get("modules") or ()),
         *(("flags.activation_offload", module, _OFFLOADED) for module in point["flags"].get("activation_offload") or ()),

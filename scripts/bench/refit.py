@@ -19,7 +19,6 @@ Usage: python -m scripts.bench.refit [--divide 16] [--repeats 9] [--device cpu|c
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +40,7 @@ from mrl.refit.exchange import Exchange, GpuHandles, handles_for
 from mrl.refit.group import ExchangeGroup, GroupAddress, Incoming, Outgoing
 from mrl.refit.memory import wait_for
 from scripts.bench.shapes import narrowed
+from scripts.bench.turns import bench_parser, lowest_to_highest
 from tests.long.record import Row, record
 from tests.stack.refit import children
 from tests.stack.refit.children import Child, call_all
@@ -63,23 +63,11 @@ class Case:
     num_hosts: int = 1
     """2: ranks may not read each other's arenas, as if they ran on two hosts; their messages still go through this one."""
 
-    def sources(self, hf_config: HfConfig) -> dict[int, Layout]:
-        """Layouts of the trainer ranks."""
-        coords = [self.policy.coords_of(rank, self.num_ranks) for rank in range(self.num_ranks)]
-        tables = family(hf_config)
-        return {rank: tables.megatron_layout(hf_config, self.policy, coords[rank], "bfloat16") for rank in range(self.num_ranks)}
-
-    def targets(self, hf_config: HfConfig) -> dict[int, Layout]:
-        """Layouts of the engine's workers."""
-        tables = family(hf_config)
-        return {worker: tables.vllm_layout(hf_config, self.engine, worker, "bfloat16") for worker in range(self.engine.tp)}
-
-    def schedule(self, hf_config: HfConfig) -> Schedule:
-        """The refit's."""
-        targets = self.targets(hf_config)
-        nodes = {rank: rank % self.num_hosts for rank in range(self.num_ranks)}
-        gpus = {target: target for target in targets}
-        return reshard(self.sources(hf_config), targets, gpu_of=gpus, node_of=nodes, buffer_bytes=BUFFER_BYTES // NUM_BUFFERS)
+    def layouts(self, hf_config: HfConfig) -> tuple[dict[int, Layout], dict[int, Layout]]:
+        """Layouts of the trainer ranks, and of the engine's workers."""
+        tables, places = family(hf_config), {rank: self.policy.coords_of(rank, self.num_ranks) for rank in range(self.num_ranks)}
+        sources = {rank: tables.megatron_layout(hf_config, self.policy, place, "bfloat16") for rank, place in places.items()}
+        return sources, {worker: tables.vllm_layout(hf_config, self.engine, worker, "bfloat16") for worker in range(self.engine.tp)}
 
 
 CASES = {
@@ -193,7 +181,9 @@ def seconds(function: Callable[..., object], *arguments: object) -> tuple[object
 
 def measure(case: Case, hf_config: HfConfig, num_repeats: int, device: str) -> list[Repeat]:
     """Starts the processes and repeats plain copy and refit in turn; the first pass, which touches fresh pages, is left out."""
-    sources, targets, schedule = case.sources(hf_config), case.targets(hf_config), case.schedule(hf_config)
+    sources, targets = case.layouts(hf_config)
+    nodes, gpus = {rank: rank % case.num_hosts for rank in sources}, {target: target for target in targets}
+    schedule = reshard(sources, targets, gpu_of=gpus, node_of=nodes, buffer_bytes=BUFFER_BYTES // NUM_BUFFERS)
     ranks, workers = [Child() for _ in sources], [Child() for _ in targets]
     repeats = []
     try:
@@ -222,16 +212,12 @@ def measure(case: Case, hf_config: HfConfig, num_repeats: int, device: str) -> l
     return repeats[1:]
 
 
-def needed_bytes(layout: Layout) -> int:
-    """Bytes of the weights in a worker's tensors."""
-    return sum(DTYPE_BYTES[item.dtype] * volume(piece.local) for item in layout.values() for piece in item.pieces)
-
-
 def row_of(name: str, divide: int, hf_config: HfConfig, device: str, repeats: Sequence[Repeat]) -> Row:
     """One line of the table."""
-    needed = sum(needed_bytes(layout) for layout in CASES[name].targets(hf_config).values())
-    speeds = sorted(item.plain_copy / item.refit for item in repeats)
-    multiples = sorted(item.verified_refit / item.plain_copy for item in repeats)
+    items = [item for layout in CASES[name].layouts(hf_config)[1].values() for item in layout.values()]
+    needed = sum(DTYPE_BYTES[item.dtype] * volume(piece.local) for item in items for piece in item.pieces)
+    speeds = [item.plain_copy / item.refit for item in repeats]
+    multiples = [item.verified_refit / item.plain_copy for item in repeats]
     has_target = CASES[name].num_hosts == 1
     return {
         "policy to engine": name,
@@ -242,22 +228,20 @@ def row_of(name: str, divide: int, hf_config: HfConfig, device: str, repeats: Se
         "plain copy GB/s": needed / statistics.median(item.plain_copy for item in repeats) / 1e9,
         "refit / copy speed": statistics.median(speeds),
         "at least": MIN_SPEED[device] if has_target else None,
-        "lowest to highest": f"{speeds[0]:.2f} to {speeds[-1]:.2f}",
+        "lowest to highest": lowest_to_highest(speeds),
         "refit + verification / copy time": statistics.median(multiples),
         "at most": MAX_TIME[device] if has_target else None,
-        "lowest to highest time": f"{multiples[0]:.2f} to {multiples[-1]:.2f}",
+        "lowest to highest time": lowest_to_highest(multiples),
         "repeats": len(repeats),
     }
 
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, repeats=9)
     parser.add_argument("--divide", type=int, default=16, help="what the hidden size of the model is divided by")
-    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--device", choices=sorted(MIN_SPEED), default="cpu")
     parser.add_argument("--only", choices=list(CASES), help="one case")
-    parser.add_argument("--no-record", action="store_true", help="leave docs/data as it is")
     arguments = parser.parse_args()
     rows = []
     hf_config = narrowed(arguments.divide)

@@ -6,11 +6,9 @@ Usage: python -m scripts.bench.refit_model [--no-record]
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +20,8 @@ from mrl.plan.memory import engine_memory
 from mrl.plan.times import NETWORK, refit_calls, refit_times
 from mrl.plan.traffic import RefitTraffic, plan_refit, refit_ends
 from scripts.bench.least_bytes import least_bytes
-from tests.long.record import Row, record
+from scripts.bench.turns import bench_parser, report
+from tests.long.record import Row
 
 MODELS = Path(__file__).parent / "models"
 FABRICS = {"InfiniBand": NETWORK, "EFA": (0.80, 0.40)}
@@ -109,19 +108,12 @@ def rows_of(case: Case, folder: Path) -> list[Row]:
     return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Predicts, prints, and writes."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--no-record", action="store_true", help="only print")
-    options = parser.parse_args(arguments)
-    rows: list[Row] = []
+def all_rows() -> Iterator[Row]:
+    """The predictions of all cases."""
     for case in CASES:
         with tempfile.TemporaryDirectory() as folder:
-            rows += rows_of(case, Path(folder))
-        print(json.dumps(rows[-1]), flush=True)
-    if not options.no_record:
-        record("refit_model", rows, command="python -m scripts.bench.refit_model")
+            yield from rows_of(case, Path(folder))
 
 
 if __name__ == "__main__":
-    main()
+    report("refit_model", all_rows(), bench_parser(__doc__).parse_args())

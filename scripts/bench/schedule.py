@@ -8,20 +8,19 @@ DIR holds NAME.config.json, one for each model. Each case has a process of its o
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
 import resource
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from conversion.families.common import MegatronParallel, VllmParallel
 from conversion.families.registry import family
 from conversion.reshard import reshard
 from scripts.bench.least_bytes import least_bytes
-from tests.long.record import Row, record
+from scripts.bench.turns import alone, bench_parser, report
+from tests.long.record import Row
 
 GPUS_PER_NODE = 8
 TRAINER = MegatronParallel(tp=2, pp=2, cp=4, ep=8)
@@ -30,26 +29,17 @@ BUFFER_BYTES = 250_000_000
 MODELS = Path(__file__).parent / "models"
 
 
-@dataclass(frozen=True)
-class Case:
-    """One schedule."""
-
-    config: Path
-    num_ranks: int
-    engine: str
-
-
-def measure(case: Case) -> Row:
-    """The row of one case. Seconds are processor time: the work is on one core, and other work of the host must not count."""
-    hf_config: Mapping[str, object] = json.loads(case.config.read_text(encoding="utf-8"))
+def measure(config: Path, num_ranks: int, engine_name: str) -> Row:
+    """The row of one schedule. Seconds are processor time: the work is on one core, and other work of the host must not count."""
+    hf_config: Mapping[str, object] = json.loads(config.read_text(encoding="utf-8"))
     base_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.process_time()
-    found, engine = family(hf_config), ENGINES[case.engine]
-    coords = [TRAINER.coords_of(rank, case.num_ranks) for rank in range(case.num_ranks)]
+    found, engine = family(hf_config), ENGINES[engine_name]
+    coords = [TRAINER.coords_of(rank, num_ranks) for rank in range(num_ranks)]
     layouts = {place: found.megatron_layout(hf_config, TRAINER, place, "bfloat16", "te") for place in set(coords)}
     sources = {rank: layouts[place] for rank, place in enumerate(coords)}
     workers = [found.vllm_layout(hf_config, engine, worker, "bfloat16") for worker in range(engine.tp)]
-    targets = {gpu: workers[gpu % engine.tp] for gpu in range(case.num_ranks)}
+    targets = {gpu: workers[gpu % engine.tp] for gpu in range(num_ranks)}
     gpus, nodes = {gpu: gpu for gpu in targets}, {gpu: gpu // GPUS_PER_NODE for gpu in targets}
     with_layouts_s = time.process_time()
     schedule = reshard(sources, targets, gpu_of=gpus, node_of=nodes, buffer_bytes=BUFFER_BYTES)
@@ -63,11 +53,11 @@ def measure(case: Case) -> Row:
     fingerprint_start = time.process_time()
     schedule.fingerprint()
     fingerprint_s = time.process_time() - fingerprint_start
-    gb = 1e-9 / case.num_ranks
+    gb = 1e-9 / num_ranks
     return {
-        "model": case.config.name.partition(".")[0],
-        "ranks": case.num_ranks,
-        "engines": case.engine,
+        "model": config.name.partition(".")[0],
+        "ranks": num_ranks,
+        "engines": engine_name,
         "seconds": round(built_s - start, 2),
         "of_them_layouts": round(with_layouts_s - start, 2),
         "peak_mb": round((peak_kib - base_kib) / 1000),
@@ -87,24 +77,12 @@ def measure(case: Case) -> Row:
 
 def main() -> None:
     """Measures, prints, and writes."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--models", type=Path, default=MODELS, help="folder of NAME.config.json")
     parser.add_argument("--ranks", type=int, nargs="+", default=[256, 4096])
-    parser.add_argument("--no-record", action="store_true", help="only print")
-    arguments = parser.parse_args()
-    cases = [
-        Case(path, ranks, engine)
-        for path in sorted(arguments.models.glob("*.config.json"))
-        for ranks in arguments.ranks
-        for engine in ENGINES
-    ]
-    rows = []
-    for case in cases:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            rows.append(pool.apply(measure, (case,)))
-        print(json.dumps(rows[-1]), flush=True)
-    if not arguments.no_record:
-        record("schedule", rows, command="python -m scripts.bench.schedule")
+    options = parser.parse_args()
+    cases = product(sorted(options.models.glob("*.config.json")), options.ranks, ENGINES)
+    report("schedule", (alone(measure, *case) for case in cases), options)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,11 @@ of spans of a step times what one costs here and now. The page is opened in a he
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mrl import spans
@@ -22,8 +21,9 @@ from mrl.view.page import page
 from mrl.view.rows import METRIC_KEYS, METRICS, read_rows
 from mrl.view.run_data import run_data
 from mrl.view.timeline import START, list_windows, read_timelines
+from scripts.bench.turns import bench_parser, report
 from scripts.chromium import find_chromium, open_tab
-from tests.long.record import Row, record
+from tests.long.record import Row
 from tests.unit.view.runs import make_long_run
 
 NUM_CALLS = 5_000
@@ -46,18 +46,17 @@ def span_rows(run: Path, step_s: float) -> list[Row]:
         spans.stop()
     memory_s = seconds_of(spans.memory_facts, count=NUM_CALLS)
     windows = [window for step, window in list_windows(run).items() if step != START]
-    counts: dict[str, list[int]] = {}
-    facts: dict[str, list[int]] = {}
+    counts, facts = defaultdict[str, int](int), defaultdict[str, int](int)
     for timeline in read_timelines(windows).values():
         for lane in timeline["lanes"]:
             process = lane["name"].split(":")[0]
-            counts.setdefault(process, []).append(len(lane["spans"]))
-            facts.setdefault(process, []).append(sum("host_bytes" in one[3] for one in lane["spans"]))
+            counts[process] += len(lane["spans"])
+            facts[process] += sum("host_bytes" in one[3] for one in lane["spans"])
     most: list[tuple[str, float, Row]] = []
     for process, found in counts.items():
-        spent_s = (sum(found) * span_s + sum(facts[process]) * memory_s) / len(windows)
+        spent_s = (found * span_s + facts[process] * memory_s) / len(windows)
         row: Row = {"what": f"spans of {process}", "milliseconds": 1e3 * spent_s, "percent_of_a_step": 100 * spent_s / step_s}
-        most.append((process.rstrip(" 0123456789"), spent_s, row | {"spans_a_step": round(sum(found) / len(windows), 1)}))
+        most.append((process.rstrip(" 0123456789"), spent_s, row | {"spans_a_step": round(found / len(windows), 1)}))
     # Of one kind the last one stays, which is the busiest.
     return list({kind: row for kind, _, row in sorted(most, key=lambda one: one[:2])}.values())
 
@@ -89,26 +88,22 @@ def page_row(run: Path, what: str) -> Row:
     return row
 
 
-def main(run: Path, *, is_recorded: bool) -> None:
-    """Prints a JSON line for each row."""
+def rows(run: Path) -> Iterator[Row]:
+    """The costs of a run, and those of a page of many steps."""
     metrics, _ = read_rows(run / METRICS, METRIC_KEYS)
     # Other work on the host would make a share of the mean look small.
     step_s = min(row["time/total"] for row in metrics if "time/total" in row)
-    rows: list[Row] = [{"what": "the run's fastest step", "milliseconds": 1e3 * step_s}, *span_rows(run, step_s), sample_row(run)]
-    rows.append(page_row(run, f"page of its {metrics[-1]['step']} steps"))
+    yield {"what": "the run's fastest step", "milliseconds": 1e3 * step_s}
+    yield from span_rows(run, step_s)
+    yield sample_row(run)
+    yield page_row(run, f"page of its {metrics[-1]['step']} steps")
     with tempfile.TemporaryDirectory() as folder:
-        rows.append(
-            page_row(make_long_run(Path(folder) / "run", num_steps=LONG_STEPS), f"page of {LONG_STEPS:,} steps with 110 metrics each")
-        )
-    for row in rows:
-        print(json.dumps(row))
-    if is_recorded:
-        record("spans", rows, command="python -m scripts.bench.spans RUN_FOLDER")
+        long_run = make_long_run(Path(folder) / "run", num_steps=LONG_STEPS)
+        yield page_row(long_run, f"page of {LONG_STEPS:,} steps with 110 metrics each")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench.spans")
+    parser = bench_parser(__doc__)
     parser.add_argument("run", type=Path, help="a run folder, for example results/grpo_tiny")
-    parser.add_argument("--no-record", action="store_true", help="write no docs/data/spans.json")
     options = parser.parse_args()
-    main(options.run, is_recorded=not options.no_record)
+    report("spans", rows(options.run), options, words=" RUN_FOLDER")

@@ -8,16 +8,17 @@ The phases are those that every run logs and writes to metrics.jsonl as `time/st
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+from scripts.bench.turns import bench_parser, lowest_to_highest, median, report, take_turns
 from scripts.bench.vs_trl import run
-from tests.long.record import Row, record
+from tests.long.record import Row
 
 TARGETS = {1: 25.0, 4: 40.0}
 """Seconds on two quiet cores, by policy ranks."""
@@ -36,33 +37,19 @@ ONE_STEP = {
 }
 
 
-def main() -> None:
-    """Measures, prints a JSON line per row, and records."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-record", action="store_true", help="leave docs/data as it is")
-    parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
-    starts: dict[int, list[dict[str, float]]] = {num_ranks: [] for num_ranks in TARGETS}
+def rows_of(repeats: int) -> Iterator[Row]:
+    """A row for each number of policy ranks."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run(sys.executable, "-m", "mrl.prepare", "tiny", folder=folder)
-        # The first pass fills the cache of converted models and the host's page cache.
-        for repeat in range(arguments.repeats + 1):
-            for num_ranks, found in starts.items():
-                start = measure(folder, num_ranks)
-                if repeat:
-                    found.append(start)
-    rows: list[Row] = []
+        # The pass that warms up fills the cache of converted models and the host's page cache.
+        starts = take_turns({num_ranks: partial(measure, folder, num_ranks) for num_ranks in TARGETS}, repeats)
     for num_ranks, found in starts.items():
-        seconds = [start["s"] for start in found]
-        row: Row = {"policy ranks": num_ranks, "s": round(statistics.median(seconds), 1), "at most": TARGETS[num_ranks]}
-        row["lowest to highest"] = f"{min(seconds):.1f} to {max(seconds):.1f}"
-        for phase in dict.fromkeys(phase for start in found for phase in start if phase != "s"):
-            row[phase.replace("_", " ")] = round(statistics.median(start[phase] for start in found), 1)
-        rows.append(row | {"repeats": arguments.repeats})
-        print(json.dumps(rows[-1]), flush=True)
-    if not arguments.no_record:
-        record("startup", rows, command="python -m scripts.bench.startup")
+        seconds = [start.pop("s") for start in found]
+        row: Row = {"policy ranks": num_ranks, "s": median(seconds, 1), "at most": TARGETS[num_ranks]}
+        row["lowest to highest"] = lowest_to_highest(seconds, 1)
+        phases = {phase.replace("_", " "): median((start[phase] for start in found), 1) for phase in found[0]}
+        yield {**row, **phases, "repeats": repeats}
 
 
 def measure(folder: Path, num_ranks: int) -> dict[str, float]:
@@ -82,4 +69,5 @@ def measure(folder: Path, num_ranks: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    options = bench_parser(__doc__, repeats=3).parse_args()
+    report("startup", rows_of(options.repeats), options)

@@ -9,13 +9,11 @@ with log-probabilities, loss, routing statistics and metrics. Same processes, we
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +25,8 @@ from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, pack_row
 from mrl.data.planning import SequenceCost, pack
 from mrl.types import Rollout, RolloutInfo, RolloutRequest, SamplingParams, TrainSequence
-from tests.long.record import Row, record
+from scripts.bench.turns import bench_parser, lowest_to_highest, median, report, take_turns
+from tests.long.record import Row
 from tests.models import save_model
 from tests.stack.policy.policy_ranks import PAD_TOKEN_ID, open_policy, run_config
 from tests.stack.ranks import Rank, RankPool
@@ -58,58 +57,51 @@ CASES = (Case("tp2 sp dp2 ep2", 4, 512, 20, 3, 4096), Case("one", 1, 32, 128, 38
 
 def main() -> None:
     """Measures, prints a JSON line per row, and records."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-record", action="store_true", help="leave docs/data as it is")
-    parser.add_argument("--repeats", type=int, default=9)
-    options = parser.parse_args()
-    rows: list[Row] = []
+    options = bench_parser(__doc__, repeats=9).parse_args()
+    report("trainer", rows_of(options.repeats), options)
+
+
+def rows_of(repeats: int) -> Iterator[Row]:
+    """A row for each case."""
     pool = RankPool(max(case.num_ranks for case in CASES))
     with tempfile.TemporaryDirectory() as name:
         save_model(Path(name), "nemotron_h")
         for case in CASES:
             config = run_config(Path(name), case.layout, "policy.max_total_sequence_length=1024", "loss_fn.force_on_policy_ratio=true")
-            ours, bare = pool.run(measure, config, case, options.repeats, world_size=case.num_ranks, timeout_s=TIMEOUT_S)[0]
+            ours, bare = pool.run(measure, config, case, repeats, world_size=case.num_ranks, timeout_s=TIMEOUT_S)[0]
             ratios = [theirs / own for own, theirs in zip(ours, bare, strict=True)]
-            rows.append(
-                {
-                    "layout": case.layout,
-                    "rollouts": case.num_rollouts,
-                    "tokens": case.num_rollouts * (case.prompt_tokens + case.new_tokens),
-                    "mrl s": round(statistics.median(ours), 2),
-                    "Megatron s": round(statistics.median(bare), 2),
-                    "speed of Megatron's": round(statistics.median(ratios), 2),
-                    "at least": TARGET,
-                    "lowest to highest": f"{min(ratios):.2f} to {max(ratios):.2f}",
-                    "repeats": options.repeats,
-                }
-            )
-            print(json.dumps(rows[-1]), flush=True)
+            yield {
+                "layout": case.layout,
+                "rollouts": case.num_rollouts,
+                "tokens": case.num_rollouts * (case.prompt_tokens + case.new_tokens),
+                "mrl s": median(ours),
+                "Megatron s": median(bare),
+                "speed of Megatron's": median(ratios),
+                "at least": TARGET,
+                "lowest to highest": lowest_to_highest(ratios),
+                "repeats": repeats,
+            }
     pool.close()
-    if not options.no_record:
-        record("trainer", rows, command="python -m scripts.bench.trainer")
 
 
 def measure(rank: Rank, config: RunConfig, case: Case, repeats: int) -> tuple[list[float], list[float]]:
     """Measures on a rank the seconds of mrl's steps and of bare ones. The first of each warms up."""
     with open_policy(rank, config) as policy:
         num_parts = case.num_ranks // config.policy.megatron_cfg.tensor_model_parallel_size
-        prompts = random_prompts(case)
+        prompts = np.random.default_rng(0).integers(0, 256, (case.num_rollouts, case.prompt_tokens)).tolist()
         rows = packed_rows(config, prompts, case.new_tokens, policy.dp_rank, row_tokens=case.row_tokens, num_parts=num_parts)
-        steps: tuple[Callable[[], object], ...] = (lambda: our_step(policy, rows), lambda: bare_step(policy, rows))
-        seconds: tuple[list[float], list[float]] = ([], [])
-        for _ in range(repeats + 1):
-            for step, times in zip(steps, seconds, strict=True):
-                torch.distributed.barrier()
-                started = time.perf_counter()
-                step()
-                torch.distributed.barrier()
-                times.append(time.perf_counter() - started)
-        return seconds[0][1:], seconds[1][1:]
+        steps = (our_step, bare_step)
+        seconds = take_turns({step: partial(timed, step, policy, rows) for step in steps}, repeats)
+        return seconds[our_step], seconds[bare_step]
 
 
-def random_prompts(case: Case) -> list[list[int]]:
-    """Token ids of prompts of the case's length."""
-    return np.random.default_rng(0).integers(0, 256, (case.num_rollouts, case.prompt_tokens)).tolist()
+def timed(step: Callable[[PolicyRank, list[PackedRow]], None], policy: PolicyRank, rows: list[PackedRow]) -> float:
+    """Seconds of a step of all ranks."""
+    torch.distributed.barrier()
+    started = time.perf_counter()
+    step(policy, rows)
+    torch.distributed.barrier()
+    return time.perf_counter() - started
 
 
 def packed_rows(

@@ -11,12 +11,11 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scripts.gpu.plan import Missed, Row, Setup, gpu_columns
+from scripts.gpu.plan import Missed, Row, Setup, elapsed, gpu_columns
 
 if TYPE_CHECKING:
     from mrl.phases import Phase
     from mrl.rollout.engine import Engine
-    from mrl.types import Rollout
 
 NUM_REQUESTS, NUM_NEW_TOKENS = 256, 128
 
@@ -76,7 +75,7 @@ def sleep(setup: Setup) -> list[Row]:
     os.environ.update(engine_environment(has_gpu=setup.device == "cuda"))
     from mrl.config.schema.generation import ColocatedConfig, GenerationConfig, VllmConfig
     from mrl.rollout.engine import Engine
-    from tests.rollouts import differences, random_requests
+    from tests.rollouts import differences, random_requests, run
 
     is_gpu = setup.device == "cuda"
     limits = VllmConfig(max_model_len=256, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=8192, enforce_eager=not is_gpu)
@@ -89,12 +88,13 @@ def sleep(setup: Setup) -> list[Row]:
         row: Row = {"load: s": enter(engine, "load"), "refit: s": enter(engine, "refit")}
         engine.set_weight_version(0)
         row["generate, KV cache wakes: s"] = enter(engine, "generate")
-        before, _ = generate(engine, requests)
+        before = run(engine, requests)
         row["checkpoint, KV cache leaves: s"] = enter(engine, "checkpoint")
         enter(engine, "generate")
-        after, taken = generate(engine, requests)
+        started = time.perf_counter()
+        after = run(engine, requests)
+        row["tokens per s"] = sum(len(rollout.token_ids) for rollout in after.values()) / (time.perf_counter() - started)
         changed = differences(before, after)
-        row["tokens per s"] = sum(len(rollout.token_ids) for rollout in after.values()) / taken
         row["logprob, all sleeps: s"] = enter(engine, "logprob")
         enter(engine, "train")
         row["refit, weights wake: s"] = enter(engine, "refit")
@@ -119,15 +119,4 @@ def small_model() -> Iterator[Path]:
 
 def enter(engine: Engine, phase: Phase) -> float:
     """Seconds of entering a phase."""
-    start = time.perf_counter()
-    engine.enter(phase)
-    return time.perf_counter() - start
-
-
-def generate(engine: Engine, requests: list) -> tuple[dict[str, Rollout], float]:
-    """Rollouts by request, and seconds."""
-    from tests.rollouts import run
-
-    start = time.perf_counter()
-    rollouts = run(engine, requests)
-    return rollouts, time.perf_counter() - start
+    return elapsed("cpu", lambda: engine.enter(phase))

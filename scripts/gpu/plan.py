@@ -16,8 +16,7 @@ from typing import Literal
 
 import torch
 
-Row = dict[str, str | int | float | None]
-"""Column -> value, as docs/data keeps it."""
+from tests.long.record import Row
 
 
 class Missed(Exception):
@@ -48,7 +47,6 @@ class Check:
     """a: torch and Triton, with megatron-core and safetensors on the path; b: an installation with mrl[gpu]."""
     function: str
     """`module:function`, which takes a `Setup` and returns rows."""
-    shows: str
     libraries: tuple[str, ...] = ()
     """Without one of these the check is left out."""
 
@@ -69,53 +67,18 @@ class Check:
 
 
 CHECKS = (
-    Check("ipc", "a", "scripts.gpu.refit_checks:ipc", "the tests of `tests/gpu`: memory of one GPU that two processes share", ("pytest",)),
-    Check("kernels", "a", "scripts.gpu.refit_checks:kernels", "the Triton kernels of the refit do what torch does, on random boxes"),
-    Check("moving", "a", "scripts.gpu.refit_checks:moving", "speed of box copies and checksums of one process, against a plain copy"),
-    Check("refit", "a", "scripts.gpu.refit_checks:refit", "a refit between two processes through CUDA IPC, against a plain copy"),
-    Check(
-        "policy",
-        "a",
-        "scripts.gpu.policy_checks:gradients",
-        "loss and gradients of Megatron-Core on the GPU, with the layers that this installation gives, against float32 on the CPU",
-        ("megatron", "safetensors", "einops"),
-    ),
-    Check(
-        "walk",
-        "a",
-        "scripts.gpu.policy_checks:walk",
-        "a policy through refit, generate, logprob and train, twice: seconds and memory of each phase",
-        ("megatron", "safetensors", "einops"),
-    ),
-    Check(
-        "mamba",
-        "a",
-        "scripts.gpu.policy_checks:mamba",
-        "the kernels of mamba_ssm and causal_conv1d against ours in plain torch, forward and backward, on packed sequences",
-        ("mamba_ssm", "causal_conv1d", "einops"),
-    ),
-    Check(
-        "doctor",
-        "b",
-        "scripts.gpu.engine_checks:doctor",
-        "trainer and engine on one GPU: refit zero, a refit of changed weights, equal logprobs",
-        ("vllm", "ray", "megatron"),
-    ),
-    Check(
-        "sleep",
-        "b",
-        "scripts.gpu.engine_checks:sleep",
-        "seconds of falling asleep and waking, equal tokens from the CUDA graphs of before, tokens per second",
-        ("vllm",),
-    ),
-    Check(
-        "train",
-        "b",
-        "scripts.gpu.policy_checks:train",
-        "tokens per second of a train step, and the share of the GPU's arithmetic that it uses (MFU)",
-        ("megatron", "safetensors", "transformer_engine", "mamba_ssm"),
-    ),
+    Check("ipc", "a", "scripts.gpu.refit_checks:ipc", ("pytest",)),
+    Check("kernels", "a", "scripts.gpu.refit_checks:kernels"),
+    Check("moving", "a", "scripts.gpu.refit_checks:moving"),
+    Check("refit", "a", "scripts.gpu.refit_checks:refit"),
+    Check("policy", "a", "scripts.gpu.policy_checks:gradients", ("megatron", "safetensors", "einops")),
+    Check("walk", "a", "scripts.gpu.policy_checks:walk", ("megatron", "safetensors", "einops")),
+    Check("mamba", "a", "scripts.gpu.policy_checks:mamba", ("mamba_ssm", "causal_conv1d", "einops")),
+    Check("doctor", "b", "scripts.gpu.engine_checks:doctor", ("vllm", "ray", "megatron")),
+    Check("sleep", "b", "scripts.gpu.engine_checks:sleep", ("vllm",)),
+    Check("train", "b", "scripts.gpu.policy_checks:train", ("megatron", "safetensors", "transformer_engine", "mamba_ssm")),
 )
+"""The docstring of its function, and docs/gpu_status.md, say what a check shows."""
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -228,8 +228,7 @@ def walk(setup: Setup) -> list[Row]:
     if is_large:
         hf_config |= {"hidden_size": 1024, "num_attention_heads": 8, "head_dim": 128}
     rows = [layout_ranks.packed_row(row) for row in random_rows([[1024 if is_large else 64]] * 2, vocab_size=264)]
-    found: list[Row] = []
-    held: dict[tuple[int, str], int] = {}
+    found, held = list[Row](), dict[tuple[int, str], int]()
     with one_policy(hf_config, precision="bfloat16" if is_large else "float32", num_gpus=int(is_large)) as policy:
         work: dict[Phase, Callable[[], object]] = {
             "refit": policy.settle,
@@ -254,9 +253,9 @@ def train(setup: Setup) -> list[Row]:
     from tests.stack.policy import layout_ranks
 
     is_large = setup.device == "cuda"
-    hf_config = {**narrowed(1), **(LARGE if is_large else SMALL)}
-    num_rows, length = (2, 8192) if is_large else (2, 64)
-    rows = [layout_ranks.packed_row(row) for row in random_rows([[length]] * num_rows, vocab_size=int(str(hf_config["vocab_size"])))]
+    hf_config: dict[str, Any] = {**narrowed(1), **(LARGE if is_large else SMALL)}
+    num_rows, length = 2, 8192 if is_large else 64
+    rows = [layout_ranks.packed_row(row) for row in random_rows([[length]] * num_rows, vocab_size=hf_config["vocab_size"])]
     with one_policy(hf_config, precision="bfloat16" if is_large else "float32", num_gpus=int(is_large)) as policy:
 
         def step() -> None:
@@ -275,11 +274,8 @@ def train(setup: Setup) -> list[Row]:
     return [{**row, "TFLOP/s": flops / 1e12, "MFU": flops / peak if peak else None, **gpu_columns()}]
 
 
-def active_parameters(hf_config: dict[str, object]) -> int:
+def active_parameters(hf_config: dict[str, Any]) -> int:
     """Parameters that one token meets in matrix products: of the experts only those that it is sent to, and no input embedding."""
-    chosen, every = int(str(hf_config["num_experts_per_tok"])), int(str(hf_config["n_routed_experts"]))
-    total = 0.0
-    for name, shape in family(hf_config).canonical(hf_config).items():
-        if "embed" not in name:
-            total += math.prod(shape) * (chosen / every if ".experts." in name else 1)
-    return round(total)
+    share = hf_config["num_experts_per_tok"] / hf_config["n_routed_experts"]
+    shapes = {name: shape for name, shape in family(hf_config).canonical(hf_config).items() if "embed" not in name}
+    return round(sum(math.prod(shape) * (share if ".experts." in name else 1) for name, shape in shapes.items()))

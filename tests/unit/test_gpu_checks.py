@@ -56,9 +56,9 @@ def test_copies_and_checksums_are_measured(tmp_path: Path):
 
 
 def test_what_fails_or_misses_its_bound_is_recorded(tmp_path: Path):
-    assert not run(Check("slow", "a", f"{__name__}:missed", "-"), CPU, tmp_path)
+    assert not run(Check("slow", "a", f"{__name__}:missed"), CPU, tmp_path)
     assert recorded(tmp_path, "slow") == [{"result": "missed: too slow / by far", "GB/s": 1.0}]
-    assert not run(Check("broken", "a", f"{__name__}:broken", "-"), CPU, tmp_path)
+    assert not run(Check("broken", "a", f"{__name__}:broken"), CPU, tmp_path)
     assert recorded(tmp_path, "broken")[0]["result"] == "failed: ValueError: no such kernel"
 
 
