@@ -22,6 +22,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import astuple, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -236,13 +237,10 @@ class RewardPool:
             verdict = await self._try(task, is_last=False)
         if verdict is None:
             self.num_waiting += 1
-            # All at once: another suspect gets none before.
-            await asyncio.gather(*(self._num_free.acquire() for _ in self._children))
-            try:
+            async with AsyncExitStack() as alone:
+                # All at once: another suspect gets none before.
+                await asyncio.gather(*(alone.enter_async_context(self._num_free) for _ in self._children))
                 verdict = await self._try(task, is_last=True)
-            finally:
-                for _ in self._children:
-                    self._num_free.release()
         assert verdict is not None, "the last try gives one"
         # Only good verdicts: a mask may not have been the text's fault.
         if verdict.status != "ok" or len(verdict.text) > MAX_REMEMBERED_CHARACTERS:
