@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A headless Chromium, driven through its DevTools protocol: for tests of the page of a run, and for pictures of it."""
+"""A headless Chromium, driven through its DevTools protocol for tests of the page of a run."""
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import subprocess
@@ -96,10 +95,6 @@ class Tab:
         )
         assert isinstance(box, list)
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
-
-    def picture(self, *, full: bool = False) -> bytes:
-        """The tab as PNG; with `full` the whole page, not only what is visible."""
-        return base64.b64decode(self.call("Page.captureScreenshot", format="png", captureBeyondViewport=full)["data"])
 
 
 @contextmanager

@@ -69,10 +69,10 @@ class PolicyActor:
         self, config: RunConfig, rank: int, world_size: int, master: tuple[str, int], pad_token_id: int, model: ModelName = "policy"
     ) -> int:
         """Builds a model of the rank, its weights still random. Collective over all ranks. Returns the data-parallel rank."""
-        if config.cluster.gpus_per_node:
+        if config.cluster.gpus_per_node and "TORCH_EXTENSIONS_DIR" not in os.environ:
             # For what Megatron compiles in a backward pass. In a shared folder a rank that is killed meanwhile leaves a lock for ever.
             self._extensions = Scratch()
-            os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(self._extensions.path))
+            os.environ["TORCH_EXTENSIONS_DIR"] = str(self._extensions.path)
         # Imported here: the driver holds this class too, and must not import megatron.
         with importing():
             from mrl.policy.megatron_import import import_megatron

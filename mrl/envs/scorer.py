@@ -22,7 +22,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import astuple, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -166,15 +165,18 @@ class Child:
 
 @dataclass(eq=False)
 class Job:
-    """The verdict to come for all rollouts that are equal."""
+    """A task, and the verdict to come for all rollouts that are equal."""
 
+    task: Task
     verdict: asyncio.Future[Verdict]
     begun_at: float = 0.0
     """Time when a child first began it (`time.monotonic`); 0 if none has."""
+    is_suspect: bool = False
+    """True when it has cost a child its life, or its deadline, and is tried once more."""
 
 
 class RewardPool:
-    """The children of one environment. A task takes a child that is free, and replaces one that fails.
+    """The children of one environment. A task for each judges one job after another, and replaces a child that fails.
 
     The kernel kills the children when the thread of the event loop ends.
     """
@@ -184,34 +186,41 @@ class RewardPool:
         self.environment = environment
         self.memory_bytes = memory_bytes
         self.num_begun = 0
-        self.num_waiting = 0
-        """Tasks that wait for a child."""
         self._children = [Child(environment, memory_bytes) for _ in range(environment.num_workers)]
-        # Whoever waits for a child gets it in the order of the waits.
-        self._num_free = asyncio.Semaphore(environment.num_workers)
-        self._free = list(range(environment.num_workers))
         self._spare: Child | None = None
         self._num_failed_starts = 0
         self._jobs: dict[Task, Job] = {}
         """Jobs without a verdict, and those that are remembered."""
         self._remembered = deque[Task]()
+        self._queue = deque[Job]()
+        self._num_busy, self._is_one_alone = 0, False
+        self._idle: list[asyncio.Future[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> RewardPool:
         """Waits until all children are ready; a RuntimeError says that they do not start."""
-        for error in await asyncio.gather(*map(self._ready_child, self._free), return_exceptions=True):
+        places = range(len(self._children))
+        results = await asyncio.gather(*map(self._ready_child, places), return_exceptions=True)
+        for error in results:
             if isinstance(error, BaseException):
                 self.close()
                 raise error
+        self._tasks = [asyncio.ensure_future(self._work(place)) for place in places]
         return self
 
     def close(self) -> None:
         """Kills the children."""
-        for job in self._jobs.values():
-            job.verdict.cancel()
+        for task in self._tasks:
+            task.cancel()
         for child in (*self._children, self._spare):
             if child is not None:
                 child.kill()
-        self._children, self._spare = [], None
+        self._children, self._spare, self._tasks = [], None, []
+
+    @property
+    def num_waiting(self) -> int:
+        """Tasks that wait for a child."""
+        return len(self._queue)
 
     def submit(self, task: Task) -> Job:
         """Queues a task; returns its job. Equal tasks are one job; good verdicts of short texts are remembered.
@@ -227,42 +236,62 @@ class RewardPool:
         if not self._children:
             raise RuntimeError(f"the reward pool of {self.environment} is closed")
         if (job := self._jobs.get(task)) is None:
-            self.num_waiting += 1
-            job = self._jobs[task] = Job(asyncio.ensure_future(self._run(task)))
+            job = self._jobs[task] = Job(task, asyncio.get_running_loop().create_future())
+            self._queue.append(job)
+            self._wake()
         return job
 
-    async def _run(self, task: Task) -> Verdict:
-        """Judges a task with the next free child. A suspect waits until no child is busy, and all that come later wait for it."""
-        async with self._num_free:
-            verdict = await self._try(task, is_last=False)
-        if verdict is None:
-            self.num_waiting += 1
-            async with AsyncExitStack() as alone:
-                # All at once: another suspect gets none before.
-                await asyncio.gather(*(alone.enter_async_context(self._num_free) for _ in self._children))
-                verdict = await self._try(task, is_last=True)
-        assert verdict is not None, "the last try gives one"
+    async def _work(self, place: int) -> None:
+        """Judges one job after another with one child. If children no longer start, every job gets the error."""
+        lane = f"{self.environment.name} worker {place}"
+        try:
+            while True:
+                job = await self._next_job(lane)
+                start = time.monotonic()
+                job.begun_at = job.begun_at or start
+                self.num_begun += 1
+                verdict = await self._judge(place, job.task, is_last_try=job.is_suspect)
+                spans.stretch("score", start, lane)
+                self._num_busy, self._is_one_alone = self._num_busy - 1, False
+                if verdict is None:
+                    job.is_suspect = True
+                    self._queue.append(job)
+                else:
+                    self._give(job, verdict)
+                self._wake()
+        except Exception as error:
+            self.close()
+            for job in self._jobs.values():
+                if not job.verdict.done():
+                    job.verdict.set_exception(error)
+
+    async def _next_job(self, lane: str) -> Job:
+        """The job that has waited longest. A suspect waits until no child is busy, and all others wait for it."""
+        while self._is_one_alone or not self._queue or (self._queue[0].is_suspect and self._num_busy):
+            spans.end_stretch(lane)
+            self._idle.append(woken := asyncio.get_running_loop().create_future())
+            await woken
+        self._num_busy += 1
+        job = self._queue.popleft()
+        self._is_one_alone = job.is_suspect
+        return job
+
+    def _wake(self) -> None:
+        """Wakes as many idle children as there are jobs."""
+        woken, self._idle = self._idle[: len(self._queue)], self._idle[len(self._queue) :]
+        for idle in woken:
+            if not idle.done():
+                idle.set_result(None)
+
+    def _give(self, job: Job, verdict: Verdict) -> None:
+        job.verdict.set_result(verdict)
         # Only good verdicts: a mask may not have been the text's fault.
         if verdict.status != "ok" or len(verdict.text) > MAX_REMEMBERED_CHARACTERS:
-            del self._jobs[task]
-        else:
-            self._remembered.append(task)
-            if len(self._remembered) > MAX_REMEMBERED:
-                del self._jobs[self._remembered.popleft()]
-        return verdict
-
-    async def _try(self, task: Task, *, is_last: bool) -> Verdict | None:
-        job, place, start = self._jobs[task], self._free.pop(), time.monotonic()
-        job.begun_at = job.begun_at or start
-        self.num_begun, self.num_waiting = self.num_begun + 1, self.num_waiting - 1
-        try:
-            return await self._judge(place, task, is_last_try=is_last)
-        finally:
-            self._free.append(place)
-            lane = f"{self.environment.name} worker {place}"
-            spans.stretch("score", start, lane)
-            if not self.num_waiting:
-                spans.end_stretch(lane)
+            del self._jobs[job.task]
+            return
+        self._remembered.append(job.task)
+        if len(self._remembered) > MAX_REMEMBERED:
+            del self._jobs[self._remembered.popleft()]
 
     async def _judge(self, place: int, task: Task, *, is_last_try: bool) -> Verdict | None:
         """The verdict that a child gives; None if it died or missed its deadline, and the task may not be at fault."""
@@ -420,7 +449,7 @@ class Scorer:
         """Judges a rollout. Raises if its environment cannot be started, or not again."""
         queued_at = time.monotonic()
         self._note_unjudged(1)
-        environment = await self._environment(env_name)
+        environment = self.environments.get(env_name) or await self._environment(env_name)
         job = environment.submit(task)
         self._load += RewardLoad(longest_queue=sum(one.num_waiting for one in self.environments.values()))
         verdict = await job.verdict

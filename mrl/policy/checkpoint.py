@@ -268,13 +268,15 @@ def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object]
     if is_start:
         added = _ADDED[:1] if REWARD_HEAD_KEY in source.keys else _ADDED
         weights = {name: entry for name, entry in weights.items() if not name.partition("/")[2].startswith(added)}
+    checkpoint_entries.read_weights(source, weights)
     has_optimizer = "optimizer" in common
     if has_optimizer:
         with own_settings(state.optimizer):
             _load_optimizer(source, state, weights, common["optimizer"])
-    # Last: of an optimizer on the host Megatron takes a step with random gradients, which makes the state that it fills.
-    checkpoint_entries.read_weights(source, weights)
-    if not has_optimizer:
+        if hybrids(state.optimizer):
+            # Of an optimizer on the host Megatron takes a step with random gradients, which makes the state that it fills.
+            checkpoint_entries.read_weights(source, weights)
+    else:
         state.optimizer.reload_model_params()
     if not is_start and "opt_param_scheduler" in common:
         # Rates follow from the number of steps, which Megatron's own loader would add to the steps taken so far.

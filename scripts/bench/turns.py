@@ -8,11 +8,11 @@ import json
 import multiprocessing
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from tests.long.record import Row, record
-from tests.stack.conversion.children import memory
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,12 +50,15 @@ def take_turns(ways: Mapping[Name, Callable[[], T]], repeats: int) -> dict[Name,
 
 def alone(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """The result of a function in a new process, whose memory nothing else has used."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply_async(function, arguments, named).get(timeout=TIMEOUT_S)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments, **named).result(TIMEOUT_S)
 
 
 def count_memory() -> int:
     """Resident bytes of this process now; the kernel counts the most, VmHWM, from here on."""
+    # Imported here: GPU checks on a bare machine lack what it needs.
+    from tests.stack.conversion.children import memory
+
     Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")
 

@@ -74,18 +74,14 @@ def test_the_engine_is_nearly_as_fast_as_plain_vllm():
         assert number(row, "mrl / vLLM") >= number(row, "at least"), row
 
 
-def test_a_step_in_the_best_setting_of_one_rank_is_not_slower_than_trls_best():
+def test_a_step_of_a_model_whose_arithmetic_dominates_is_not_slower_than_trls_best():
     rows = bench("vs_trl")
     assert {(row["model"], row["policy ranks"], row["new tokens"]) for row in rows} == {
         *(("0.4 M", num_ranks, length) for num_ranks in (1, 4) for length in (3, 64)),
         ("20 M", 1, 256),
     }
     targeted = [row for row in rows if row["at least"] is not None]
-    assert [(row["model"], row["policy ranks"], row["new tokens"]) for row in targeted] == [
-        ("0.4 M", 1, 3),
-        ("0.4 M", 1, 64),
-        ("20 M", 1, 256),
-    ]
+    assert [(row["model"], row["policy ranks"], row["new tokens"]) for row in targeted] == [("20 M", 1, 256)]
     for row in targeted:
         assert number(row, "TRL / mrl") >= number(row, "at least"), row
 

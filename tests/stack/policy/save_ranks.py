@@ -6,7 +6,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from tests.stack.ranks import Rank
 from tests.waiting import HANG_S, wait_until
 
 if TYPE_CHECKING:
+    from mrl.policy.optimizer import TrainState
     from mrl.policy.policy import PolicyRank
 
 
@@ -92,20 +94,27 @@ def load_and_step(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[lis
     with open_policy(rank, config) as policy:
         train(policy, 1)
         torch.rand(rank.rank + 3)
-        optimizer = policy._state.optimizer
-        load = optimizer.load_state_dict
-
-        def load_after_a_step(state: dict[str, object]) -> None:
-            # As with optimizer_cpu_offload: Megatron first takes a step with random gradients.
-            for parameter in policy._state.chunks[0].parameters():
-                parameter.data.add_(1)
-            load(state)
-
-        optimizer.load_state_dict = load_after_a_step
         policy.load_checkpoint(weights_dir)
         metrics = train(policy, 2)
         policy.settle()
         return metrics, raw_checksums(policy)
+
+
+def load_as_on_the_host_and_step(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[list[dict[str, float]], dict[str, int]]:
+    """`load_and_step` with an optimizer that moves the weights while its state loads, as Megatron's does under optimizer_cpu_offload."""
+    from mrl.policy import checkpoint
+
+    def load_after_a_step(source: object, state: TrainState, *rest: Any) -> None:
+        for chunk in state.chunks:
+            for parameter in chunk.parameters():
+                parameter.data.add_(1)
+        load(source, state, *rest)
+
+    load = checkpoint._load_optimizer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "_load_optimizer", load_after_a_step)
+        patch.setattr(checkpoint, "hybrids", lambda optimizer: [SimpleNamespace(_sync_hdo_state_to_sub_optimizers=lambda: None)])
+        return load_and_step(rank, config, weights_dir)
 
 
 def settings_after_load(

@@ -82,8 +82,9 @@ def test_another_layout_goes_on_with_the_same_losses(ranks: RankPool, folder: Pa
 def test_bf16_goes_on_bit_for_bit(ranks: RankPool, folder: Path, tmp_path: Path):
     config = policy_ranks.run_config(folder, "dp2", *BF16)
     unbroken = ranks.run(save_ranks.save_after_steps, config, tmp_path, 1, world_size=2)
-    resumed = ranks.run(save_ranks.load_and_step, config, tmp_path, world_size=2)
-    assert resumed == [(metrics, checksums) for metrics, checksums, _ in unbroken]
+    for load in (save_ranks.load_and_step, save_ranks.load_as_on_the_host_and_step):
+        resumed = ranks.run(load, config, tmp_path, world_size=2)
+        assert resumed == [(metrics, checksums) for metrics, checksums, _ in unbroken]
 
 
 def test_an_optimizer_that_is_not_distributed_goes_on_bit_for_bit(ranks: RankPool, folder: Path, tmp_path: Path):

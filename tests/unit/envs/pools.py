@@ -80,7 +80,7 @@ class Childless:
     num_begun = num_waiting = 0
 
     def submit(self, task: Task) -> Job:
-        return Job(asyncio.ensure_future(self.judge(task)))
+        return Job(task, asyncio.ensure_future(self.judge(task)))
 
     async def judge(self, task: Task) -> Verdict:
         raise NotImplementedError

@@ -213,13 +213,6 @@ def test_a_spare_child_waits_once_a_text_has_killed_one():
     assert set(children(os.getpid())) <= others
 
 
-def test_suspects_are_tried_again_after_all_that_wait_and_each_alone():
-    with Pool(replace(HOSTILE, num_workers=2, timeout_s=HANG_S, blames_text=True)) as pool:
-        verdicts = pool.score(tasks([("exit", "1"), ("exit", "2"), *(("nap", str(number)) for number in range(3, 7))]))
-    assert [verdict.is_valid for verdict in verdicts] == [True] * 6
-    assert sorted([pool.told[-4:-2], pool.told[-2:]]) == [[(name, False), (name, True)] for name in "12"]
-
-
 def test_children_die_with_their_parent():
     code = (
         "from tests.unit.envs.pools import Pool; from mrl.envs.task import Environment, Task; "
