@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A headless Chromium, driven through its DevTools protocol for tests of the page of a run."""
+"""A headless Chromium, driven through its DevTools protocol: for tests of the page of a run, and for pictures of it."""
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import subprocess
@@ -96,6 +97,10 @@ class Tab:
         assert isinstance(box, list)
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
 
+    def picture(self, *, full: bool = False) -> bytes:
+        """The tab as PNG; with `full` the whole page, not only what is visible."""
+        return base64.b64decode(self.call("Page.captureScreenshot", format="png", captureBeyondViewport=full)["data"])
+
 
 @contextmanager
 def open_tab() -> Iterator[Tab]:
@@ -104,7 +109,14 @@ def open_tab() -> Iterator[Tab]:
     assert program is not None, "no Chromium: apt-get install chromium"
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as folder:
         # Its sandbox needs namespaces that containers lack; it opens pages of our own alone.
-        flags = "--headless=new --no-sandbox --disable-gpu --hide-scrollbars --no-first-run --disable-background-networking".split()
+        flags = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--no-first-run",
+            "--disable-background-networking",
+        ]
         command = [program, *flags, "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank"]
         browser = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:

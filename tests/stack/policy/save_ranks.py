@@ -104,7 +104,7 @@ def load_as_on_the_host_and_step(rank: Rank, config: RunConfig, weights_dir: Pat
     """`load_and_step` with an optimizer that moves the weights while its state loads, as Megatron's does under optimizer_cpu_offload."""
     from mrl.policy import checkpoint
 
-    def load_after_a_step(source: object, state: TrainState, *rest: Any) -> None:
+    def load_after_a_step(source: Any, state: TrainState, *rest: Any) -> None:
         for chunk in state.chunks:
             for parameter in chunk.parameters():
                 parameter.data.add_(1)
