@@ -61,7 +61,7 @@ def test_an_engine_of_two_parts_draws_what_one_process_draws(
     expected[2] = run(alone, REQUESTS)
 
     tokenizer.save(loaded, model_max_length=MAX_MODEL_LEN)
-    sizes = dict(pipeline_parallel_size=parallel.pp, expert_parallel_size=parallel.ep)
+    sizes = dict(pipeline_parallel_size=parallel.pp, expert_parallel_size=parallel.ep, kv_cache_memory_mib=64)
     engine = start_engine(loaded, max_num_batched_tokens=CHUNK_TOKENS, tokenizer=loaded, **sizes)
     layout = cache_layout(sizes_of(trainer.inputs.hf_config), 1, element_bytes=4, kernel_block=CPU_BLOCK, pp=parallel.pp)
     assert engine.llm.vllm_config.cache_config.num_gpu_blocks == (64 << 20) // layout.block_bytes
