@@ -253,7 +253,7 @@ def _selective_state_update(
         scan_proposed(state, x, dt, *heads, state_batch_indices.long(), num_accepted_tokens, cu_seqlens, out)
         return out
     slots = state_batch_indices.reshape(-1).long()
-    # Copies whole states, several times as fast as `state[slots]`.
+    # Copies whole states, which indexing by a tensor does value by value.
     states = state.index_select(0, slots).float()
     result = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
     starts = torch.arange(x.shape[0] + 1, dtype=torch.int32)
