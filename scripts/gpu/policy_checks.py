@@ -193,8 +193,8 @@ def _scan(
 
 
 @contextmanager
-def one_policy(hf_config: dict[str, object], *, precision: Precision, num_gpus: int) -> Iterator[PolicyRank]:
-    """A policy of one rank with random weights, whose engines would share its GPU."""
+def one_policy(hf_config: dict[str, object], *, precision: Precision, num_gpus: int, colocated: bool) -> Iterator[PolicyRank]:
+    """A policy of one rank with random weights; colocated: its optimizer leaves the GPU between steps, as beside engines."""
     from mrl.config.schema.run import RunConfig
     from mrl.policy.parallel import Meeting
     from mrl.policy.policy import PolicyRank
@@ -205,6 +205,7 @@ def one_policy(hf_config: dict[str, object], *, precision: Precision, num_gpus: 
     config.cluster.gpus_per_node = num_gpus
     config.policy.megatron_cfg.optimizer.use_distributed_optimizer = True
     config.loss_fn.reference_policy_kl_penalty = 0.0
+    config.policy.generation.colocated.enabled = colocated
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(hf_config), encoding="utf-8")
         config.policy.model_name = name
@@ -229,7 +230,7 @@ def walk(setup: Setup) -> list[Row]:
         hf_config |= {"hidden_size": 1024, "num_attention_heads": 8, "head_dim": 128}
     rows = [layout_ranks.packed_row(row) for row in random_rows([[1024 if is_large else 64]] * 2, vocab_size=264)]
     found, held = list[Row](), dict[tuple[int, str], int]()
-    with one_policy(hf_config, precision="bfloat16" if is_large else "float32", num_gpus=int(is_large)) as policy:
+    with one_policy(hf_config, precision="bfloat16" if is_large else "float32", num_gpus=int(is_large), colocated=True) as policy:
         work: dict[Phase, Callable[[], object]] = {
             "refit": policy.settle,
             "generate": lambda: None,
@@ -256,7 +257,7 @@ def train(setup: Setup) -> list[Row]:
     hf_config: dict[str, Any] = {**narrowed(1), **(LARGE if is_large else SMALL)}
     num_rows, length = 2, 8192 if is_large else 64
     rows = [layout_ranks.packed_row(row) for row in random_rows([[length]] * num_rows, vocab_size=hf_config["vocab_size"])]
-    with one_policy(hf_config, precision="bfloat16" if is_large else "float32", num_gpus=int(is_large)) as policy:
+    with one_policy(hf_config, precision="bfloat16" if is_large else "float32", num_gpus=int(is_large), colocated=False) as policy:
 
         def step() -> None:
             policy.enter("logprob")
