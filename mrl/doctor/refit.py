@@ -22,6 +22,7 @@ import torch
 from conversion.boxes import Slot
 from mrl.cluster.agreement import requests, sample, trainer_logprobs
 from mrl.cluster.environment import engine_variables, policy_variables
+from mrl.cluster.event_loop import tasks_ended
 from mrl.cluster.policies import PolicyGroup
 from mrl.cluster.refit import RefitReport
 from mrl.cluster.runtime import placed_slots
@@ -123,6 +124,7 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Refit
     with suppress(Failed), ExitStack() as processes:
         with stage(outcomes, START):
             placement = processes.enter_context(placed_slots(config))
+            processes.enter_context(tasks_ended())
             models, engines, refit = start_models(config, placement, pad_token_id=data.pad_token_id, log_folder=log_folder)
             policies = models["policy"]
             kind = "dedicated" if placement.num_dedicated_slots else "colocated"
