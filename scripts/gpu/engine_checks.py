@@ -80,7 +80,7 @@ def sleep(setup: Setup) -> list[Row]:
     is_gpu = setup.device == "cuda"
     limits = VllmConfig(max_model_len=256, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=8192, enforce_eager=not is_gpu)
     limits.precision = "bfloat16" if is_gpu else "float32"
-    # Graphs of a few sizes, of the model as it is: 51 sizes of a compiled one take minutes, and sleep the same.
+    # Graphs of a few sizes, of the model as it is: vLLM would compile it and capture 51 sizes, which sleep and wake alike.
     graphs = {"compilation_config": {"mode": 0, "cudagraph_capture_sizes": [1, 8, 64, NUM_REQUESTS]}} if is_gpu else {}
     config = GenerationConfig(max_new_tokens=NUM_NEW_TOKENS, vllm_cfg=limits, vllm_kwargs=graphs, colocated=ColocatedConfig(enabled=True))
     with small_model() if setup.model is None else nullcontext(setup.model) as folder:

@@ -89,7 +89,7 @@ def kernels() -> dict[str, tuple[object, str, Kernel]]:
 
     def attention(given: SimpleNamespace) -> Tensor:
         assert given.qkv_format == "thd" and given.attn_mask_type == "padding_causal"
-        # Of two tensors, equal or not, Transformer Engine infers padding between sequences, and takes a slower kernel.
+        # Of two tensors, equal or not, Transformer Engine infers padding between sequences, which not every kernel takes.
         assert given.cu_seqlens_q_padded is given.cu_seqlens_q and given.cu_seqlens_kv_padded is given.cu_seqlens_kv
         query, key, value = given.query_layer, given.key_layer, given.value_layer
         return packed_attention(query, key, value, given.cu_seqlens_q, scale=given.self.softmax_scale).flatten(1)
