@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicts the memory of measured runs of Megatron-Core, and prints predicted, measured and error of each.
 
-Usage: python -m scripts.bench.plan_points FILE [--record]
+Usage: python -m scripts.bench.plan_points FILE
 
 FILE is a JSON list of runs with every argument that matters for memory. A run with what the model does not know is named and left out.
-Constants may be fitted on every second run of a kind in `FITTED`, sorted by name; all others validate.
+Constants may be fitted on every second run of a kind in `FITTED`, sorted by name; all others validate. For the files beside `FITTED` it
+writes docs/data/plan_FILE.json.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.long.record import Row as TableRow
 from tests.long.record import record
 
 Point = Mapping[str, Any]
-FITTED = Path(__file__).parents[2] / "tests/data/memory_points/points.json"
+FITTED = Path(__file__).resolve().parents[2] / "tests/data/memory_points/points.json"
 Matrix = tuple[int, int]
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _MB = 1e6
@@ -319,7 +320,6 @@ def main() -> None:
     """Prints a line for each point, and the errors of those that nothing was fitted on."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--record", action="store_true", help="write docs/data/plan_FILE.json")
     options = parser.parse_args()
     rows, left_out = rows_of(json.loads(options.file.read_text(encoding="utf-8")))
     for row in rows:
@@ -330,7 +330,7 @@ def main() -> None:
         errors = errors_of(rows, name)
         if errors:
             print(f"{name}: {len(errors)} runs that were not fitted, median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
-    if options.record:
+    if options.file.resolve().parent == FITTED.parent:
         record(f"plan_{options.file.stem}", rows, command=f"python -m scripts.bench.plan_points {options.file}")
 
 

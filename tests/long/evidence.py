@@ -48,8 +48,9 @@ def main(given: list[str]) -> int:
             continue
         started = time.monotonic()
         code = subprocess.run(words, cwd=ROOT, timeout=None if command.startswith(RUNNER) else 3600).returncode
-        print(f"{what}: {'recorded' if not code else f'FAILED with {code}'} in {(time.monotonic() - started) / 60:.1f} min", flush=True)
-        failed += [command] if code else []
+        fate = f"FAILED with {code}" if code else "NOT recorded" if stale_tables().keys() & set(parts[command]) else "recorded"
+        print(f"{what}: {fate} in {(time.monotonic() - started) / 60:.1f} min", flush=True)
+        failed += [command] if fate != "recorded" else []
         render()
     print(f"{len(parts) - len(failed)} of {len(parts)} commands recorded their tables")
     return bool(failed)
