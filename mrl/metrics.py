@@ -92,6 +92,9 @@ PERCENTAGES = re.compile(r"train/mtp/mtp_\d+_acceptance_rate")
 
 SKIPPED = "/num_skipped_updates"
 """Ends the names of counts of updates that were not finite, and changed nothing."""
+NEMO_RL_RANKS = {"val:total_reward/mean": "val:accuracy", "train:total_reward/mean": "train:reward"}
+"""Values of `checkpointing.metric_name` in NeMo RL's recipes -> ours."""
+NO_SIGNAL_IN_A_ROW = "train/num_steps_without_signal"
 SKIPPED_IN_A_ROW = "train/num_skipped_in_a_row"
 """Steps in a row with such updates, up to this one."""
 

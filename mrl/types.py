@@ -333,6 +333,11 @@ class RolloutGroup:
     def rewards(self) -> list[float]:
         return [verdict.reward for verdict in self.verdicts]
 
+    @property
+    def oldest_version(self) -> int:
+        """Weight version of its oldest token."""
+        return min(rollout.weight_version for rollout in self.rollouts)
+
 
 @dataclass(frozen=True)
 class FixedAdvantage:

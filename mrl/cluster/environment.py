@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SIGNS = "MRL_SIGNS"
+_NUMBERED = {"rewards": "reward-actor-0", "gateway": "gateway-0"}
+"""Log files that carry no number: how signs of life name the actor, as waits for it do."""
 """Environment variable of actors: the name of the folder in which those on nodes of a launcher's cluster give signs of life."""
 
 
@@ -73,7 +75,7 @@ def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None
     os.environ.update(secrets or {})
     caches_warning = keep_caches_private()
     folder, spans_file = session_folder(), log_file.with_suffix(spans.SUFFIX)
-    stem = "reward-actor-0" if log_file.stem == "rewards" else log_file.stem.replace("rewards", "reward-actor")
+    stem = _NUMBERED.get(log_file.stem, log_file.stem.replace("rewards", "reward-actor"))
     if folder is None and (name := os.environ.get(SIGNS)):
         spans.show_in(signs_folder(name), stem)
     if folder is not None:

@@ -119,8 +119,8 @@ class GatewayActor:
         url = f"http://{host}:{listener.getsockname()[1]}"
 
         async def start() -> tuple[AgentRuns, asyncio.Task[None]]:
-            max_model_len, gym_key = generation.vllm_cfg.max_model_len, section.nemo_gym.policy_api_key
-            gateway = Gateway(EngineServers(engine_key), api_key=api_key, max_model_len=max_model_len, gym_key=gym_key)
+            max_model_len, gym_key, timeout_s = generation.vllm_cfg.max_model_len, section.nemo_gym.policy_api_key, section.agent_timeout_s
+            gateway = Gateway(EngineServers(engine_key), api_key=api_key, max_model_len=max_model_len, gym_key=gym_key, timeout_s=timeout_s)
             gateway.engines.set_addresses(base_urls)
             masks_flagged = section.should_mask_flagged_samples
             runner = AgentRunner(gateway, url=url, timeout_s=section.agent_timeout_s, masks_flagged=masks_flagged)

@@ -58,7 +58,8 @@ class Lookouts:
             self._actors[f"node {number} ({node['NodeManagerHostname']})"] = start_actor(Lookout, options, name)
         self._readings: dict[str, list[ProcessReading]] = dict.fromkeys(self._actors, [])
         self._is_over = threading.Event()
-        threading.Thread(target=self._ask, name="lookouts", daemon=True).start()
+        self._thread = threading.Thread(target=self._ask, name="lookouts", daemon=True)
+        self._thread.start()
 
     def readings(self) -> list[ProcessReading]:
         """Last readings of all nodes; a silent node has one reading that says so."""
@@ -71,7 +72,9 @@ class Lookouts:
         return [stack for reference in ready for stack in _answer(lambda: ray.get(reference, timeout=ANSWER_TIMEOUT_S))]  # noqa: B023
 
     def stop(self) -> None:
+        """Ends the thread, which must not call Ray once Ray is shut down: that would start it again."""
         self._is_over.set()
+        self._thread.join(self._interval_s + ANSWER_TIMEOUT_S)
 
     def _ask(self) -> None:
         pending: dict[ray.ObjectRef, str] = {}
@@ -80,6 +83,8 @@ class Lookouts:
             for name in self._actors.keys() - set(pending.values()):
                 pending[ask(self._actors[name], Lookout.look)] = name
             ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=self._interval_s)
+            if self._is_over.is_set():
+                return
             now = time.monotonic()
             for reference in ready:
                 name = pending.pop(reference)
@@ -91,7 +96,7 @@ class Lookouts:
 
 
 def _answer(get: Callable[[], list]) -> list:
-    """Returns the result of `get`, or None if the actor has died; its waiters learn that from Ray."""
+    """Returns the result of `get`; [] if the actor has died, of which its waiters learn from Ray."""
     try:
         return get()
     except RayError:

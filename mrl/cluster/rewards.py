@@ -235,8 +235,8 @@ class Rewards(Actors[RewardActor]):
         for number, num_nodes in Counter(num_cores.values()).items():
             logger.info("Rewards, on each of their nodes (%d): %s", num_nodes, describe_workers(self.config, num_cores=number))
 
-    def wait_for(self, is_enough: Callable[[], bool]) -> None:
-        """Waits for verdicts until there are enough, however many rollouts wait before them for a worker.
+    def wait_for(self, is_enough: Callable[[], bool], *, on_tick: Callable[[], None] = lambda: None) -> None:
+        """Waits for verdicts until there are enough, however many rollouts wait before them for a worker; calls `on_tick` now and then.
 
         Raises:
             DeadlineExceeded: no actor has begun or judged a rollout for `silence_s`.
@@ -244,8 +244,9 @@ class Rewards(Actors[RewardActor]):
         """
         asked_at = warned_at = time.monotonic()
 
-        def warn() -> None:
+        def tick() -> None:
             nonlocal warned_at
+            on_tick()
             if self.book.num_unfinished and time.monotonic() > warned_at + self.deadline_s:
                 warned_at = time.monotonic()
                 logger.warning(
@@ -255,7 +256,7 @@ class Rewards(Actors[RewardActor]):
                 )  # fmt: skip
 
         try:
-            self.news.wait(is_enough, what=VERDICTS, who=self.book.called, limit_s=self.silence_s, on_tick=warn)
+            self.news.wait(is_enough, what=VERDICTS, who=self.book.called, limit_s=self.silence_s, on_tick=tick)
         except Silence:
             told = f"; {reason}" if (reason := hangs.explained(self.book.called())) else ""
             raise DeadlineExceeded(

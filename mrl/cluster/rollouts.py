@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -45,6 +46,8 @@ class AskedGroup:
     num_generations: int
     weight_version: int
     """Version of the engines when the group was requested."""
+    is_kept: bool = False
+    """True if an earlier attempt has sampled its rollouts."""
     infos: dict[int, RolloutInfo] = field(default_factory=dict)
     """Rollouts that are sampled, by index."""
     verdicts: dict[int, Verdict] = field(default_factory=dict)
@@ -114,6 +117,9 @@ class RolloutCollector:
     ) -> list[AskedGroup]:
         """Asks engines that hold `weight_version` for rollouts of every (epoch, prompt), without waiting; returns the groups."""
         groups = {(epoch, prompt.prompt_id): AskedGroup(epoch, prompt, num_generations, weight_version) for epoch, prompt in asked}
+        if len(groups) < len(asked):
+            ((_, twice), _) = Counter((epoch, prompt.prompt_id) for epoch, prompt in asked).most_common(1)[0]
+            raise ValueError(f"prompt {twice} is asked for twice in one call, with the same random numbers; ask once, for more rollouts")
         ordered = self._hints.longest_first(asked) if self._hints else asked
         in_loop(self._begin, [groups[epoch, prompt.prompt_id] for epoch, prompt in ordered], sampling)
         return list(groups.values())
@@ -132,7 +138,7 @@ class RolloutCollector:
                 self.restart_engine(index)
             self._wait(lambda: is_enough() or bool(self.engines.book.lost), on_tick)
 
-    def drain(self) -> None:
+    def drain(self, *, on_tick: Callable[[], None]) -> None:
         """Waits for everything under way on engines that live. The policy may hold other weights than the engines."""
 
         def is_drained() -> bool:
@@ -141,11 +147,14 @@ class RolloutCollector:
             has_engine = len(book.lost) < self.engines.num_engines
             return self._num_missing - num_agents == book.num_lost and not (num_agents and has_engine)
 
-        self._wait(is_drained, lambda: None)
+        self._wait(is_drained, on_tick)
 
-    def judge(self, groups: Sequence[AskedGroup]) -> tuple[list[RolloutGroup], float]:
-        """Waits for the verdicts on these sampled groups and hands them out, with the seconds of scoring since the last call."""
-        self.rewards.wait_for(lambda: not any(group.num_unjudged for group in groups))
+    def judge(self, groups: Sequence[AskedGroup], *, on_tick: Callable[[], None] = lambda: None) -> tuple[list[RolloutGroup], float]:
+        """Waits for the verdicts on these sampled groups and hands them out, with the seconds of scoring since the last call.
+
+        Calls `on_tick` now and then.
+        """
+        self.rewards.wait_for(lambda: not any(group.num_unjudged for group in groups), on_tick=on_tick)
         if self._hints:
             for group in groups:
                 self._hints.note(group.prompt, [info.num_trained for info in group.infos.values()])

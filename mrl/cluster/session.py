@@ -77,7 +77,7 @@ class RolloutSession:
         return {model: groups[model] for model in self.config.trained_models}
 
     def enter(self, phase: Phase, worker: ModelName | None = None) -> None:
-        """Brings all models, and colocated engines, into the phase in which `model` works. Dedicated engines go on."""
+        """Brings all models, and colocated engines, into the phase in which `worker` works. Dedicated engines go on."""
         deadline_s = self.policies.deadline_s
         if self.engines.are_colocated:
             self.engines.enter(phase, deadline_s=deadline_s)

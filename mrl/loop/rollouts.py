@@ -32,6 +32,7 @@ from mrl.loop.preflight import check_start
 from mrl.loop.run import Budget, Run, Step, Stopped, Training
 from mrl.loop.saving import open_saver
 from mrl.loop.signal_watch import SignalWatch
+from mrl.metrics import NO_SIGNAL_IN_A_ROW
 from mrl.store.about import about_refit
 from mrl.store.console import rollout_progress
 from mrl.store.identity import identity_of
@@ -82,6 +83,7 @@ class RolloutSupplier:
 
     def sample(self, state: RunState, step: Step) -> list[RolloutGroup]:
         """The judged groups of the step after `state`."""
+        self.watch.num_steps = int(state.metrics.get(NO_SIGNAL_IN_A_ROW, 0))
         supplied = self.queue.take(state, step.clock)
         if supplied is None:
             logger.info("All prompts are consumed (grpo.max_num_epochs=%d)", self.config.rollouts.max_num_epochs)
@@ -116,7 +118,9 @@ class RolloutSupplier:
         """Packs the sequences of a step, with teacher outputs, into batches. Stopped: too many steps have no signal."""
         config = self.config
         if not step.batches and config.algorithm != "distillation" and (config.compares_rollouts or config.has_critic):
-            if problem := self.watch.note(step.number, step.groups, sequences):
+            problem = self.watch.note(step.number, step.groups, sequences)
+            step.metrics[NO_SIGNAL_IN_A_ROW] = float(self.watch.num_steps)
+            if problem:
                 raise Stopped from NoSignal(problem)
         if config.teachers:
             teachers = {rollout.key: group.prompt.teacher for group in step.groups for rollout in group.rollouts}
@@ -127,10 +131,15 @@ class RolloutSupplier:
         return make_batches(sequences, config)
 
     def refit(self, state: RunState) -> dict[str, float]:
-        metrics = self.queue.pause()
-        # Not those of a run that is resumed, which have the model folder's weights.
-        has_weights = state.weight_version == self.session.refit.weight_version
-        if has_weights and not self.config.trains_policy(state.step) and self.config.num_dedicated_slots > 0:
+        try:
+            metrics = self.queue.pause()
+        except Stopped:
+            # The run saves this step and ends: agents may need longer than it has, and nothing samples again.
+            self.session.skip_refit()
+            return {}
+        # False at a resume: the engines hold the model folder's weights.
+        is_current = state.weight_version == self.session.refit.weight_version
+        if is_current and not self.config.trains_policy(state.step) and self.config.num_dedicated_slots > 0:
             # A critic was trained alone. Colocated engines gave their memory away.
             self.session.skip_refit()
         else:
@@ -200,7 +209,7 @@ class Supplied:
     seconds: float
     """Seconds that the engines had for the groups."""
     metrics: dict[str, float]
-    kept: frozenset[PromptKey] = frozenset()
+    kept: set[PromptKey]
     """Prompts of `sampled` whose rollouts an earlier attempt has sampled."""
 
 
@@ -238,8 +247,6 @@ class RolloutQueue:
     ) -> None:
         """`prompts` are all (epoch, prompt) that the run has not consumed. `on_tick` is called now and then while a step waits."""
         self._revive = revive
-        self._revived: set[PromptKey] = set()
-        """Prompts under way whose rollouts an earlier attempt has sampled."""
         self.plan = plan
         self._source = source
         self._ledger = ledger
@@ -260,18 +267,19 @@ class RolloutQueue:
         self._taken_at = time.monotonic()
 
     def take(self, state: RunState, clock: Clock) -> Supplied | None:
-        """Waits for the groups of the step after `state`. None if the prompts are used up; NoSignal: too few groups count."""
+        """Waits for the groups of the step after `state`. None if the prompts are used up; Stopped from NoSignal: too few groups count."""
         plan, step = self.plan, state.step + 1
         ready, self._surplus = self._surplus, []
         sampled: list[RolloutGroup] = []
         dropped: list[PromptKey] = []
+        kept: set[PromptKey] = set()
         num_batches = 0
         if plan.lag == 0:
             # Validation used the engines too, but not for this step.
             self._source.take_busy_s()
         while len(ready) < plan.num_prompts:
             if num_batches == plan.max_batches:
-                raise NoSignal(
+                raise Stopped from NoSignal(
                     f"grpo.dynamic_sampling_max_gen_batches={plan.max_batches}: after so many batches of {plan.batch} prompts step {step} "
                     f"has {len(ready)} of {plan.num_prompts} groups whose rewards differ; use prompts that are sometimes solved, raise "
                     "grpo.num_generations_per_prompt or grpo.batch_multiplier, or set grpo.use_dynamic_sampling=false"
@@ -283,6 +291,7 @@ class RolloutQueue:
             if not looked_at:
                 return None
             num_batches += 1
+            kept |= {asked.key for asked in looked_at if asked.is_kept}
             for key, group in zip([asked.key for asked in looked_at], batch, strict=True):
                 del self._asked[key]
                 del self._num_too_old[key]
@@ -320,8 +329,6 @@ class RolloutQueue:
             "train/buffer_size": float(num_ready),
             "rollout/regenerated_groups": float(num_regenerated),
         }
-        kept = frozenset(rollouts_of.rollouts[0].key for rollouts_of in sampled or groups) & self._revived
-        self._revived -= {*trained, *dropped}
         return Supplied(groups, trained, dropped, sampled or groups, seconds, metrics, kept)
 
     def sample(
@@ -334,11 +341,11 @@ class RolloutQueue:
         return self._judge(groups, clock)
 
     def pause(self) -> dict[str, float]:
-        """Waits for the rollouts under way, if the plan wants that. Call it before the engines get new weights."""
+        """Waits for the rollouts under way, if the plan wants that. Call it before the engines get new weights. Stopped: by a signal."""
         if not self.plan.waits_for_refit:
             return {}
         start = time.monotonic()
-        self._source.drain()
+        self._source.drain(on_tick=self._on_tick)
         return {"refit/drain_seconds": time.monotonic() - start}
 
     def go_on(self, state: RunState) -> None:
@@ -356,7 +363,6 @@ class RolloutQueue:
         if new:
             self._ledger.take(step, [(epoch, prompt.prompt_id) for epoch, prompt in new])
         revived = {group.key: group for group in (self._revive(*one) for one in new) if group is not None}
-        self._revived |= revived.keys()
         self._ask(new, weight_version, revived)
 
     def _ask(
@@ -390,9 +396,8 @@ class RolloutQueue:
             if not stale:
                 return sorted(ready, key=lambda one: (one not in last, -one.oldest_version))[:size] if self.plan.freshest_first else ready
             # Their verdicts must not meet those of the rollouts that take their place.
-            self._source.judge(stale)
+            self._source.judge(stale, on_tick=self._on_tick)
             self._num_regenerated += len(stale)
-            self._revived -= {group.key for group in stale}
             self._num_too_old.update(group.key for group in stale)
             if often := [group.prompt for group in stale if self._num_too_old[group.key] == MAX_TOO_OLD]:
                 logger.warning(
@@ -404,6 +409,7 @@ class RolloutQueue:
             self._ask([(group.epoch, self._asked.pop(group.key).prompt) for group in stale], weight_version)
 
     def _wait_for(self, groups: Sequence[AskedGroup], num_groups: int) -> None:
+        self._on_tick()
         num_missing = sum(group.num_missing for group in groups)
         if num_missing == 0:
             return
@@ -419,23 +425,19 @@ class RolloutQueue:
 
     def _judge(self, groups: Sequence[AskedGroup], clock: Clock) -> list[RolloutGroup]:
         with clock.phase("reward"):
-            judged, scoring_s = self._source.judge(groups)
+            judged, scoring_s = self._source.judge(groups, on_tick=self._on_tick)
         clock.overlap("reward", scoring_s)
         return judged
 
     def _keep(self, surplus: Sequence[tuple[PromptKey, RolloutGroup]], *, next_version: int) -> int:
         num_discarded = 0
         for key, group in surplus:
-            if next_version - oldest_version(group) <= self.plan.lag:
+            if next_version - group.oldest_version <= self.plan.lag:
                 self._surplus.append((key, group))
             else:
                 self._again.append((key[0], group.prompt))
                 num_discarded += len(group.rollouts)
         return num_discarded
-
-
-def oldest_version(group: RolloutGroup) -> int:
-    return min(rollout.weight_version for rollout in group.rollouts)
 
 
 def open_queue(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -118,13 +119,15 @@ class EngineServers:
 class Gateway:
     """Sessions by id, and the routes."""
 
-    def __init__(self, engines: EngineServers, *, api_key: str, max_model_len: int, gym_key: str | None = None) -> None:
-        """`gym_key` is that of NeMo Gym's servers; None = the run's."""
+    def __init__(
+        self, engines: EngineServers, *, api_key: str, max_model_len: int, gym_key: str | None = None, timeout_s: float = math.inf
+    ) -> None:
+        """`gym_key` is that of NeMo Gym's servers; None = the run's. A rollout takes at most `timeout_s`, in seconds."""
         self.engines = engines
         self.api_key = api_key
         """The run's."""
         self.gym_key = gym_key or api_key
-        self.receipts = Receipts()
+        self.receipts = Receipts(timeout_s)
         """Receipts of answers to NeMo Gym's servers."""
         self.max_model_len = max_model_len
         self.max_body = SMALL_BODY_BYTES + (BODY_BYTES_PER_TOKEN + TURNS_IN_BODY * BYTES_PER_ID) * max_model_len

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import resource
 import secrets
 import socket
 import threading
@@ -35,8 +36,12 @@ HEADER_S = 10.0
 BODY_S = 60.0
 """Deadline for the body of a request, from its headers on."""
 MAX_HEADER_BYTES = 64 * 2**10
-MAX_STRANGERS = 256
-"""Open connections on which nobody has shown the key yet."""
+MAX_STRANGERS = 8192
+"""Open connections on which nobody has shown the key yet; at most half of the files that the process may open.
+
+A step's agents connect all at once, and the event loop accepts all of them before it reads from any.
+"""
+MAX_OPEN_FILES = 65536
 # Texts have about 4 bytes a token, token ids in JSON up to 8, and a conversation may carry both twice.
 BODY_BYTES_PER_TOKEN = 32
 SMALL_BODY_BYTES = 2**20
@@ -119,7 +124,12 @@ def start(app: ASGIApp, listener: socket.socket, *, api_key: str, max_body: int)
 
 
 def make_server(app: ASGIApp, *, has_key: Callable[[str, bytes], bool], max_body: int) -> Server:
-    """A server of `app` behind the gate; `has_key` looks at the path and the header `Authorization` of a request."""
+    """A server of `app` behind the gate; `has_key` looks at the path and the header `Authorization` of a request.
+
+    Raises the process's limit of open files, as each running agent keeps a connection.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MAX_OPEN_FILES)), hard))
     strangers: dict[Connection, None] = {}
 
     def connect(
@@ -156,7 +166,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is of no class of asyncio's
         self._strangers[self] = None
-        if len(self._strangers) > MAX_STRANGERS:
+        if len(self._strangers) > min(MAX_STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2):
             next(iter(self._strangers)).close()
         self._await_headers()
         self._inner.connection_made(self._transport)

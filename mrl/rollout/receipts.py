@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,14 +37,18 @@ class Receipt:
     engine: int
     overridden: Counter[str]
     """See `AgentSession`; of its request."""
+    given_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass
 class Receipts:
     """Unclaimed answers, kept while a rollout that may claim them is running."""
 
+    max_age_s: float = math.inf
+    """Seconds that a rollout may take, and no receipt that it claims is older."""
     _kept: dict[bytes, list[Receipt]] = field(default_factory=dict)
     _under_way: Counter[SamplingParams] = field(default_factory=Counter)
+    _looked_at: float = field(default_factory=time.monotonic, compare=False)
 
     @contextmanager
     def rollout(self, sampling: SamplingParams) -> Iterator[None]:
@@ -53,10 +59,18 @@ class Receipts:
         finally:
             self._under_way[sampling] -= 1
             self._under_way += Counter()  # without those that are at 0
-            if not self._under_way:
-                if num_left := sum(map(len, self._kept.values())):
-                    logger.info("Answers to NeMo Gym's servers that came back in no rollout, and are not trained: %d", num_left)
-                self._kept.clear()
+            self._drop_unclaimed()
+
+    def _drop_unclaimed(self) -> None:
+        now = time.monotonic()
+        if self._under_way and now - self._looked_at < self.max_age_s / 4:
+            return
+        self._looked_at, oldest = now, now - self.max_age_s if self._under_way else math.inf
+        before = sum(map(len, self._kept.values()))
+        kept = {digest: [one for one in receipts if one.given_at > oldest] for digest, receipts in self._kept.items()}
+        self._kept = {digest: receipts for digest, receipts in kept.items() if receipts}
+        if num_left := before - sum(map(len, self._kept.values())):
+            logger.info("Answers to NeMo Gym's servers that came back in no rollout, and are not trained: %d", num_left)
 
     def sampling_of(self, body: Mapping[str, object]) -> SamplingParams | None:
         """Sampling parameters for a request: those of a rollout under way, if they differ the ones that it names. None: there is none."""

@@ -24,6 +24,7 @@ from conversion.files.manifest import RUN_CONFIG_FILE, FileRecord, file_record
 from conversion.files.reading import find_difference, name_inside, read_file, read_json, sha256_file
 from mrl.config.schema.run import CheckpointingConfig, RunConfig
 from mrl.env import kill_point
+from mrl.metrics import NEMO_RL_RANKS
 from mrl.phases import ModelName
 from mrl.store.ownership import unowned
 from mrl.types import RunState
@@ -92,7 +93,8 @@ class CheckpointStore:
         self.keep_top_k = settings.keep_top_k
         self.keep_latest_k = settings.ft_keep_latest_k or 1
         self.save_period = settings.save_period
-        self.metric_name = None if settings.metric_name is None else settings.metric_name.replace(":", "/", 1)
+        name = settings.metric_name
+        self.metric_name = None if name is None else NEMO_RL_RANKS.get(name, name).replace(":", "/", 1)
         self.higher_is_better = settings.higher_is_better
 
     def begin(self, state: RunState, models: Iterable[ModelName] = ("policy",)) -> Checkpoint:

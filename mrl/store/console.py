@@ -54,7 +54,7 @@ def step_lines(metrics: Mapping[str, float], *, num_prompts: int, num_generation
     engines, hidden = shown_on("Mrl", metrics), shown_on("hidden", metrics)
     if "refit/seconds" not in metrics:
         engines = ", ".join(filter(None, [engines, "engines keep their weights"]))
-    generation_s, total_s = metrics["time/generation"], metrics["time/total"]
+    generation_s, total_s = metrics.get("time/generation", 0.0), metrics["time/total"]
     return [
         f"[Generate] {num_prompts} prompts x {num_generations} generations = {num_rollouts} responses ({generation_s:.1f}s)",
         f"[Reward]   {shown_on('Reward', metrics)}",

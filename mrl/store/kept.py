@@ -155,6 +155,14 @@ class KeptRollouts:
                 found[group.key] = group.step
                 if group.key not in self._usable or self._usable[group.key].step <= group.step:
                     self._usable[group.key] = group
+        lasting = tuple(group for group in file.groups if group.step <= step)
+        if found and len(lasting) < len(file.groups):
+            # A later attempt, which has made those steps anew, would take the rest for its own.
+            try:
+                write_record(path, KeptFile(file.conditions, lasting))
+            except OSError as error:
+                logger.warning("%s: rollouts of no use cannot be taken out, so all of its rollouts are dropped: %s", path, error)
+                found.clear()
         if found:
             self._files[path], self._sizes[path] = found, path.stat().st_size
         else:

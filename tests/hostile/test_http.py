@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
@@ -229,6 +230,20 @@ def test_strangers_do_not_shut_out_who_has_the_key(server: tuple[str, int], monk
         assert all(received(stranger) == b"" for stranger in strangers[: 300 - http_gate.MAX_STRANGERS])  # closed, the oldest first
         known.sendall(head(AUTHORIZED, "Content-Length: 4\r\n") + b"abcd")
         assert answer(known) == (200, {"read": 4})
+
+
+def test_a_step_of_callers_that_come_at_once_is_served(server: tuple[str, int]):
+    async def ask() -> int:
+        reader, writer = await asyncio.open_connection(*server)
+        writer.write(head(AUTHORIZED, "Content-Length: 3\r\n") + b"abc")
+        said = await reader.read(65536)
+        writer.close()
+        return status(said)
+
+    async def ask_all() -> list[int]:
+        return await asyncio.gather(*(ask() for _ in range(700)))
+
+    assert asyncio.run(ask_all()) == [200] * 700
 
 
 LIMITS = Limits(max_model_len=1000, num_slots=8)

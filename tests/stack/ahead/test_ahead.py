@@ -143,7 +143,7 @@ def test_a_silent_environment_is_not_waited_for_forever_when_an_engine_is_lost(t
     keys = ["grpo.max_rollout_turns=2", "deadlines.generate_s=20"]
     with running(tmp_path, *keys) as (run, state):
         source, engines, sampling = run.supplier.session.collector, run.supplier.session.engines, run.supplier.queue._sampling
-        source.drain()
+        source.drain(on_tick=lambda: None)
         run.supplier.session.rewards.apply(fall_silent)
         for index, max_new_tokens in ((0, 1), (1, 1200)):
             asked = [(-2, run.supplier.data.train[index])]
@@ -153,7 +153,7 @@ def test_a_silent_environment_is_not_waited_for_forever_when_an_engine_is_lost(t
         source.wait(lambda: run.supplier.session.rewards.num_undecided >= 4, on_tick=lambda: None)
         os.kill(int(str(pid)), signal.SIGKILL)
         with pytest.raises(DeadlineExceeded, match="turns wait for their environment"):
-            source.drain()
+            source.drain(on_tick=lambda: None)
         assert engines.book.lost == {0}
 
 

@@ -63,10 +63,10 @@ class Agents:
     def wait(self, is_enough: Callable[[], bool], *, on_tick: Callable[[], None]) -> None:
         wait_until(is_enough, "rollouts")
 
-    def judge(self, groups: Sequence[AskedGroup]) -> tuple[list[RolloutGroup], float]:
+    def judge(self, groups: Sequence[AskedGroup], *, on_tick: Callable[[], None]) -> tuple[list[RolloutGroup], float]:
         return [group.judged() for group in groups], 0.0
 
-    def drain(self) -> None:
+    def drain(self, *, on_tick: Callable[[], None]) -> None:
         """Nothing: weights change under way."""
 
     def take_busy_s(self) -> float:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,8 +17,10 @@ from hypothesis import strategies as st
 
 from mrl.cluster.rollouts import AskedGroup
 from mrl.data.prompts import load_prompts
-from mrl.loop.rollouts import NoSignal, QueuePlan, RolloutQueue, Supplied, oldest_version, open_queue
+from mrl.loop.rollouts import NoSignal, QueuePlan, RolloutQueue, Supplied, open_queue
+from mrl.loop.run import Stopped
 from mrl.recipes.tokenizer import byte_tokenizer
+from mrl.store.console import step_lines
 from mrl.store.ledger import Ledger, replay
 from mrl.store.summary import Clock
 from mrl.types import Prompt, PromptKey, RolloutGroup, RolloutInfo, RunState, SamplingParams, Verdict
@@ -62,10 +65,12 @@ class Groups:
             self.pass_time(self.now + 1)
             on_tick()
 
-    def drain(self) -> None:
+    def drain(self, *, on_tick: Callable[[], None]) -> None:
+        on_tick()
         self.pass_time(max([self.now, *(done for _, done in self.under_way.values())]))
 
-    def judge(self, groups: Sequence[AskedGroup]) -> tuple[list[RolloutGroup], float]:
+    def judge(self, groups: Sequence[AskedGroup], *, on_tick: Callable[[], None]) -> tuple[list[RolloutGroup], float]:
+        on_tick()
         for group in groups:
             del self.under_way[group.key]
         return [group.judged() for group in groups], 0.0
@@ -130,7 +135,7 @@ def names(supplied: Sequence[Supplied]) -> list[list[str]]:
 
 
 def ages(supplied: Sequence[Supplied]) -> list[list[int]]:
-    return [[index + 1 - oldest_version(group) for group in one.groups] for index, one in enumerate(supplied)]
+    return [[index + 1 - group.oldest_version for group in one.groups] for index, one in enumerate(supplied)]
 
 
 @pytest.fixture
@@ -205,7 +210,7 @@ def test_freshest_first_takes_the_youngest(ledger: Ledger):
     queue.go_on(state)
     source.pass_time(source.now + 1)
     second = queue.take(state, Clock())
-    assert second is not None and [oldest_version(group) for group in second.groups] == [2, 2]
+    assert second is not None and [group.oldest_version for group in second.groups] == [2, 2]
 
 
 def test_dynamic_sampling_refills_until_enough_groups_differ(ledger: Ledger):
@@ -243,9 +248,40 @@ def test_surplus_of_a_step_with_lag_is_kept_as_it_is(ledger: Ledger):
 def test_too_few_groups_that_differ_end_the_run_with_a_way_out(ledger: Ledger):
     source = Groups(rewards={f"p{i}": (0.0, 0.0) for i in range(1, 12)})
     queue = queue_of(plan(max_batches=3), source, ledger, prompts(12), SAMPLING, last_step=2, has_signal=differs)
-    with pytest.raises(NoSignal, match=r"max_gen_batches=3: after so many batches of 2 prompts step 1 has 1 of 2 .* raise"):
+    with pytest.raises(Stopped) as ended:  # which saves the last step
         run(queue, ledger, steps=1)
+    assert isinstance(ended.value.__cause__, NoSignal)
+    assert re.search(r"max_gen_batches=3: after so many batches of 2 prompts step 1 has 1 of 2 .* raise", str(ended.value.__cause__))
     assert len(source.asked) == 6
+
+
+def test_a_step_of_groups_left_over_asks_for_none_and_has_its_lines(ledger: Ledger):
+    queue = queue_of(plan(1, batch=4, max_batches=4), Groups(), ledger, prompts(20), SAMPLING, last_step=4, has_signal=differs)
+    _, second = run(queue, ledger, steps=2)
+    assert names([second]) == [["p2", "p3"]] and second.metrics["train/dynamic_sampling_num_gen_batches"] == 0
+    lines = step_lines(second.metrics | {"time/total": 1.0}, num_prompts=2, num_generations=NUM_GENERATIONS)
+    assert lines[0] == "[Generate] 2 prompts x 2 generations = 4 responses (0.0s)"
+
+
+@pytest.mark.parametrize("waits", ["verdicts", "drain"])
+def test_a_signal_ends_every_wait_of_a_step(ledger: Ledger, waits: str):
+    ticks: list[int] = []
+
+    def stop_at_once() -> None:
+        ticks.append(len(ticks))
+        if len(ticks) > 1:
+            raise Stopped
+
+    class Ready(Groups):
+        def wait(self, is_enough: Callable[[], bool], *, on_tick: Callable[[], None]) -> None:
+            self.pass_time(self.now + 1)
+
+    queue = queue_of(plan(1), Ready(), ledger, prompts(8), SAMPLING, last_step=4, on_tick=stop_at_once)
+    queue.go_on(RunState(step=0, weight_version=1))
+    if waits == "drain":
+        ticks.append(0)
+    with pytest.raises(Stopped):
+        queue.pause() if waits == "drain" else queue.take(RunState(step=0, weight_version=1), Clock())
 
 
 def test_prompts_that_are_used_up_end_the_run(ledger: Ledger):
@@ -295,7 +331,7 @@ def test_a_group_that_is_revived_is_not_asked_for_and_regenerated_when_it_is_too
     def revive(epoch: int, prompt: Prompt) -> AskedGroup | None:
         if prompt.prompt_id not in ("p0", "p3"):
             return None
-        group = AskedGroup(epoch, prompt, NUM_GENERATIONS, 0 if prompt.prompt_id != "p3" else -1)
+        group = AskedGroup(epoch, prompt, NUM_GENERATIONS, 0 if prompt.prompt_id != "p3" else -1, is_kept=True)
         finish(group, (0.0, 1.0))
         source.under_way[group.key] = (group, 0)  # so that it can be judged
         return group
@@ -345,7 +381,7 @@ def test_nothing_is_lost_or_trained_twice_over_a_kill(
             age = kept.get(int(prompt.prompt_id[1:]), 9)
             if age > lag or not ledger.path.exists():
                 return None
-            group = AskedGroup(epoch, prompt, NUM_GENERATIONS, 1 - age)
+            group = AskedGroup(epoch, prompt, NUM_GENERATIONS, 1 - age, is_kept=True)
             finish(group, source.rewards.get(prompt.prompt_id, (0.0, 1.0)))
             source.under_way[group.key] = (group, 0)
             return group

@@ -20,6 +20,7 @@ from mrl.rollout.agents import AgentRunner, AgentTask, Ran
 from mrl.rollout.gym import GymServers, gym_row, reply_of
 from mrl.rollout.receipts import Receipts
 from mrl.rollout.remote import AgentUnreached
+from mrl.rollout.turn_tree import SampledAnswer
 from mrl.types import Prompt, SamplingParams
 from tests.unit.rollout.gateways import CONTEXT, ENGINE_KEY, RUN_KEY, SAMPLING, FakeEngine, Running
 from tests.unit.rollout.gym_server import GymForm
@@ -114,6 +115,17 @@ def test_rollouts_at_once_get_their_own_tokens(running: Running, runner: AgentRu
     assert sorted(trained) == [900 + number for number in range(1, 13)]
     assert all(one.verdict.status == "ok" and "untrained_tokens_no_receipt" not in one.verdict.metrics for one in ran)
     assert running.gateway.receipts == Receipts()  # nothing is left
+
+
+@pytest.mark.parametrize(("age_s", "num_kept"), [(0.0, 0), (HANG_S, 1)])
+def test_an_answer_that_no_rollout_can_claim_any_more_leaves_while_others_run(running: Running, age_s: float, num_kept: int):
+    receipts, session = Receipts(age_s), running.gateway.open_session(sampling=SAMPLING, seed=1)
+    session.engines.append(0)
+    with receipts.rollout(SAMPLING):
+        with receipts.rollout(SAMPLING):
+            receipts.keep(session.tree.add([1, 2], SampledAnswer(np.array([3]), np.array([-0.5]), "stop", 1)), session)
+        assert len(receipts._kept) == num_kept
+    assert receipts == Receipts(age_s)
 
 
 def test_tokens_without_a_receipt_are_counted_and_not_trained(running: Running, runner: AgentRunner, engine: FakeEngine):

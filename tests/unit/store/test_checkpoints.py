@@ -215,6 +215,7 @@ ACCURACIES = {1: 0.9, 2: 0.5, 3: 0.7, 4: None, 5: 0.1}
     [
         ({"keep_top_k": 2}, [1, 3, 5]),
         ({"keep_top_k": 2, "higher_is_better": False}, [2, 5]),
+        ({"keep_top_k": 2, "metric_name": "val:total_reward/mean"}, [1, 3, 5]),  # NeMo RL's name for the same
         ({"keep_top_k": None}, [1, 2, 3, 4, 5]),
         ({"keep_top_k": 2, "metric_name": None}, [4, 5]),
         ({"keep_top_k": 1, "ft_keep_latest_k": 3}, [1, 3, 4, 5]),

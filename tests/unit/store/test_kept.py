@@ -22,7 +22,8 @@ from mrl.data.recorded import read_record, write_record
 from mrl.loop.keeping import open_kept, reviver
 from mrl.store import kept
 from mrl.store.kept import KeptFile, KeptGroup, KeptRollouts, WholeGroup, conditions_of, drop_kept
-from mrl.types import Flaw, Prompt, Proposals, Rollout, RolloutInfo, RolloutRequest, SamplingParams, Turn, Verdict
+from mrl.store.ledger import LedgerState
+from mrl.types import Flaw, Prompt, Proposals, Rollout, RolloutInfo, RolloutRequest, RunState, SamplingParams, Turn, Verdict
 from tests.unit.store.test_run_folder import config
 from tests.waiting import HANG_S, wait_until
 
@@ -150,6 +151,22 @@ def test_rollouts_of_weights_that_are_rolled_back_are_not_used(tmp_path: Path, c
     assert second.take(0, prompt("a")) is None and "from weights after step 3, which are rolled back" in caplog.text
     second.close()
     assert written(tmp_path) == []
+
+
+def test_what_is_rolled_back_stays_so_two_attempts_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kept, "INTERVAL_S", 1.0)  # both groups in one file
+    first = attempt(tmp_path, step=10, lag=2, period=2)
+    first.follow(RunState(step=11, weight_version=6), LedgerState())
+    first.note(whole("a", 5))
+    first.note(whole("b", 6))
+    wait_until(lambda: written(tmp_path) == ["a", "b"], "a write")
+    first.close()
+    second = attempt(tmp_path, step=10, lag=2, period=2)  # makes step 11 anew
+    second.close()
+    assert written(tmp_path) == ["a"]
+    third = attempt(tmp_path, step=12, lag=2, period=2)
+    assert third.take(0, prompt("b")) is None and third.take(0, prompt("a")) is not None
+    third.close()
 
 
 def test_a_prompt_with_another_text_is_asked_again(tmp_path: Path):
