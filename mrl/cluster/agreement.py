@@ -29,7 +29,7 @@ NUM_PROMPTS, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS = 4, 512, 16
 def compare_at_start(session: RolloutSession, prompts: Sequence[Prompt]) -> str:
     """Compares trainer and first engine, which hold equal weights and may sample, on a few tokens; the figures as text.
 
-    Requests have ids and seeds of their own, and the refit that follows drops what the engine has cached of them.
+    Requests have the ids and seeds of epoch 0, and all end before training asks. The refit that follows drops what is cached of them.
 
     Raises:
         Disagreement: the figures, the limit and the likely causes.

@@ -18,6 +18,8 @@ GENERATION = "generation"
 """Name of the driver's wait for sampling engines."""
 Q = TypeVar("Q")
 A = TypeVar("A")
+# An actor that dies this often in a row without an answer will not get better.
+MAX_FRUITLESS_RESTARTS = 3
 
 
 @dataclass
@@ -48,7 +50,7 @@ class RequestBook(Generic[Q, A]):
         on_death: Callable[[int, ActorLost], None],
         *,
         news: News,
-        max_fruitless_restarts: int,
+        max_fruitless_restarts: int = MAX_FRUITLESS_RESTARTS,
         num_calls: int = 1,
     ) -> None:
         """`call(index, requests)` hands an actor requests; what it has answered meanwhile, by id. An actor has up to `num_calls` at once.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import ray
 
 from mrl import spans
-from mrl.cluster.book import GENERATION, RequestBook
+from mrl.cluster.book import GENERATION, MAX_FRUITLESS_RESTARTS, RequestBook
 from mrl.cluster.calls import Actors, answered, ask, start_actor, wait_all
 from mrl.cluster.engine_parts import EnginePart, EngineParts, engine_settings
 from mrl.cluster.environment import engine_variables, importing, own_temporary_folder, start_actor_process
@@ -47,8 +47,6 @@ T = TypeVar("T")
 
 # A poll ends after this long, for new requests, or as soon as a rollout has finished, if it is not too short: calls cost the driver time.
 POLL_BUDGET_S, MIN_POLL_S = 0.25, 0.1
-# An engine that dies this often without finishing a single rollout in between will not get better.
-MAX_FRUITLESS_RESTARTS = 3
 
 
 Polled = tuple[list[RolloutInfo], float]

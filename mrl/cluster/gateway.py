@@ -48,7 +48,6 @@ ANSWER_S, GATHER_S = 1.0, 0.05
 STUCK_S = 60.0
 # One call hands tasks in while another waits, and a further one brings the addresses of engines.
 NUM_CALLS = 4
-MAX_FRUITLESS_RESTARTS = 3
 
 
 @dataclass(frozen=True)
@@ -163,8 +162,7 @@ class AgentGateway(Actors[GatewayActor]):
         self.news = engines.news
         self.api_key = secrets.token_urlsafe(32)
         self.url: str | None = None
-        limits = {"max_fruitless_restarts": MAX_FRUITLESS_RESTARTS, "num_calls": 2}
-        self.book = RequestBook[AgentTask, EndedRollout](GATEWAY, 1, self._run, self._restart, news=self.news, **limits)
+        self.book = RequestBook[AgentTask, EndedRollout](GATEWAY, 1, self._run, self._restart, news=self.news, num_calls=2)
         self._starting: ray.ObjectRef[str] | None = None
         self.handles = [self._start()]
         engines.on_addresses = self.tell_addresses

@@ -61,8 +61,6 @@ STUCK_S = 60.0
 NUM_TOGETHER = 32
 # Calls of an actor at once: one hands rollouts in, another waits for verdicts, and tests look inside.
 NUM_CALLS = 4
-# A reward actor that dies this often without a single verdict in between will not get better.
-MAX_FRUITLESS_RESTARTS = 3
 
 Unjudged = tuple[RolloutInfo, Prompt, Verdict | None]
 """A rollout, and the verdict of the agent that has done it, which is only amended by faults of form."""
@@ -215,8 +213,7 @@ class Rewards(Actors[RewardActor]):
         num_actors = len(placement.first_slots)
         self.news = News()
         # A second call hands rollouts in while the first waits for verdicts.
-        limits = {"max_fruitless_restarts": MAX_FRUITLESS_RESTARTS, "num_calls": 2}
-        self.book = RequestBook[Unjudged, Ended | PayloadRef](REWARDS, num_actors, self._judge, self._restart, news=self.news, **limits)
+        self.book = RequestBook[Unjudged, Ended | PayloadRef](REWARDS, num_actors, self._judge, self._restart, news=self.news, num_calls=2)
         self._starting: dict[int, ray.ObjectRef[int]] = {}
         self._seconds = [0.0] * num_actors
         self._load = RewardLoad()
