@@ -28,6 +28,7 @@ PREFIXES: dict[LogStyle, str] = {"text": "{time:%F %T} {level} ", "terminal": "{
 STORY = "story"
 """The logger of what tutorials show, which has no times in a terminal."""
 
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")  # Ray colors the errors of its actors
 _URL_PASSWORD = re.compile(r"(\b[a-zA-Z][\w+.-]*://[^\s/:@]*):[^\s/]+@")
 _URL_TOKEN = re.compile(r"([?&][\w-]*(?:token|key|secret|password|signature|sig)=)[^&\s]+", re.IGNORECASE)
 
@@ -83,7 +84,7 @@ class SecretsFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Formats a record; every line of its text gets the prefix."""
-        text = safe_text(redact_text(super().format(record), self.secrets))
+        text = safe_text(redact_text(_COLOR.sub("", super().format(record)), self.secrets))
         now = datetime.fromtimestamp(record.created).astimezone()
         if self.style == "json":
             said = {"time": now.isoformat(timespec="milliseconds"), "level": record.levelname, "logger": record.name}

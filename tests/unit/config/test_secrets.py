@@ -224,3 +224,8 @@ def test_a_changed_config_keeps_its_secrets(monkeypatch: pytest.MonkeyPatch):
 def test_short_values_of_the_environment_stay(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "true")
     assert redact_text("true") == "true"
+
+
+def test_the_colors_of_rays_errors_are_left_out():
+    record = logging.LogRecord("mrl", logging.ERROR, "", 0, "\x1b[36mray::EngineActor.build()\x1b[39m (pid=7)\x1b[2J", None, None)
+    assert SecretsFormatter().format(record) == "ray::EngineActor.build() (pid=7)\ufffd[2J"
