@@ -38,8 +38,11 @@ _NEMO_RL_FOLDERS = ("examples/configs", "examples/nemo_gym")
 _DIGITS = re.compile(r"[-+.:_0-9a-fA-FoxX]+")
 _RELATIVE = re.compile(r"\$\{(\.+)([\w.]+)\}")
 _ABSOLUTE = re.compile(r"\$\{([\w.]+)\}")
-# Hydra writes {a:1}, which in YAML is a mapping only with a space.
-_COMPACT_ITEM = re.compile(r"([{,]\s*[\w.-]+):(?=[^\s/])")
+# Parts of a value: quoted texts, references, keys that a value follows without a space, and single characters.
+_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_PART = re.compile(rf"{_QUOTED}|\$\{{[^{{}}]*\}}|[\w.-]+:(?=[^\s/]|/[^/])|\s+|.", re.DOTALL)
+# YAML takes them for numbers: of base 8, 16 and 60.
+_TEXT_TO_HYDRA = re.compile(r"[-+]?0[\d_]+|[-+]?0[xob][\da-fA-F_]+|[-+]?\d+(:\d+)+(\.\d*)?")
 
 Key = tuple[str, ...]
 """A dotted key, split at its dots."""
@@ -189,15 +192,30 @@ def shorten(value: object) -> str:
 
 
 def _parse_value(text: str) -> object:
-    # OmegaConf's YAML, not PyYAML's, for which 1e-5 is a string.
-    if text == "":
-        return ""
-    if text.startswith("{"):
-        text = _COMPACT_ITEM.sub(r"\1: ", text)
+    """The value of an override, as Hydra reads it: of YAML numbers, truth values, null, lists and mappings; else a text as it stands."""
+    if re.fullmatch(_QUOTED, text, re.DOTALL):
+        return text[1:-1].replace(f"\\{text[0]}", text[0])
+    if text.startswith(("{", "[")):
+        text = _spaced(text)
+    elif text == "" or "\n" in text or " #" in text or _TEXT_TO_HYDRA.fullmatch(text):
+        return text
     check_yaml(text)
+    # OmegaConf's YAML, not PyYAML's, for which 1e-5 is a string.
     parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     assert isinstance(parsed, dict)
-    return parsed["value"]
+    value = parsed["value"]
+    return text if isinstance(value, dict | list) and not text.startswith(("{", "[")) else value
+
+
+def _spaced(text: str) -> str:
+    """`{a:1}`, which Hydra takes for a mapping, as `{a: 1}`, which YAML does."""
+    made, opened, is_key_next = "", "", False
+    for part in _PART.findall(text):
+        made += f"{part} " if is_key_next and part.endswith(":") else part
+        opened = opened[:-1] if part in "]}" else opened + part if part in "[{" else opened
+        if not part.isspace():
+            is_key_next = opened.endswith("{") and part in "{,"
+    return made
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, object], dict[Key, int]]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import itertools
 import os
 import pkgutil
 import sys
@@ -91,20 +90,22 @@ def code_digest(path: str) -> str:
     return hashlib.sha256(b"\0".join(Path(file).read_bytes() for file in beside if os.path.isfile(file))).hexdigest()
 
 
-def reward_parameters(function: Callable[..., object]) -> list[str]:
-    """The name in `REWARD_VALUES` for each parameter, in order; three parameters without defaults of other names get `POSITIONAL`.
+def reward_parameters(function: Callable[..., object]) -> dict[str, str]:
+    """Parameter -> name in `REWARD_VALUES`; three parameters without defaults of other names get `POSITIONAL`.
 
     A ValueError names the signature.
     """
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+        raise ValueError("is an async function; write a plain one, which may use asyncio.run, or an agent (env.own.agents)")
     parameters = list(inspect.signature(function).parameters.values())
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     unknown = [parameter for parameter in needed if parameter not in REWARD_VALUES]
-    known = [p.name for p in itertools.takewhile(lambda p: p.name in REWARD_VALUES, plain)]
-    if not unknown and len(known) >= len(needed):
-        return known
+    known = [p.name for p in parameters if p.name in REWARD_VALUES and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if not unknown and known:
+        return dict(zip(known, known, strict=True))
     if len(needed) == len(POSITIONAL) == len([p for p in plain if p.default is p.empty]):
-        return list(POSITIONAL)
+        return dict(zip(needed, POSITIONAL, strict=True))
     raise ValueError(
         f"takes {inspect.signature(function)}, of which mrl does not know {', '.join(unknown or needed)}; "
         f"take three parameters, {', '.join(POSITIONAL)}, or any of {', '.join(REWARD_VALUES)}"

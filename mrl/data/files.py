@@ -79,7 +79,7 @@ def _files_in(folder: Path, dataset: DatasetConfig, setting: str) -> list[Path]:
             files = [saved / name_inside(str(entry["filename"]), state) for entry in content["_data_files"]]
         except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
             raise ValueError(f"{state} does not list the files of a data set ({error}); save it again with `save_to_disk`") from error
-    files = files or _files_of_split(folder, split, setting)
+    files = files or ([] if saved != folder else _files_of_split(folder, split, setting))
     if not files:
         raise ValueError(
             f"{setting}: {folder} has no files of split {split}; set {setting}.split, or name a file with {setting}.data_path "

@@ -166,6 +166,9 @@ def _with_question(fields: Fields, config: EnvConfig) -> Fields:
 
 def _check_answer(answer: str, fields: Fields, dataset: DatasetConfig) -> None:
     """Raises RowError if no reply can be compared with the answer of a row."""
+    if not answer and isinstance(held := fields.get("reward_model"), dict):
+        kind = type(held.get("ground_truth")).__name__
+        raise RowError(f"reward_model.ground_truth is {kind}, with which no reply can be compared; give a text, or use env.own.functions")
     if not answer:
         key = first_key(fields, answer_keys(dataset), "data.default.output_key")
         raise RowError(f"{key} is {type(fields[key]).__name__}, with which no reply can be compared; give a text or a number")

@@ -34,8 +34,8 @@ SHAREGPT_KEY = "conversations"
 INSTRUCTION_KEY = "instruction"
 """Alpaca's rows have the task here, and what it is about, if anything, under `input`."""
 ANSWER_KEYS = ("expected_answer", "answer", "output", "completion")
-NEEDED = ("context", "passage", "choices", "options", "image", "images", "video", "videos", "audio")
-"""Keys of question answering: few questions make sense without their values."""
+NEEDED = ("context", "passage", "choices", "options", "image", "images", "video", "videos", "audio", "system", "system_prompt", "history")
+"""Keys of question answering and of chats: few questions make sense without their values."""
 GOLD_MARK = "####"
 """GSM8K writes the solution, this mark, and the gold answer."""
 _THOUSANDS = re.compile(r"[-+$€£ ]*\d{1,3}(,\d{3})+(\.\d+)?[^\d,()\[\]{}]*")
@@ -249,7 +249,7 @@ def _asked(fields: Fields, question_keys: Sequence[str]) -> tuple[str, tuple[str
         return text_of(fields, (key,)), (key,)
     key = next((key for key in question_keys if fields.get(key) is not None), INSTRUCTION_KEY)
     about = plain_text(fields[key], key)
-    if task.strip() not in about:
+    if not re.match(rf"{re.escape(task.strip())}(?!\w)", about.strip()):
         about = f"{task}\n\n{about}" if about.strip() else task
     return plain_text(about, INSTRUCTION_KEY), (key, INSTRUCTION_KEY)
 
@@ -278,8 +278,10 @@ def _verl(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
     reward_model = fields.get("reward_model")
     if not isinstance(reward_model, dict):
         raise RowError("reward_model must be an object with ground_truth")
-    answer = text_of(reward_model, ("ground_truth",))
-    return _row(fields, ("prompt",), messages, said("assistant", answer), answer)
+    # Own functions get what is no text as it is; others refuse the row.
+    has_text = not isinstance(reward_model.get("ground_truth"), dict | list | None)
+    answer = text_of(reward_model, ("ground_truth",)) if has_text else ""
+    return _row(fields, ("prompt",), messages, said("assistant", answer) if answer else None, answer)
 
 
 def _squad(fields: Fields, dataset: DatasetConfig) -> ParsedRow:

@@ -57,6 +57,8 @@ for attempt in (lambda: open(path), lambda: open(path, "a"), os.fork, socket.soc
     except OSError:
         pass
 """
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""Variables of a program: numpy would take memory for a thread on each core, and wait for ever at the limit."""
 
 
 def environment(config: EnvConfig) -> Environment:
@@ -127,6 +129,7 @@ def run_test(program: str, given: str, expected: str, function: str, seconds: fl
 
     `given` is stdin, or one JSON value per line, the arguments; `expected` is stdout, or the returned value as JSON.
     """
+    sys.set_int_max_str_digits(sandbox.MAX_DIGITS)
     try:
         stdin_text = given if not function else json.dumps([json.loads(line) for line in given.splitlines() if line.strip()])
         right = json.loads(expected) if function else None
@@ -210,7 +213,7 @@ def _run(
                     stdout=stdout,
                     stderr=stderr,
                     cwd=folder,
-                    env={"TMPDIR": str(folder)},
+                    env={"TMPDIR": str(folder), **ONE_THREAD},
                     pass_fds=[result.fileno(), starting],
                 )
             )

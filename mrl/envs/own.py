@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import json
 import numbers
 import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,8 +33,8 @@ VALUES: dict[str, Callable[[Task], object]] = {
     "row": lambda task: task.fields,
     "data_source": lambda task: task.fields.get("data_source", ""),
     "solution_str": lambda task: task.text,
-    "ground_truth": lambda task: task.expected,
-    "extra_info": lambda task: task.fields,
+    "ground_truth": lambda task: _held(task.fields.get("reward_model"), "ground_truth", task.expected),
+    "extra_info": lambda task: _held(task.fields, "extra_info", task.fields),
 }
 """The value of a parameter, by its name: those of `REWARD_VALUES`."""
 
@@ -59,13 +61,15 @@ def make(function: str) -> Score:
     """The reward function `pkg.mod:fn`; a ValueError says that it is not there, or that its parameters are not known."""
     try:
         found = find(function)
-        names = reward_parameters(found)
+        names, signature = reward_parameters(found), inspect.signature(found)
     except ValueError as error:
         raise ValueError(f"reward function {function!r} {error}") from error
 
     def score(task: Task) -> Outcome:
         try:
-            return outcome(found(*(VALUES[name](task) for name in names)))
+            bound = signature.bind_partial()
+            bound.arguments.update({name: VALUES[value](task) for name, value in names.items()})
+            return outcome(found(*bound.args, **bound.kwargs))
         except Exception as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, PermissionError | socket.gaierror):
@@ -82,8 +86,9 @@ def make(function: str) -> Score:
 def outcome(returned: object) -> Outcome:
     """The outcome of a returned value: a number; or a dict with `reward` or `score`, else with components that add up to the reward.
 
-    Of a dict's other entries, numbers are components, `extracted` is text, `mask_sample` masks, and `observation` is what the
-    environment answers: a text, which the user says, or messages. The pool refuses what is no finite number.
+    Of a dict's other entries, numbers are components, `extracted` or verl's `pred` is text, `mask_sample` masks, and `observation` is what
+    the environment answers: a text, which the user says, or messages. Beside a reward there may be anything else. The pool refuses what is
+    no finite number.
     """
     if not isinstance(returned, Mapping):
         return Outcome(_number(returned, "the reward"))
@@ -91,12 +96,15 @@ def outcome(returned: object) -> Outcome:
     if all(key in returned for key in TOTALS) and returned[TOTALS[0]] != returned[TOTALS[1]]:
         raise TypeError(f"the returned dict has two rewards, {' and '.join(f'{key}={returned[key]!r:.40}' for key in TOTALS)}")
     special = {*TOTALS, "extracted", "observation", MASK_SAMPLE}
-    components = {str(key): _number(value, f"component {key!r}") for key, value in returned.items() if key not in special}
+    others = {str(key): value for key, value in returned.items() if key not in special}
+    components = {
+        key: _number(value, f"component {key!r}") for key, value in others.items() if total is None or _as_number(value) is not None
+    }
     if total is None and not components:
         raise TypeError(f"the returned dict has no reward: {returned!r:.100}")
     return Outcome(
         reward=sum(components.values()) if total is None else _number(returned[total], f"{total!r}"),
-        extracted=str(returned.get("extracted", "")),
+        extracted=str(returned.get("extracted", returned.get("pred", ""))),
         components=components,
         flags=(MASK_SAMPLE,) if _number(returned.get(MASK_SAMPLE) or 0, MASK_SAMPLE) else (),
         observation=_messages(returned.get("observation")),
@@ -104,12 +112,23 @@ def outcome(returned: object) -> Outcome:
 
 
 def _number(value: object, what: str) -> float:
-    # numpy's booleans and torch's scalars are no Real; `item` makes them one. True and False are 1 and 0, as in verl.
-    item = getattr(value, "item", None)
-    found = item() if callable(item) else value
-    if not isinstance(found, numbers.Real):
+    if (number := _as_number(value)) is None:
         raise TypeError(f"{what} is {value!r:.100}, a {type(value).__name__}, not a number")
-    return float(found)
+    return number
+
+
+def _as_number(value: object) -> float | None:
+    # numpy's booleans and torch's scalars are no Real; `item` makes them one. True and False are 1 and 0, as in verl.
+    if callable(item := getattr(value, "item", None)):
+        with suppress(ValueError, RuntimeError):  # of several numbers
+            value = item()
+    return float(value) if isinstance(value, numbers.Real) else None
+
+
+def _held(fields: object, key: str, other: object) -> object:
+    """verl's value under `key`, a dict or a list; `other` if there is none."""
+    found = fields.get(key) if isinstance(fields, dict) else None
+    return found if isinstance(found, dict | list) else other
 
 
 def _messages(value: object) -> tuple[Mapping[str, str], ...]:

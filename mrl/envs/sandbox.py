@@ -28,11 +28,13 @@ from collections.abc import Callable
 MEMORY_BYTES = 1 << 30
 FILE_BYTES = 32 << 20
 NUM_OPEN_FILES = 32
+# As in NeMo Gym.
+MAX_DIGITS = MAX_RECURSION = 50_000
 PR_SET_PDEATHSIG = 1
 
 # Modules that solutions of contests take for granted; names of later ones win over earlier ones, and Python's own over all.
-PRELUDE = "bisect collections copy datetime fractions functools heapq itertools json math operator random re string sys typing".split()
-UNPACKED = "bisect collections functools heapq itertools math typing".split()
+UNPACKED = "string re datetime collections heapq bisect copy math random statistics itertools functools operator io typing".split()
+PRELUDE = [*UNPACKED, "fractions", "json", "sys"]
 
 
 def main() -> None:
@@ -41,6 +43,8 @@ def main() -> None:
     builtins.__dict__.update(prelude())
     limit(float(seconds), int(file_bytes), int(num_tasks))
     confine(paths.split(os.pathsep), may_escape=may_escape == "1")
+    sys.setrecursionlimit(MAX_RECURSION)
+    sys.set_int_max_str_digits(MAX_DIGITS)
     os.chmod, os.utime = of_own_files(os.chmod), of_own_files(os.utime)
     os.write(int(started_fd), b"1")
     os.close(int(started_fd))
@@ -54,14 +58,22 @@ def main() -> None:
     found = solution[function] if function in solution else getattr(solution["Solution"](), function)
     returned = found(*arguments)
     with open(int(result_fd), "w", encoding="utf-8") as file:
-        json.dump(returned, file)
+        json.dump(returned, file, default=plain)
 
 
 def prelude() -> dict[str, object]:
     """Names that a program may use without importing them."""
     modules = {name: importlib.import_module(name) for name in PRELUDE}
-    unpacked = {name: value for module in UNPACKED for name, value in vars(modules[module]).items() if name[0] != "_"}
+    names = {name: getattr(modules[name], "__all__", [found for found in vars(modules[name]) if found[0] != "_"]) for name in UNPACKED}
+    unpacked = {name: getattr(modules[module], name) for module in UNPACKED for name in names[module]}
     return {name: value for name, value in {**unpacked, **modules}.items() if not hasattr(builtins, name)}
+
+
+def plain(value: object) -> object:
+    """A value of numpy's as Python's own."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"{type(value).__name__} is not JSON")
+    return value.tolist()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def limit(seconds: float, file_bytes: int, num_tasks: int) -> None:

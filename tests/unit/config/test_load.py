@@ -238,6 +238,23 @@ def test_a_dot_at_the_top_of_a_file_stands_for_a_level(tmp_path: Path):
         ("+policy.generation.vllm_kwargs.x=", ""),
         ("+policy.generation.vllm_kwargs.x=null", None),
         ("++policy.generation.vllm_kwargs.x=1e-3", 1e-3),
+        # Checked against hydra-core 1.3.2, but for texts with " #", ": " or a new line, which it refuses.
+        ("+policy.generation.vllm_kwargs.x='one\ntwo'", "one\ntwo"),
+        ("+policy.generation.vllm_kwargs.x=one\n# two", "one\n# two"),
+        ("+policy.generation.vllm_kwargs.x=Solve problem #1: now", "Solve problem #1: now"),
+        ("+policy.generation.vllm_kwargs.x=Answer: a number", "Answer: a number"),
+        ("+policy.generation.vllm_kwargs.x='it\\'s'", "it's"),
+        (
+            "+policy.generation.vllm_kwargs.x={a:'hi,b:c',d:/opt/x,e:[{f:1},{g:h:2}]}",
+            {"a": "hi,b:c", "d": "/opt/x", "e": [{"f": 1}, {"g": "h:2"}]},
+        ),
+        ("+policy.generation.vllm_kwargs.x=[{a:b.jsonl},{a:c.jsonl}]", [{"a": "b.jsonl"}, {"a": "c.jsonl"}]),
+        ("+policy.generation.vllm_kwargs.x=12:30", "12:30"),
+        ("+policy.generation.vllm_kwargs.x=010", "010"),
+        ("+policy.generation.vllm_kwargs.x=0x1F", "0x1F"),
+        ("+policy.generation.vllm_kwargs.x=1_000", 1000),
+        ("+policy.generation.vllm_kwargs.x=0", 0),
+        ("+policy.generation.vllm_kwargs.x=0.5", 0.5),
     ],
 )
 def test_values_of_overrides_are_hydra_s(tmp_path: Path, override: str, value: object):

@@ -55,6 +55,10 @@ def test_what_save_to_disk_wrote(tmp_path: Path):
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
     assert found(tmp_path, split="test") == ["test/data-00000-of-00001.arrow"]
     assert found(tmp_path / "train") == ["data-00000-of-00001.arrow"]
+    with pytest.raises(
+        ValueError, match=r"has no files of split valid; set data.train.split, .*\(there are dataset_dict.json, test, train\)"
+    ):
+        found(tmp_path, split="valid")
 
 
 def cached(cache: Path, hub_id: str, *names: str) -> Path:

@@ -220,6 +220,15 @@ def test_long_rows_are_counted_in_tokens_not_in_bytes(config: RunConfig, tmp_pat
         assert len(load_prompts(limited).train[0].token_ids) == num_tokens
 
 
+@pytest.mark.parametrize("truth", [{"target": ["Bob"]}, None])
+def test_what_only_a_function_of_ones_own_can_judge_is_refused_by_others(config: RunConfig, tmp_path: Path, truth: object):
+    write(tmp_path / "train.jsonl", [{"prompt": [{"role": "user", "content": "Who?"}], "reward_model": {"ground_truth": truth}}] * 3)
+    with pytest.raises(ValueError, match=f"reward_model.ground_truth is {type(truth).__name__}, .* or use env.own.functions"):
+        load_prompts(configured(tmp_path))
+    own = configured(tmp_path, "data.default.env_name=mine", "++env.own.functions.mine=tests.unit.envs.test_own:of_verl")
+    assert len(load_prompts(own).train) == 3
+
+
 def test_questions_that_a_data_set_repeats_are_asked_once(config: RunConfig, tmp_path: Path):
     def row(question: str, index: int) -> dict[str, object]:
         prompt = [{"role": "user", "content": question}]

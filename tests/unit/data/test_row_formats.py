@@ -46,6 +46,8 @@ def test_conversations_as_others_write_them():
         ({"messages": [user("What is this?")], "images": [{"path": "a.png", "bytes": None}]}, ("images",)),
         ({"question": "q", "context": "", "images": [], "answer": "a"}, ()),
         ({"prompt": "Who?", "chosen": "a", "rejected": "b", "context": "It was Ann."}, ("context",)),
+        ({"messages": [user("Who?")], "system": "In French."}, ("system",)),
+        ({"instruction": "Who?", "history": [["Hi", "Hello"]], "output": "Ann"}, ("history",)),
     ],
 )
 def test_what_a_reply_needs_and_the_model_never_sees(fields: Fields, unshown: tuple[str, ...]):

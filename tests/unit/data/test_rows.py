@@ -55,6 +55,7 @@ def calls(arguments: object) -> Fields:
         ({"instruction": "Name a colour.", "input": "", "output": "red"}, "Name a colour.", "red"),
         ({"instruction": "Name a colour.", "output": "red"}, "Name a colour.", "red"),
         ({"instruction": "Add.", "prompt": "Add. 1+1", "output": "2"}, "Add. 1+1", "2"),
+        ({"instruction": "Edit", "input": "Edition one", "output": "a"}, "Edit\n\nEdition one", "a"),
         ({"question": "q", "answer": "a #### 1 #### 1,234,567"}, "q", "1234567"),
         ({"question": "q", "answer": "(1, 2)"}, "q", "(1, 2)"),
         ({"question": "q", "answer": 46}, "q", "46"),
@@ -307,7 +308,7 @@ def test_contents_in_parts_and_calls_without_content():
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "a call has no function.name"),
         ({"messages": [calls("{")]}, "the arguments of add are no JSON object"),
         ({"messages": [calls('"{}"')]}, "the arguments of add are no JSON object (not an object)"),
-        ({"prompt": [user("q")], "reward_model": {}}, "no key ground_truth"),
+        ({"prompt": [user("q")], "reward_model": {"ground_truth": " "}}, "ground_truth is empty"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_row(fields: Fields, reason: str):

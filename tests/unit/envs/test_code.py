@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mrl.envs import code
-from mrl.envs.code import last_code_block, same_output, same_value, score
+from mrl.envs.code import last_code_block, run_test, same_output, same_value, score
 from mrl.envs.task import Outcome, Task
 from tests.hostile.benign import BENIGN, program
 from tests.waiting import HANG_S, SOON_S, growth
@@ -181,3 +181,22 @@ def test_a_solution_may_have_a_name_of_the_prelude():
     tests = {"inputs": ["4\n6"], "outputs": ["2"], "fn_name": "gcd"}
     assert judge("def gcd(a, b):\n    return b if a == 0 else gcd(b % a, a)", tests).reward == 1.0
     assert judge("from math import gcd", tests).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("program", "given", "expected", "function"),
+    [
+        ("def f(n): return 0 if n == 0 else 1 + f(n - 1)\nprint(f(5000))", "", "5000", ""),
+        ("print(math.factorial(2000) % 10**9 == 0, len(str(math.factorial(2000))))", "", "True 5736", ""),
+        ("print(int(input()) % 7)", "1" * 5000, "4", ""),  # 111111 is 0, 11 is 4
+        (
+            "print(deepcopy([itemgetter(1)((2, 3))]), xor(5, 1), ascii_lowercase[:2], mean([1, 3]), timedelta(1).days)",
+            "",
+            "[3] 4 ab 2 1",
+            "",
+        ),
+        ("import numpy as np\ndef f(a): return np.sum(a), np.array(a)", "[1, 2]", "[3, [1, 2]]", "f"),
+    ],
+)
+def test_what_contests_take_for_granted(program: str, given: str, expected: str, function: str):
+    assert run_test(program, given, expected, function, HANG_S) is None

@@ -71,3 +71,36 @@ def test_returned_values(returned: object, expected: Outcome):
 def test_returned_values_that_are_no_reward(returned: object):
     with pytest.raises(TypeError):
         outcome(returned)
+
+
+VERL_ROW = '{"data_source": "nq", "reward_model": {"ground_truth": {"target": ["Bob"]}}, "extra_info": {"index": 7, "level": 3}}'
+
+
+def of_verl(solution_str, ground_truth, method="strict", extra_info=None):
+    assert extra_info is not None
+    return {
+        "score": 1.0,
+        "acc": ground_truth["target"] == ["Bob"] and method == "strict",
+        "pred": "42",
+        "index": extra_info["index"],
+        "rest": [],
+    }
+
+
+def keywords(data_source, *, ground_truth, extra_info):
+    return {"score": 1.0, "level": extra_info["level"], "is_gold": ground_truth == "gold"}
+
+
+async def later(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+
+
+def test_verls_functions_get_verls_values_by_name():
+    found = make(f"{__name__}:of_verl")(Task(("Bob",), "", row=VERL_ROW))
+    assert found == Outcome(1.0, extracted="42", components={"acc": 1.0, "index": 7.0})
+    assert make(f"{__name__}:keywords")(TASK).components == {"level": 3.0, "is_gold": 1.0}  # without extra_info of its own: the row
+
+
+def test_an_async_reward_is_refused_before_it_judges():
+    with pytest.raises(ValueError, match="async"):
+        make(f"{__name__}:later")
