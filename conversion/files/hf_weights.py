@@ -40,8 +40,9 @@ def read_model_config(hf: Path) -> dict[str, object]:
 
 
 def is_unused(name: str, config: HfConfig) -> bool:
-    """Tells whether a tensor of the weight files is a copy of the embedding, or of MTP layers that the family leaves out."""
-    return (name == OUTPUT and config.get(TIED) is True) or family(config).is_left_out(config, name)
+    """Tells whether a tensor is a copy of the embedding, frequencies that follow from config.json, or of MTP layers left out."""
+    is_derived = name.endswith(".rotary_emb.inv_freq") or (name == OUTPUT and config.get(TIED) is True)
+    return is_derived or family(config).is_left_out(config, name)
 
 
 def check_hf(hf: Path) -> dict[str, tuple[int, ...]]:

@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 
 
 def sequence_errors(old_logprobs_T: Tensor, generator_logprobs_T: Tensor, loss_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Mean over each sequence's valid tokens of exp(|old - generator|), [S]; NaN for sequences without a valid token."""
-    is_valid_T = loss_mask_T > 0
+    """Mean over each sequence's valid tokens of exp(|old - generator|), [S]; NaN for sequences without a valid token.
+
+    Leaves out tokens of logprob -inf, as the loss does: they are outside of the trainer's top_p or top_k.
+    """
+    is_valid_T = (loss_mask_T > 0) & ~old_logprobs_T.isneginf()
     error_T = torch.where(is_valid_T, (old_logprobs_T - generator_logprobs_T).abs().exp(), 0.0)
-    segments = Segments.of(cu_seqlens, loss_mask_T)
-    return segments.mean(error_T).masked_fill(segments.sum(loss_mask_T) == 0, torch.nan)
+    segments = Segments.of(cu_seqlens, is_valid_T.to(loss_mask_T))
+    return segments.mean(error_T).masked_fill(Segments.of(cu_seqlens, loss_mask_T).sum(loss_mask_T) == 0, torch.nan)
 
 
 def error_metrics(errors: Tensor, is_kept: Tensor, rewards: Tensor) -> dict[str, Tensor]:

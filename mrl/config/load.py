@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args, get_origin
 
@@ -34,6 +34,7 @@ from mrl.config.files import (
     shorten,
     split_key,
 )
+from mrl.config.model import with_value
 from mrl.config.schema.run import KEYS, LIKE_POLICY, SAME_KEYS, Facts, RunConfig, fields_of, section_of
 from mrl.config.secrets import note_secrets, redact
 from mrl.config.teachers import read_teachers
@@ -43,6 +44,15 @@ ALGORITHMS: tuple[str, ...] = get_args(fields_of(RunConfig)["algorithm"])
 
 MISSING_ALGORITHMS = {"teachers": "distillation between tokenizers, for which teachers is a list"}
 """Section of NeMo RL -> its algorithm."""
+
+_SIZES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+WITHOUT_TRAINER: Mapping[str, object] = {
+    "checkpointing.enabled": False,
+    "policy.megatron_cfg.sequence_parallel": False,
+    "policy.megatron_cfg.virtual_pipeline_model_parallel_size": None,
+    **{f"policy.megatron_cfg.{name}_parallel_size": 1 for name in _SIZES},
+}
+"""Values of an evaluation, which needs neither the layout of a trainer nor room for checkpoints."""
 
 
 def load_config(name: str | Path, overrides: Sequence[str] = (), *, secrets: set[str] | None = None) -> RunConfig:
@@ -93,7 +103,10 @@ def read_run(
     note_secrets(((key[-1], setting.value) for key, setting in settings.items()), secrets)
     config, migration, found = _interpret(settings, secrets)
     problems += found
-    if config is not None and not to_evaluate:
+    if config is not None and to_evaluate:
+        for key, value in WITHOUT_TRAINER.items():
+            config = with_value(config, key, value)
+    elif config is not None:
         config, wrong = read_teachers(config, settings, secrets, known=found, interpret=_interpret)
         problems += wrong
     return config, migration, list(dict.fromkeys(problems))

@@ -235,7 +235,7 @@ def token_samples(row: PackedRow, wanted: Collection[int]) -> dict[int, TokenSam
             continue
         stop = start + min(length, MAX_SAMPLED_TOKENS) - 1
         is_generated = row.generated_mask_T[start:stop]
-        old = None if old_logprobs_T is None else [0.0, *(old_logprobs_T[start:stop].cpu() * is_generated).tolist()]
+        old = None if old_logprobs_T is None else [0.0, *torch.where(is_generated > 0, old_logprobs_T[start:stop].cpu(), 0.0).tolist()]
         found[index] = TokenSample(
             token_ids=row.token_ids_T[start : stop + 1].tolist(),
             is_generated=[0, *is_generated.int().tolist()],

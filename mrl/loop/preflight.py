@@ -48,8 +48,9 @@ def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
     for doubt in find_doubts(local):
         logger.warning("%s", doubt)
     beside = Path(config.checkpointing.checkpoint_dir)
+    overrides = {model: local.of_model(model).policy.hf_config_overrides for model in local.sections}
     for model, section in local.sections.items():
-        folder = overridden_folder(Path(section.model_name), local.of_model(model).policy.hf_config_overrides, beside=beside)
+        folder = overridden_folder(Path(section.model_name), overrides[model], beside=beside)
         local = with_section(local, model, with_value(section, "model_name", str(folder)))
     if (root := env.cache_root()) is not None:
         open_cache(root)

@@ -107,7 +107,8 @@ class PolicyRank:
         self._weights = self._lora.merged_weights(self._arena_tensors(self._tensors))
         self._arena = Arena(self._weights, buffer_views(self._chunks), name=f"mrl-arena-{rank}") if self._role.is_mapped else None
         optimizer = build_optimizer(self._chunks, config.policy.megatron_cfg)
-        scheduler = build_scheduler(optimizer, config.policy.megatron_cfg, num_train_steps=config.num_scheduled_steps)
+        num_passes = config.num_scheduled_steps_of(model)
+        scheduler = build_scheduler(optimizer, config.policy.megatron_cfg, num_train_steps=num_passes)
         self._state = TrainState(self._chunks, optimizer, scheduler)
         self._row_group = config.policy.megatron_cfg.pipeline_model_parallel_size if len(self._chunks) > 1 else 1
         self._empty_row = pack_row(
@@ -338,7 +339,7 @@ class PolicyRank:
                 raise RuntimeError("compute_old_logprobs comes before train_step")
             if not batch.is_finished:
                 self.finish_batches()
-        self._is_settled, self._has_moments = False, True
+        self._is_settled = False
         metrics = train_step(
             self._chunks,
             self._state.optimizer,
@@ -349,6 +350,7 @@ class PolicyRank:
             replay=self._replay,
             skips=self._config.policy.not_finite_steps == "skip",
         )
+        self._has_moments |= not metrics.get("train/num_skipped_updates")
         if batch is self._batches[-1]:
             # As in NeMo RL, the learning rate follows the steps of the run, or their passes in PPO, not the updates of one.
             self._state.scheduler.step(increment=1)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -114,9 +115,9 @@ def token_rows(samples: Sequence[tuple[RolloutInfo, TokenSample]], tokenizer: Pr
     return first | ({"further": further} if further else {})
 
 
-def _short(values: Sequence[float]) -> list[float]:
-    """Rounds to nine digits, which identify a float32."""
-    return [float(f"{value:.9g}") for value in values]
+def _short(values: Sequence[float]) -> list[float | None]:
+    """Rounds to nine digits, which identify a float32. JSON has null where a value is not finite."""
+    return [float(f"{value:.9g}") if math.isfinite(value) else None for value in values]
 
 
 def _mask_reason(verdict: Verdict, sequence: TrainSequence | None) -> str | None:

@@ -105,8 +105,14 @@ function samples(one) {
     h("pre", {}, row.prompt), h("pre", {}, row.text), row.extracted, row.expected, row.status === "ok" ? shown(row.reward) : `masked (${row.status})`]));
 }
 
+// Between generator and trainer; null where one of them has no finite logprob.
+function gap(row, i) {
+  const pair = [row.generation_logprobs[i], (row.prev_logprobs || [])[i]];
+  return pair.every(Number.isFinite) ? Math.abs(pair[0] - pair[1]) : null;
+}
+
 const COLOURINGS = {
-  dlogp: ["|dlogp|", (row, i) => (row.prev_logprobs ? Math.min(1, Math.log10(1 + 1e6 * Math.abs(row.generation_logprobs[i] - row.prev_logprobs[i])) / 6) : 0), "220, 38, 38"],
+  dlogp: ["|dlogp|", (row, i) => (gap(row, i) !== null ? Math.min(1, Math.log10(1 + 1e6 * gap(row, i)) / 6) : 0), "220, 38, 38"],
   probability: ["improbability", (row, i) => 1 - Math.exp(row.generation_logprobs[i]), "217, 119, 6"],
   entropy: ["entropy", (row, i) => 1 - Math.exp(-(row.token_entropies || [])[i] || 0), "124, 58, 237"],
   advantage: ["advantage", (row, i, most) => row.token_advantages[i] / most, null],
@@ -159,8 +165,8 @@ function sequence(row, tip) {
     const parts = [`token ${row.token_ids[i]} at ${i}`];
     if (row.token_generated[i]) {
       parts.push(`generator logprob ${shown(row.generation_logprobs[i])}`);
-      if (row.prev_logprobs) parts.push(`trainer logprob ${shown(row.prev_logprobs[i])}`,
-        `|dlogp| ${Math.abs(row.generation_logprobs[i] - row.prev_logprobs[i]).toExponential(2)}`);
+      if (row.prev_logprobs) parts.push(`trainer logprob ${shown(row.prev_logprobs[i])}`);
+      if (gap(row, i) !== null) parts.push(`|dlogp| ${gap(row, i).toExponential(2)}`);
       if (row.token_entropies) parts.push(`entropy ${shown(row.token_entropies[i])}`);
       parts.push(`probability ${shown(Math.exp(row.generation_logprobs[i]))}`, `advantage ${shown(row.token_advantages[i])}`,
         row.token_loss_mask[i] ? "in the loss" : "not in the loss");

@@ -203,6 +203,11 @@ def check_head(config: RunConfig, problems: Problems) -> None:
     if config.policy.megatron_cfg.peft.enabled:
         rule = "adapters freeze all that is not a linear layer of the model, its reward head included"
         problems.add("policy.megatron_cfg.peft.enabled", rule, "set it to false")
+    megatron = config.policy.megatron_cfg
+    is_overlapped = megatron.distributed_data_parallel_config.overlap_grad_reduce and not megatron.optimizer.use_distributed_optimizer
+    if megatron.pipeline_model_parallel_size > 1 and is_overlapped:
+        rule = "the last stage's copy of tied embeddings has no gradient, for which Megatron would wait"
+        problems.add("policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce", rule, "set it to false")
 
 
 def check_evaluation(config: RunConfig, problems: Problems) -> None:

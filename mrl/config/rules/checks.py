@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -115,8 +116,9 @@ def check_disk(config: RunConfig, num_parameters: int, problems: Problems) -> No
 def num_kept_at_most(config: RunConfig) -> int | None:
     """Returns the largest number of checkpoints kept at once, if fewer than the run's steps bound it; otherwise None."""
     section = config.checkpointing
+    num_steps = config.training.max_num_steps if config.training.max_num_steps >= 0 else math.inf  # -1: as many as the data have
     # NeMo RL's files write "all" as a keep_top_k of a million.
-    if section.keep_top_k is None or section.keep_top_k >= config.rollouts.max_num_steps // section.save_period:
+    if section.keep_top_k is None or section.keep_top_k >= num_steps // section.save_period:
         return None
     return section.keep_top_k + (section.ft_keep_latest_k or 1)
 

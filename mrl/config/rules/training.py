@@ -173,6 +173,9 @@ def check_mtp(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
     key, repeats = f"{_MEGATRON}.mtp_num_layers", f"{_MEGATRON}.mtp_use_repeated_layer"
     if config.algorithm == "rm":
         problems.add(key, "a reward model predicts no tokens", "set it to 0")
+    if config.algorithm == "dpo" and not megatron.mtp_detach_heads:
+        rule = "MTP layers learn from rejected answers, too, and would train the model towards them"
+        problems.add(key, rule, f"set it to 0, or {_MEGATRON}.mtp_detach_heads to true")
     if megatron.peft.enabled:
         problems.add(key, f"{_MEGATRON}.peft.enabled=true trains adapters alone", "set it to 0, or train without adapters")
     if found == 0:
@@ -220,6 +223,9 @@ def _check_adapters(config: RunConfig, hf_config: dict[str, object], problems: P
     if peft.lora_dtype == "float32" and config.policy.megatron_cfg.optimizer.optimizer_cpu_offload:
         rule = "Megatron's optimizer on the host (policy.megatron_cfg.optimizer.optimizer_cpu_offload=true) loads bfloat16 weights only"
         problems.add(f"{prefix}.lora_dtype", rule, "leave it out")
+    if config.policy.megatron_cfg.moe_router_bias_update_rate > 0:
+        rule = "the router's biases belong to the model, which adapters leave as it is, and an exported adapter would lack them"
+        problems.add(f"{_MEGATRON}.moe_router_bias_update_rate", rule, "set it to 0")
     if peft.lora_dtype == "bfloat16" and config.policy.precision == "float32":
         problems.add(f"{prefix}.lora_dtype", "adapters cannot be coarser than policy.precision=float32", "leave it out, and it follows")
 

@@ -92,6 +92,6 @@ class ValueConfig:
             sequence_packing=self.sequence_packing,
             dynamic_batching=self.dynamic_batching,
             megatron_cfg=self.megatron_cfg,
-            hf_config_overrides={},
+            hf_config_overrides=policy.hf_config_overrides if self.model_name == policy.model_name else {},
             logprob_chunk_size=None,
         )

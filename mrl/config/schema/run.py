@@ -286,10 +286,10 @@ class RunConfig:
         """Returns the number of passes over a step's rollouts or examples, each with all its updates."""
         return self.ppo.ppo_epochs if self.has_critic else 1
 
-    @property
-    def num_scheduled_steps(self) -> int:
-        """Number of steps that learning-rate schedules count: passes."""
-        return self.training.max_num_steps * self.num_passes
+    def num_scheduled_steps_of(self, model: ModelName) -> int:
+        """Number of steps that the learning-rate schedule of a model counts: its passes. The policy of PPO may begin later."""
+        late = self.ppo.policy_training_start_step if self.has_critic and model == "policy" else 0
+        return max(1, self.training.max_num_steps - late) * self.num_passes
 
     def trains_policy(self, step: int) -> bool:
         """Tells whether a step, from 1 on, trains the policy, and not a critic alone."""

@@ -29,6 +29,13 @@ def test_errors_of_sequences_equal_the_slow_loop(sequences: list[list[tuple[floa
         assert math.isnan(value) if not errors else value == pytest.approx(sum(errors) / len(errors), rel=1e-4)
 
 
+def test_tokens_outside_of_the_trainers_nucleus_are_no_error():
+    old = torch.tensor([-1.0, -math.inf, -2.0, -math.inf, -1.0])
+    mask, generator = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0]), torch.tensor([-1.0, -1.0, -2.5, -1.0, -1.0])
+    found = sequence_errors(old, generator, mask, torch.tensor([0, 3, 4, 5])).tolist()
+    assert found[:2] == [pytest.approx((1 + math.exp(0.5)) / 2), 0] and math.isnan(found[2])
+
+
 def test_metrics_of_errors_by_hand():
     errors, is_kept = torch.tensor([1.0, 4.0, 1.5, 3.0]), torch.tensor([True, False, True, False])
     totals = {name: float(value) for name, value in error_metrics(errors, is_kept, torch.tensor([1.0, 1.0, 0.0, 0.0])).items()}

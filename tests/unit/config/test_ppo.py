@@ -29,7 +29,7 @@ def test_keys_that_ppo_shares_with_grpo_may_stand_below_ppo(tmp_path: Path):
     assert (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt, config.grpo.seed) == (6, 1, 7)
     assert config.grpo.max_num_epochs == 1_000_000 and config.grpo.async_grpo.enabled
     assert config.policy.train_global_batch_size == config.value.train_global_batch_size == 6
-    assert (config.num_passes, config.num_scheduled_steps) == (3, 3 * config.grpo.max_num_steps)
+    assert (config.num_passes, config.num_scheduled_steps_of("policy")) == (3, 3 * config.grpo.max_num_steps)
     assert any(line.startswith("ppo.num_prompts_per_step=6") for line in migration.renamed)
 
 

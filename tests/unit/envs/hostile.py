@@ -72,7 +72,7 @@ def score(prompt, response, reference_answer):
         case "no reward":
             return {"extracted": "a"}
         case "bad component":
-            return {"reward": 1.0, "form": None}
+            return {"right": 1.0, "form": None}
         case "nan component":
             return {"reward": 1.0, "form": float("nan")}
         case "bad observation":

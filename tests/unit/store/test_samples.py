@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import gzip
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,6 +91,12 @@ def test_a_sampled_rollout_has_its_tokens_beside_its_text(tmp_path: Path):
     assert second["generation_logprobs"] == [0, -0.5, -1.25] and second["prev_logprobs"] == [0, -0.5, -1.5]
     assert second["token_entropies"] == [0, 0.5, 0.25]
     assert second["token_generated"] == [0, 1, 1] and second["token_special"][:2] == [0, 0]
+
+
+def test_what_is_not_finite_is_null_as_pages_read_strict_json(tmp_path: Path):
+    sample = TokenSample([65, 66], [0, 1], [0, -0.5], [0, -math.inf], [0, 2.0], [0, 1], [0, math.nan])
+    row = token_row(sample, byte_tokenizer(64))
+    assert json.loads(json.dumps(row, allow_nan=False))["prev_logprobs"] == [0, None] and row["token_entropies"] == [0, None]
 
 
 def test_sequences_of_an_agent_have_their_tokens_and_say_what_is_not_trained(tmp_path: Path):

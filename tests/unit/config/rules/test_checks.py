@@ -115,6 +115,10 @@ def test_a_damaged_model_config(workplace: Path, text: str):
 def test_a_run_that_keeps_all_its_checkpoints_needs_room_for_two(workplace: Path):
     for overrides, expected in ((("checkpointing.keep_top_k=null",), None), (("checkpointing.keep_top_k=8",), None), ((), 4)):
         assert num_kept_at_most(load_config("grpo_tiny.yaml", overrides)) == expected
+    steps = {"sft.max_num_steps=10": None, "sft.max_num_steps=1000": 4, "sft.max_num_steps=-1": 4}
+    for override, expected in steps.items():
+        sft = ["checkpointing.keep_top_k=3", "checkpointing.save_period=10", override]
+        assert num_kept_at_most(load_config("sft_tiny.yaml", sft)) == expected
 
 
 def test_no_room_for_checkpoints(workplace: Path, monkeypatch: pytest.MonkeyPatch):

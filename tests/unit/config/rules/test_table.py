@@ -19,6 +19,7 @@ NAMES = {
     "CHAT": "ENGINE.http_server_serving_chat_kwargs",
     "CONTEXT": "MEGATRON.context_parallel_size",
     "CRITIC": "value.megatron_cfg",
+    "DDP": "MEGATRON.distributed_data_parallel_config",
     "DEDICATED": "COLOCATED.enabled=false & COLOCATED.resources",
     "COLOCATED": "GENERATION.colocated",
     "DISPATCHER": "MEGATRON.moe_token_dispatcher_type",
@@ -99,7 +100,7 @@ MEGATRON.optimizer.min_lr=1e-2 => MEGATRON.optimizer.min_lr=0.01 -> lower it
 MEGATRON.scheduler.lr_warmup_init=1 => MEGATRON.scheduler.lr_warmup_init=1.0 -> lower it
 MEGATRON.scheduler.lr_decay_iters=50 & MEGATRON.scheduler.lr_warmup_iters=50 -> at most 49
 MEGATRON.scheduler.end_weight_decay=0.1 -> leave both out
-MEGATRON.optimizer.use_distributed_optimizer=false => MEGATRON.distributed_data_parallel_config.overlap_param_gather=true -> set it to false
+MEGATRON.optimizer.use_distributed_optimizer=false => DDP.overlap_param_gather=true -> set it to false
 MEGATRON.optimizer.optimizer_cpu_offload=true -> set MEGATRON.optimizer.bf16=true, or it to false
 MEGATRON.optimizer.optimizer_offload_fraction=1.5 -> at most 1
 TENSOR=4 -> use 1 or 2
@@ -234,6 +235,7 @@ ADAPTERS & PEFT.lora_dtype=float32 & MEGATRON.optimizer.optimizer_cpu_offload=tr
 ADAPTERS & PEFT.lora_B_init_method=normal -> with peft.lora_A_init_method=xavier
 ADAPTERS & PEFT.lora_A_init_method=zero => PEFT.lora_B_init_method=zero -> no gradient would ever reach the adapters
 ADAPTERS & PEFT.lora_dtype=bfloat16 -> adapters cannot be coarser
+ADAPTERS & MEGATRON.moe_router_bias_update_rate=0.001 -> an exported adapter would lack them
 ADAPTERS & PEFT.dim=0 -> out of range
 ADAPTERS & PEFT.dropout=1.0 -> out of range
 ADAPTERS & PEFT.a2a_experimental=true -> what adapters exchange
@@ -387,6 +389,7 @@ dpo.preference_loss_weight=0 => dpo.preference_loss_weight=0.0 -> with dpo.sft_l
 policy.reward_model_cfg.enabled=true -> fine
 policy.reward_model_cfg.enabled=false -> it follows from algorithm=rm
 ADAPTERS -> adapters freeze
+DDP.overlap_param_gather=false & MEGATRON.optimizer.use_distributed_optimizer=false & PIPELINE=2 => DDP.overlap_g -> copy of tied -> ...
 [ppo_tiny.yaml]
 CRITIC.num_layers_in_first_pipeline_stage=4 -> fine
 CRITIC.num_layers_in_first_pipeline_stage=4 & ppo.num_generations_per_prompt=1 & ppo.num_prompts_per_step=512 -> fine
