@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from mrl.config.schema.run import RunConfig
 from tests.stack.policy.policy_ranks import message_of, open_policy, optimizer_checksum, raw_checksums, set_batch, train
+from tests.stack.policy.save_ranks import save
 from tests.stack.ranks import Rank
 
 if TYPE_CHECKING:
@@ -54,3 +56,20 @@ def skipped_step(
         metrics, tensors = policy.train_step(), policy.sequence_tensors()
         policy.settle()
         return metrics, before == (raw_checksums(policy), optimizer_checksum(policy)), tensors, train(policy, 1)
+
+
+def saved_after_skipping(rank: Rank, config: RunConfig, folder: Path) -> tuple[float, float]:
+    """A first step that is skipped, saved, and a clean step, saved: their numbers of skipped updates."""
+    with open_policy(rank, config) as policy:
+        policy.enter("logprob")
+        set_batch(policy)
+        policy.compute_old_logprobs()
+        policy.enter("train")
+        policy._batches[0].rows[0].advantages_T[:] = torch.nan
+        skipped = policy.train_step()
+        policy.settle()
+        save(policy, folder / "first")
+        (clean,) = train(policy, 1)
+        policy.settle()
+        save(policy, folder / "second")
+        return skipped["train/num_skipped_updates"], clean["train/num_skipped_updates"]

@@ -167,6 +167,13 @@ def test_a_step_that_is_not_finite_stops_all_ranks_and_changes_nothing(ranks: Ra
     assert results[0][0] == results[1][0]
 
 
+def test_a_run_that_has_skipped_all_updates_is_saved(ranks: RankPool, folder: Path, tmp_path: Path):
+    config = policy_ranks.run_config(folder, "dp2", "policy.not_finite_steps=skip")
+    assert ranks.run(finite_ranks.saved_after_skipping, config, tmp_path, world_size=2) == [(1, 0)] * 2
+    sizes = [sum(file.stat().st_size for file in (tmp_path / name).rglob("*") if file.is_file()) for name in ("first", "second")]
+    assert sizes[1] > 2 * sizes[0]  # with the optimizer's state
+
+
 def test_a_step_that_is_not_finite_may_be_skipped_and_its_tensors_are_there(ranks: RankPool, folder: Path):
     config = policy_ranks.run_config(folder, "dp2", "policy.megatron_cfg.moe_router_bias_update_rate=0.01", "policy.not_finite_steps=skip")
     results = ranks.run(finite_ranks.skipped_step, config, world_size=2)
