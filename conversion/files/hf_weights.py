@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from conversion.boxes import DTYPE_BYTES
 from conversion.families.registry import family
@@ -29,11 +30,13 @@ def read_model_config(hf: Path) -> dict[str, object]:
     """The contents of config.json as the weights have them.
 
     Tied embeddings count as untied where the weights have an output layer that differs from the embedding: transformers then keeps both,
-    and vLLM follows config.json.
+    and vLLM follows config.json. A reward model of transformers has a head in place of its output layer, which nothing multiplies with: it
+    counts as tied.
     """
     config = read_config(hf / "config.json")
     if config.get(TIED) is not True:
-        return config
+        has_head = any(str(name).endswith("ForSequenceClassification") for name in cast("list[object]", config.get("architectures") or []))
+        return {**config, TIED: True} if has_head and OUTPUT not in stored_tensors(hf) else config
     stored, untied = stored_tensors(hf), {**config, TIED: False}
     embedding = next(iter(family(untied).canonical(untied)))
     return untied if OUTPUT in stored and embedding in stored and not _are_equal(stored, embedding, OUTPUT) else config
