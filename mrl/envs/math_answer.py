@@ -238,8 +238,9 @@ def _rounds_to(left: Sum, tokens: Sequence[Token], value: Value, reading: Readin
         exact, rounded = evaluate(left), evaluate(value.sum)
     except FAULTS:
         return True
-    written = next((token.text for token in tokens if token.kind == "number"), "")
-    unit = Fraction(1, 10 ** len(written.partition(".")[2])) / (Fraction(written or 1) or 1) * abs(rounded) if rounded else 1
+    written = next((token.text for token in tokens if token.kind == "number"), "0").lower().partition("e")[0]
+    scale = abs(rounded) / Fraction(written) if rounded and Fraction(written) else 1  # of a percentage, of scientific notation
+    unit = scale * Fraction(1, 10 ** len(written.partition(".")[2]))
     return any(abs(factor * exact - rounded) <= 0.5001 * unit for factor in ((1, 100) if reading.is_percent else (1,)))
 
 

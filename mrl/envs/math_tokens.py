@@ -107,7 +107,7 @@ class Token(NamedTuple):
 # Letters in front of a digit, as in AB3, that are no word.
 MAX_CODE = 20
 # Short words that are no products of letters: always, and behind another word.
-_WORDS_AT_ONCE = frozenset("yes no not is on up to so of".split())
+_WORDS_AT_ONCE = frozenset("yes Yes YES no No NO not Not NOT is Is on On up Up to To so So of Of".split())
 _WORDS_BEHIND = frozenset("an as at by be it we he".split())
 _NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
 _SPELLED = {word: Token("number", str(number)) for number, word in enumerate(_NUMBER_WORDS)} | {"to": Token("sign", ":")}
@@ -181,7 +181,7 @@ def tokens_of(text: str) -> list[Token]:
 def _letters(run: str, before: str) -> list[Token]:
     if run in _NAMED:
         return [Token("command", _SAME.get(run, run))]
-    is_word = run in UNITS or run in PERCENT or run in ("and", "or") or run.lower() in _WORDS_AT_ONCE
+    is_word = run in UNITS or run in PERCENT or run in ("and", "or") or run in _WORDS_AT_ONCE
     is_word |= len(run) > 3 or (len(run) == 3 and list(run) != sorted(run)) or (before == "word" and run in _WORDS_BEHIND)
     return [_word(run)] if is_word and len(run) > 1 else [Token("letter", letter) for letter in run]
 

@@ -15,7 +15,7 @@ from itertools import groupby
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from math_verify.parser import extract_match, get_extraction_regexes
-from sympy import Abs, Add, Basic, Float, Integer, Integral, MatrixBase, Mul, Number, Pow, Product, Rational, Sum, exp, log
+from sympy import Abs, Add, Basic, Float, Integer, Integral, MatrixBase, Mul, Number, Pow, Product, Rational, Sum, Tuple, exp, log
 
 from mrl.envs.math_answer import DATE, Reading, read
 from mrl.envs.math_same import agrees, magnitudes
@@ -254,19 +254,19 @@ def answer_part(text: str) -> str:
 
 def _places(gold: list[object]) -> int:
     """Decimal places by which math-verify compares numbers with this expected answer: more than six where one in it is small."""
-    smallest = min(_orders(gold[0]), default=0.0)
+    smallest = min(_orders(gold[0]) if isinstance(gold[0], Basic | MatrixBase) else (), default=0.0)
     return max(PLACES, min(DIGITS + math.ceil(-smallest), MAX_PLACES))
 
 
-def _orders(node: object) -> Iterator[float]:
+def _orders(node: Basic | MatrixBase) -> Iterator[float]:
     """Logarithms to base 10 of the numbers in an expression; of a number in parts only its own."""
-    if isinstance(node, MatrixBase) or (isinstance(node, Basic) and not node.is_number):
-        for part in node.flat() if isinstance(node, MatrixBase) else node.args:
+    if isinstance(node, MatrixBase):
+        node = Tuple(*node)
+    if not node.is_number:
+        for part in node.args:
             yield from _orders(part)
-    elif isinstance(node, Basic) and not node.has(Sum, Product, Integral):
-        size = Abs(node.evalf(DIGITS))
-        if isinstance(size, Float) and size:
-            yield float(log(size, 10))
+    elif not node.has(Sum, Product, Integral) and isinstance(size := Abs(node.evalf(DIGITS)), Float) and size:
+        yield float(log(size, 10))
 
 
 def _differ(values: list[object], expected: str) -> bool:
