@@ -133,7 +133,7 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
         if teacher is None:
             raise RowError(f"no teacher: {taught_as} is not in on_policy_distillation.teacher_model_by_agent_name")
         if env_name in NEED_ANSWER:
-            _check_answer(row.answer, fields, dataset)
+            _check_answer(row.answer, fields, dataset, env_name)
         text = "" if tokenizer is None else rendered(row, tokenizer)
         rest = row.rest | ({"tools": row.tools} if row.tools else {})
         if is_agent(env_name, config.env) and row.agent is not None:
@@ -164,7 +164,7 @@ def _with_question(fields: Fields, config: EnvConfig) -> Fields:
     return fields | {REQUEST: request | {"input": [{"role": "user", "content": ""}]}}
 
 
-def _check_answer(answer: str, fields: Fields, dataset: DatasetConfig) -> None:
+def _check_answer(answer: str, fields: Fields, dataset: DatasetConfig, env_name: str) -> None:
     """Raises RowError if no reply can be compared with the answer of a row."""
     if not answer and isinstance(held := fields.get("reward_model"), dict):
         kind = type(held.get("ground_truth")).__name__
@@ -174,6 +174,8 @@ def _check_answer(answer: str, fields: Fields, dataset: DatasetConfig) -> None:
         raise RowError(f"{key} is {type(fields[key]).__name__}, with which no reply can be compared; give a text or a number")
     if answer.lower() == "nan":
         raise RowError("the answer is nan, as tables write where none was given; give one, or remove the row")
+    if env_name == "math" and answer.lower() in ("proof", "notfound"):
+        raise RowError(f"the answer is {answer}, as NuminaMath writes where none was given; give one, or remove the row")
     if GOLD_MARK in answer:
         raise RowError(f"{GOLD_MARK} in the answer is followed by no line, or by different ones; give the answer as expected_answer")
 

@@ -14,11 +14,13 @@ SCRIPTS: Mapping[str, str] = {
     **{"HANGUL": "ko", "THAI": "th", "BENGALI": "bn", "TAMIL": "ta", "TELUGU": "te", "KANNADA": "kn", "MALAYALAM": "ml"},
     **{"GUJARATI": "gu", "GURMUKHI": "pa", "HEBREW": "he", "GREEK": "el", "CJK": "zh"},
 }
-# Scripts that several languages share: letters that only one of them has, in order; the last language has none of these.
-LETTERS: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "ARABIC": (("ur", "ٹڈڑںےھ"), ("fa", "پچژگی"), ("ar", "")),
-    "CYRILLIC": (("uk", "їєіґ"), ("ru", "ыэё"), ("bg", "")),
+# Scripts that several languages share: letters that tell one of them, in order, and letters and words that only those after it have.
+LETTERS: Mapping[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
+    "ARABIC": (("ur", "ٹڈڑںےھہ", (*"هةأإى", " در ", " از ")), ("fa", "پچژگیک", (*"ةأإى",)), ("ar", "", ())),
+    "CYRILLIC": (("uk", "їєіґ", (*"ыэёъ",)), ("ru", "ыэёь", ("ъ", " е ", " се ", " са ")), ("bg", "", ())),
 }
+# A text of a language has several times as many of its letters; a quoted word brings fewer.
+MIN_SHARE = 0.01
 WORDS: Mapping[str, str] = {
     "en": "the of and to in is that it was for on are with as this be have from not you which by an at",
     "de": "der die und in den von zu das mit sich des auf für ist im dem nicht ein eine als auch es an werden aus er hat dass sie",
@@ -56,7 +58,12 @@ def detect(text: str) -> str:
     if script in SCRIPTS:
         return SCRIPTS[script]
     if script in LETTERS:
-        return next(code for code, letters in LETTERS[script] if not letters or any(letter in text for letter in letters))
+        text, least = text.lower(), MIN_SHARE * scripts[script]
+        return next(
+            code
+            for code, own, foreign in LETTERS[script]
+            if not own or sum(map(text.count, own)) > max(least, sum(map(text.count, foreign)))
+        )
     # Not by \w, which leaves out the vowel signs of Indian scripts.
     words = Counter(re.split(r"[\s!-/:-@\[-`{-~।…«»“”]+", text.lower()))
     scores = {code: sum(words[word] for word in WORDS[code].split()) for code in SHARED.get(script, ())}

@@ -53,10 +53,10 @@ def score_dapo(text: str, expected: str) -> tuple[float, str]:
 def plain_answer(answer: str) -> str:
     """An answer without what does not count: the left of an equation, dollars, text commands, boxes, units, spaces, thousands commas."""
     answer = answer.rpartition("=")[2]
-    answer = answer.replace(".$", "$")
+    answer = re.sub(r",?\\text\{\s*and\s*\}", ",", answer.replace(".$", "$").replace("\\$", ""))
     if (between := re.search(r"\$(.*?)\$", answer)) is not None:
         answer = between[1]
-    answer = answer.replace("\\$", "").replace("$", "")
+    answer = answer.replace("$", "")
     for command in ("text", "mbox", "mathrm", "textbf", "overline", "boxed"):
         answer = re.sub(rf"\\{command}\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}", r"\1", answer)
     answer = re.sub(r"\\[dt]frac", r"\\frac", answer)
@@ -66,4 +66,4 @@ def plain_answer(answer: str) -> str:
     answer = re.sub(rf"\b(?:{'|'.join(UNITS)})\b", "", answer)
     answer = re.sub(r"^\s*an?\s+", "", answer)
     answer = re.sub(r"\s+", "", answer).replace('"', "").replace("{,}", ",")
-    return answer.replace(",", "") if re.fullmatch(r"-?[\d,]+(\.\d+)?", answer) else answer
+    return answer.replace(",", "") if re.fullmatch(r"-?\d{1,3}(,\d{2,3})*,\d{3}(\.\d+)?", answer) else answer

@@ -12,7 +12,7 @@ from itertools import accumulate, takewhile
 from typing import Literal, NamedTuple
 
 from mrl.envs.math_form import CLOSING, GREEK, OPENING, Expression, Leftover
-from mrl.envs.math_sums import ZERO, Sum, Unreadable, atom, content, order, rational, scaled, total
+from mrl.envs.math_sums import ZERO, Sum, Unreadable, atom, content, evaluate, order, rational, scaled, total
 from mrl.envs.math_tokens import PERCENT, UNITS, Token, plain, tokens_of
 
 RELATIONS = {sign: sign for sign in "=<>"} | dict(zip("equiv lt gt le ge ne in approx".split(), "= < > <= >= != in ~".split(), strict=True))
@@ -25,11 +25,11 @@ BEFORE_NUMBERS = frozenset(
 )
 MULTIPLES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 COMPUTING = frozenset(
-    "factorial times plus less more fewer mod modulo divided over half halves third thirds fourth fourths quarter quarters "
+    "not factorial times plus less more fewer mod modulo divided over half halves third thirds fourth fourths quarter quarters "
     "fifth fifths sixth sixths eighth eighths tenth tenths hundredth hundredths".split()
 )
 CHANGING = COMPUTING | frozenset(
-    "squared cubed not no never least most than between without except under above below twice thrice double twenty thirty forty fifty "
+    "squared cubed up no never least most than between without except under above below twice thrice double twenty thirty forty fifty "
     "sixty seventy eighty ninety hundred thousand million square squares cube cubes root roots reciprocal inverse opposite product "
     "difference quotient remainder multiple multiples factor factors divisor divisors power logarithm sine cosine tangent".split()
 )
@@ -66,7 +66,7 @@ class Reading:
 
     text: str
     values: list[Value] = field(default_factory=list)
-    """Values that count as said: one; of `a \\approx b` both. Empty if the text is not readable."""
+    """Values that count as said: one; of `a \\approx b` both, if a is about b. Empty if the text is not readable."""
     work: Leftover = field(default_factory=Leftover)
     units: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
@@ -201,12 +201,12 @@ def _symbol(tokens: Sequence[Token]) -> str:
 def _equation(sides: list[list[Token]], signs: list[str], reading: Reading) -> list[Value]:
     named = [_symbol(side) for side in sides]
     if named[-1] and not named[0]:
-        sides, named = sides[::-1], named[::-1]
+        sides, named, signs = sides[::-1], named[::-1], signs[::-1]
     reading.name = named[0]
     if len(sides) > 2 and all(named[:-1]) and len(set(named)) == len(sides) and not named[-1]:  # a = b = 1
         value = _side(sides[-1], reading)
         return [_named(named[:-1], [value] * len(named[:-1])), value]
-    if len(sides[0]) == 1 and sides[0][0].kind == "number" and len(sides[-1]) > 1:
+    if "~" not in signs and len(sides[0]) == 1 and sides[0][0].kind == "number" and len(sides[-1]) > 1:
         sides = sides[::-1]  # 42 = 6 * 7
     value = _side(sides[-1], reading)
     before = [_computed(side) for side in sides[:-1]]
@@ -214,7 +214,8 @@ def _equation(sides: list[list[Token]], signs: list[str], reading: Reading) -> l
         _contradicts(other, sides[-1], value, reading) for other, sign in zip(before, signs, strict=True) if sign == "="
     )
     if "~" in signs:
-        return [value, *(Value("sum", sum=other) for other in before if other is not None)]
+        other = before[signs.index("~")]
+        return [value, Value("sum", sum=other)] if other is not None and _rounds_to(other, sides[-1], value, reading) else [value]
     if len(sides) > 2 or before[0] is None or value.kind != "sum" or before[0] == value.sum:
         return [value]
     if not reading.name and _is_opaque(sides[0]):
@@ -229,6 +230,18 @@ def _contradicts(left: Sum | None, tokens: Sequence[Token], value: Value, readin
         return False
     places = len(tokens[-1].text.partition(".")[2])
     return not places or abs(mine - right) > Fraction(1, 10**places)
+
+
+def _rounds_to(left: Sum, tokens: Sequence[Token], value: Value, reading: Reading) -> bool:
+    """True unless a side is a number that the last one is not when rounded: of many that are about the same, any would be right."""
+    try:
+        exact, rounded = evaluate(left), evaluate(value.sum)
+    except FAULTS:
+        return True
+    written = next((token.text for token in tokens if token.kind == "number"), "0").lower().partition("e")[0]
+    scale = abs(rounded) / Fraction(written) if rounded and Fraction(written) else 1  # of a percentage, of scientific notation
+    unit = scale * Fraction(1, 10 ** len(written.partition(".")[2]))
+    return any(abs(factor * exact - rounded) <= 0.5001 * unit for factor in ((1, 100) if reading.is_percent else (1,)))
 
 
 def _is_opaque(tokens: Sequence[Token]) -> bool:

@@ -106,6 +106,9 @@ class Token(NamedTuple):
 
 # Letters in front of a digit, as in AB3, that are no word.
 MAX_CODE = 20
+# Short words that are no products of letters: always, and behind another word.
+_WORDS_AT_ONCE = frozenset("yes Yes YES no No NO not Not NOT is Is on On up Up to To so So of Of".split())
+_WORDS_BEHIND = frozenset("an as at by be it we he".split())
 _NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
 _SPELLED = {word: Token("number", str(number)) for number, word in enumerate(_NUMBER_WORDS)} | {"to": Token("sign", ":")}
 _SPELLED |= dict.fromkeys(("negative", "minus"), Token("sign", "-"))
@@ -157,7 +160,8 @@ def tokens_of(text: str) -> list[Token]:
             found += [Token("letter", letter) for letter in content if letter != " "]
         elif kind == "letters":
             is_code = text[at : at + 1].isdigit() and len(content) < MAX_CODE and content not in UNITS and content not in ("and", "or")
-            found += [Token("letter", letter) for letter in content] if is_code else _letters(content)
+            before = found[-1].kind if found else ""
+            found += [Token("letter", letter) for letter in content] if is_code else _letters(content, before)
         elif kind == "word":
             found += [_word(word) for word in content.split()]
         elif kind == "command":
@@ -174,10 +178,11 @@ def tokens_of(text: str) -> list[Token]:
     return found
 
 
-def _letters(run: str) -> list[Token]:
+def _letters(run: str, before: str) -> list[Token]:
     if run in _NAMED:
         return [Token("command", _SAME.get(run, run))]
-    is_word = run in UNITS or run in PERCENT or run in ("and", "or") or len(run) > 3 or (len(run) == 3 and list(run) != sorted(run))
+    is_word = run in UNITS or run in PERCENT or run in ("and", "or") or run in _WORDS_AT_ONCE
+    is_word |= len(run) > 3 or (len(run) == 3 and list(run) != sorted(run)) or (before == "word" and run in _WORDS_BEHIND)
     return [_word(run)] if is_word and len(run) > 1 else [Token("letter", letter) for letter in run]
 
 

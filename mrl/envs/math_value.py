@@ -15,7 +15,7 @@ from itertools import groupby
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from math_verify.parser import extract_match, get_extraction_regexes
-from sympy import Abs, Add, Basic, Integer, Mul, Number, Pow, Product, Rational, Sum, exp
+from sympy import Abs, Add, Basic, Float, Integer, Integral, MatrixBase, Mul, Number, Pow, Product, Rational, Sum, Tuple, exp, log
 
 from mrl.envs.math_answer import DATE, Reading, read
 from mrl.envs.math_same import agrees, magnitudes
@@ -42,7 +42,8 @@ LEFT_CHARACTERS, MAX_PHRASE_CHARACTERS = 100, 200
 BOXES = re.compile(r"\\(?:boxed|fbox)\s*+\{")
 PERCENT = re.compile(r"\s?\\?%")
 COMPUTED = re.compile(r"[\d\s+\-*×÷/().^]*$")
-ANSWER_PHRASE = re.compile(r"(?i)answer(?:\s++is)?\s*+:?\s*+([^\n]*)")
+ANSWER_PHRASE = re.compile(r"(?i)answer(?:\s++is)?\s*+:?\s*+((?:(?!answer(?:\s+is\b|\s*:))[^\n])*+)")
+NEGATION = re.compile(r"(?i)\b(?:not?|never|up to)\b")
 # Signs of Markdown around an answer: not the powers of programs.
 EMPHASIS = re.compile(r"(?<!\w)\*\*|\*\*(?!\w)|`|(?<![\w*])\*(?=[^\s*])([^\s*]{1,60})\*(?![\w*])|(?<!\w)__([^_\s]{1,60})__(?!\w)")
 SPELLED = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2007": " ", "`": ""})
@@ -53,6 +54,8 @@ WORD = re.compile(r"[^\W\d_]{2,}")
 DIGITS_OF_BASE = re.compile(r"(?<!\d)(\d++)_(?:\{(\d+)\}|(\d+))")
 # math-verify rounds decimals to so many places; of small numbers as many digits count.
 PLACES, DIGITS = 6, 4
+# It takes differences below so many places for zero, which must be smaller than the numbers. More than the most take it seconds.
+PRECISION, MAX_PLACES = 15, 10_000
 
 BOX = "\\boxed{"
 JOINT = re.compile(r"[\s$.]*+(?:,|;|\\q?quad|\\text\{\s*(?:and|or)\s*\}|and|or)(?:[\s$,]|and|or)*+")
@@ -160,7 +163,9 @@ def score_value(text: str, expected: str, size: Size) -> tuple[float, str]:
     shown = str(values[-1])
     if _differ(values, expected):
         return 0.0, shown
-    return float(verify(gold, values, float_rounding=_places(expected), timeout_seconds=NO_TIMEOUT)), shown
+    places = _places(gold)
+    same = verify(gold, values, float_rounding=places, numeric_precision=max(PRECISION, places), timeout_seconds=NO_TIMEOUT)
+    return float(same), shown
 
 
 def score_form(text: str, expected: str, size: Size) -> tuple[float, str]:
@@ -183,7 +188,7 @@ def score_form(text: str, expected: str, size: Size) -> tuple[float, str]:
         if len(shown) <= MAX_PHRASE_CHARACTERS and size_of(shown).fits(size):
             reading = read(shown, takes_units=not wanted.work.symbols)
             same = agrees(reading, wanted)
-            if same or wanted.is_word or (phrases and reading.values and _DIGITS.search(shown)):
+            if same or wanted.is_word or (phrases and (reading.values or NEGATION.search(shown)) and _DIGITS.search(shown)):
                 return float(bool(same)), shown
     found, answer, start = None, Reading(""), 0
     for piece in pieces(text, size):
@@ -247,10 +252,21 @@ def answer_part(text: str) -> str:
     return text
 
 
-def _places(expected: str) -> int:
-    """Decimal places by which math-verify compares numbers with this expected answer: more than six where it is small."""
-    smallest = min((size for size in magnitudes(read(expected).values) if size), default=1.0)
-    return max(PLACES, DIGITS + math.ceil(-math.log10(smallest)))
+def _places(gold: list[object]) -> int:
+    """Decimal places by which math-verify compares numbers with this expected answer: more than six where one in it is small."""
+    smallest = min(_orders(gold[0]) if isinstance(gold[0], Basic | MatrixBase) else (), default=0.0)
+    return max(PLACES, min(DIGITS + math.ceil(-smallest), MAX_PLACES))
+
+
+def _orders(node: Basic | MatrixBase) -> Iterator[float]:
+    """Logarithms to base 10 of the numbers in an expression; of a number in parts only its own."""
+    if isinstance(node, MatrixBase):
+        node = Tuple(*node)
+    if not node.is_number:
+        for part in node.args:
+            yield from _orders(part)
+    elif not node.has(Sum, Product, Integral) and isinstance(size := Abs(node.evalf(DIGITS)), Float) and size:
+        yield float(log(size, 10))
 
 
 def _differ(values: list[object], expected: str) -> bool:

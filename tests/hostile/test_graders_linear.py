@@ -78,7 +78,7 @@ def search_answer(text: str) -> None:
 
 
 def search_end(text: str) -> None:
-    every(math_value.EMPHASIS, math_value.ANSWER_PHRASE)(text[-math_value.SEARCHED_CHARACTERS :])
+    every(math_value.EMPHASIS, math_value.ANSWER_PHRASE, math_value.NEGATION)(text[-math_value.SEARCHED_CHARACTERS :])
 
 
 _TOKEN_PATTERNS = "_VULGAR _STYLE _WORDS _THOUSANDS _NOTHING _UNIT_FRACTION _TOKEN _GROUPED _INFIX _HALF_OF_DAY _RUN_ON plain".split()
@@ -102,7 +102,7 @@ MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
         ),
         search_answer,
     ),
-    **dict.fromkeys((f"mrl.envs.math_value.{name}" for name in ("EMPHASIS", "ANSWER_PHRASE")), search_end),
+    **dict.fromkeys((f"mrl.envs.math_value.{name}" for name in ("EMPHASIS", "ANSWER_PHRASE", "NEGATION")), search_end),
     "mrl.envs.math_value.PERCENT": math_value.PERCENT.match,
     "mrl.envs.math_value._PARTS": math_value.size_of,
     "mrl.envs.math_value._DIGITS": math_value.size_of,

@@ -263,6 +263,8 @@ def test_code_keeps_its_indentation(tmp_path: Path):
     ("answer", "reason"),
     [
         ("nan", "the answer is nan"),
+        ("proof", "the answer is proof, as NuminaMath writes"),
+        ("NotFound", "the answer is NotFound, as NuminaMath writes"),
         ("#### Note\nthe unit is cm", "#### in the answer is followed by no line, or by different ones"),
         ("work ####", "#### in the answer is followed by no line, or by different ones"),
         (float("nan"), "answer is nan, as tables write"),

@@ -47,11 +47,17 @@ RIGHT = [
     ("１२", "12", "12"),
     ("١٢", "12", "12"),
     ("42.", "42", "42"),
+    ("\\frac{1}{2^{98}}", "\\boxed{2^{-98}}", "2^{-98}"),
+    ("10^{-100000}", "\\boxed{10^{-100000}}", "10^{-100000}"),
+    ("\\sqrt{2} \\cdot 10^{-30}", "\\boxed{1.41421 \\cdot 10^{-30}}", "1.41421 \\cdot 10^{-30}"),
 ]
 WRONG = [
     *(("46", text) for text in ("46 <answer>45</answer>", "47", "46.5", "-46", "0", "", "no number here", "04 6", "460", "\\boxed{}")),
     *(("46", text) for text in ("\\boxed{47} not 46", "\x00\x01\ufffd", "\\frac{", "46\n#### 47", "46 ####")),
     *(("1e-05", "\\boxed{0.0001}"), ("2024-01-05", "\\boxed{2018}"), ("3", "-3"), ("-3", "3"), ("1200", "1.2"), ("1/2", "1/3")),
+    *(("\\frac{1}{2^{99}}", "\\boxed{2^{-98}}"), ("\\frac{1}{2004!}", "\\boxed{\\frac{1}{2006!}}"), ("e^{-50}", "\\boxed{e^{-51}}")),
+    *(("10^{-500}", f"\\boxed{{10^{{-{power}}}}}") for power in (499, 501, 100_000)),
+    *(("\\{2, 10^{-30}x\\}", "\\boxed{\\{2, 10^{-31}x\\}}"), ("9.11\\times 10^{-31}", "\\boxed{9.11\\times 10^{-28}}")),
     *(("1/2", "2"), ("x+1", "\\boxed{x-1}"), ("(1,2)", "\\boxed{(2,1)}")),
 ]
 
@@ -96,6 +102,13 @@ def test_an_expected_answer_that_says_nothing_is_an_error():
         ("12", "Answer: \\text{12}"),
         ("(1,2)", "Answer: (1, 2)"),
         ("5", "Answer: \\$5"),
+        ("5", "Answer: $\\$5$"),
+        ("18.90", "Answer: $\\$18.90$"),
+        ("\\$18.90", "Answer: 18.90"),
+        ("1,00,000.5", "Answer: 100000.5"),
+        ("6 \\text{ and } 8", "Answer: 6,8"),
+        ("1, 2,\\text{ and }3", "Answer: $1, 2, 3$"),
+        ("6,8", "Answer: $6 \\text{ and } 8$"),
     ],
 )
 def test_dapo_takes_what_follows_the_last_answer(expected: str, text: str):
@@ -111,6 +124,8 @@ def test_dapo_takes_what_follows_the_last_answer(expected: str, text: str):
         ("3.0", "Answer: 3"),
         ("34", "Answer: 34" + "." * 300),
         ("34", "Answer: "),
+        ("6 \\text{ and } 8", "Answer: 68"),
+        ("68", "Answer: 6,8"),
     ],
 )
 def test_dapo_compares_text_and_only_the_end(expected: str, text: str):

@@ -52,12 +52,21 @@ The answer is \(B\).|Answer: B two
 <answer>B</answer>|<answer>\n(B)\n</answer>|{"answer": "B"}|Answer: 'B'.|Answer: [[B]]|Answer: {B}|Answer -> B|Answer → B|\fbox{B}
 \boxed{B - two}|The answer choice is B|The correct letter is B|The answer is clearly B.|The answer is therefore (B).
 The answer to the question is (B).|Therefore, the correct statement is (B).|Answer： B|Answer：（Ｂ）|\boxed{Ｂ}|因此答案是B。|答案：B
+Respuesta: B|Réponse : B|Antwort: B|答え: B|答え：B|答え：Bです。|정답: B|정답: B입니다.|답변: B|답: B|Jawaban: B|Jibu: B|Idahun: B
+Ìdáhùn: B|Àdáhùn: B|Àṣàyàn: B|Àmọ̀nà: B|Ànúgọ: B|Risposta: B|Resposta: B|الإجابة: ب|الجواب: ب|الإجابة الصحيحة هي: ب|الإجابة النهائية: B
+الجواب النهائي: ب.|إجابة: (ب)|উত্তর: B|উত্তরঃ ব|উত্তর: ব|उत्तर: B|回答: B|解答: B|答复：B|答曰：B|答：B|**Respuesta:** B
+**Respuesta: (B)**|La respuesta correcta es: B|La respuesta es B.|Die richtige Antwort ist (B).|La réponse est B|\boxed{ب}
+Réponse finale : B|答案是B|A resposta é B.|Jawaban yang benar adalah: B. Jawaban: B|Respuesta: B) dos|Antwort: B, weil es so ist
+答案：B选项|La respuesta es b.
 """
 WRONG = r"""
 The answer is a bit subtle.|The answer is both.|Answer: B or C|\boxed{B, C}|\boxed{B \text{ and } C}|\boxed{b^2}|\boxed{BC}
 Answer: bat|Answer: B and C
 The answer is a B-side|answer A/B|\boxed{B = 2}|\boxed{B - 2}|\boxed{B - x}|The answer is hardly B or C|The answer is not B.
 The answer to B is hard.|Answer: B's friend|<answer></answer> B
+Respuesta: bueno|La respuesta es buena|Respuesta: A o B|Réponse : A et B|Antwort: A oder B|الإجابة: بيت|উত্তর: বাংলা|উত্তর: বই
+答え: BかC|الإجابة: ب و ج|A resposta é b mais|Respuesta: A|الإجابة: ج|উত্তর: ড|Respuesta B|Respuesta incorrecta: B
+الإجابة ليست: ب|答え: A、B|Respuesta: bB|La respuesta no es B|الإجابة: بَيت|정답: B와 C|Resposta: B e C
 """
 
 
