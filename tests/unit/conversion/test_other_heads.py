@@ -14,7 +14,9 @@ IDS = torch.arange(1, 15).view(2, 7)
 
 def saved(kind: type[PreTrainedModel], folder: Path) -> PreTrainedModel:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = kind(LlamaConfig(vocab_size=128, num_labels=1, pad_token_id=0, **sizes)).eval()
+    config = LlamaConfig(vocab_size=128, pad_token_id=0, **sizes)
+    config.num_labels = 1
+    model = kind(config).eval()
     model.save_pretrained(folder)
     return model
 
