@@ -2,6 +2,7 @@
 """Folders of transformers whose tensors are not those of a language model."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,7 +14,13 @@ IDS = torch.arange(1, 15).view(2, 7)
 
 
 def saved(kind: type[PreTrainedModel], folder: Path) -> PreTrainedModel:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = LlamaConfig(vocab_size=128, pad_token_id=0, **sizes)
     config.num_labels = 1
     model = kind(config).eval()
