@@ -8,13 +8,16 @@ with a URL does: see `mrl.rollout.agents`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import cast
 
+import httpx
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -29,12 +32,13 @@ from mrl.signals import die_with_parent, shield_process
 
 MAX_TASK_BYTES = 64 * 2**20
 JOIN_S = 60.0
+NUM_POOLS = 32
 AgentFunction = Callable[[AsyncOpenAI, dict[str, object]], Awaitable[object]]
 logger = logging.getLogger(__name__)
 
 
 class Connections(DefaultAsyncHttpxClient):
-    """Connections of all rollouts. An agent that closes its client, as `async with client` does, leaves them to the others."""
+    """Connections of many rollouts. An agent that closes its client, as `async with client` does, leaves them to the others."""
 
     async def aclose(self) -> None:
         """Leaves them open."""
@@ -55,16 +59,17 @@ def main() -> None:
 
 def make_app(agent: AgentFunction) -> Starlette:
     """The routes: `POST /` runs the agent on a row."""
-    # One for all rollouts: making another takes longer than a short agent.
-    connections = Connections(trust_env=False)
+    # Made once: that takes longer than a short agent. Several, as httpx looks at all connections of a pool for each request.
+    context = httpx.create_ssl_context(trust_env=False)
+    pools = itertools.cycle([Connections(trust_env=False, verify=context) for _ in range(NUM_POOLS)])
 
     async def run(request: Request) -> Response:
         task = await request.json()
-        deadline_s = float(task["deadline_s"])
+        deadline_s, left_s = float(task["deadline_s"]), float(task["deadline_at"]) - time.monotonic()
         # Not again by itself: the gateway waits for engines, and asks another one if one dies.
-        client = AsyncOpenAI(base_url=task["base_url"], api_key=task["api_key"], http_client=connections, max_retries=0, timeout=deadline_s)
+        client = AsyncOpenAI(base_url=task["base_url"], api_key=task["api_key"], http_client=next(pools), max_retries=0, timeout=deadline_s)
         try:
-            async with asyncio.timeout(deadline_s) as limit:
+            async with asyncio.timeout(left_s) as limit:
                 found = outcome(await agent(client, task["row"]))
         except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
             if isinstance(error, TimeoutError) and limit.expired():

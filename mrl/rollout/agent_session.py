@@ -124,7 +124,7 @@ class AgentSession:
         is_cut = length >= self.sampling.max_new_tokens or len(prompt_ids) + length >= self.max_model_len
         if ROUTES in answer:
             written = cast("Mapping[str, object] | None", answer[ROUTES])
-            untrained = untrained or ("" if written is not None else NO_ROUTES)
+            untrained = untrained if written is not None else NO_ROUTES  # of turns behind a forced one, too
             start, routes = read_routes(written) if written is not None else (0, None)
         sampled = SampledAnswer(
             np.asarray(answer["token_ids"], dtype=np.int32),

@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import os
+import random
 import secrets
 import socket
 import subprocess
@@ -28,7 +29,7 @@ from mrl.config.texts import safe_text
 from mrl.rollout.agent_session import AgentSession
 from mrl.rollout.gateway import MODEL, Gateway
 from mrl.rollout.gym import GymServers, gym_row, is_finite, reply_of
-from mrl.rollout.remote import AgentLost, Json, RemoteAgent, until_readable
+from mrl.rollout.remote import AgentLost, AgentUnreached, Json, RemoteAgent, until_readable
 from mrl.rollout.turn_tree import TurnSequence
 from mrl.types import Prompt, Rollout, RolloutRequest, SamplingParams, Status, Verdict, hashed_seed
 
@@ -38,7 +39,7 @@ MAX_ATTEMPTS = 4
 """Attempts at one rollout whose agent dies: by its own fault, or by that of another one in its process."""
 MAX_FAILED_STARTS = 3
 """A process that ends so often in a row before it answers does not load the function."""
-RETRY_S = 1.0
+RETRY_S, MAX_PAUSE_S = 1.0, 30.0
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ class FunctionAgent:
     async def ask(self, task: Json) -> Json:
         """Asks as `RemoteAgent.ask` does, and ends a process that is stuck. RuntimeError: the process keeps dying."""
         process, self.num_running = self._process, self.num_running + 1
-        answer = asyncio.ensure_future(self._remote.ask(task))
+        # The process may be long in coming to the task, and has the same clock.
+        deadline_at = time.monotonic() + cast(float, task["deadline_s"])
+        answer = asyncio.ensure_future(self._remote.ask({**task, "deadline_at": deadline_at}))
         try:
             await asyncio.wait({answer, self._broken}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
@@ -203,16 +206,24 @@ class AgentRunner:
         self._nonce = secrets.token_hex(8)
 
     async def run(self, task: AgentTask) -> Ran:
-        """Runs one rollout, with new attempts if the agent is lost."""
-        end, reason = time.monotonic() + self._timeout_s, ""
-        for attempt in range(MAX_ATTEMPTS):
+        """Runs one rollout, with new attempts if the agent is lost. One that has got no task is waited for until the deadline."""
+        end, reason, attempt, pause_s = time.monotonic() + self._timeout_s, "", 0, RETRY_S
+        while attempt < MAX_ATTEMPTS:
             session = self.gateway.open_session(sampling=task.sampling, seed=task.seed)
             try:
                 reply = await self._ask(task, session, max(1.0, end - time.monotonic()))
             except TimeoutError:
                 reply = {"error": f"no answer within {self._timeout_s:g} s (env.agent_timeout_s)", "status": "timeout"}
+            except AgentUnreached as lost:
+                if time.monotonic() + pause_s < end:
+                    if pause_s == RETRY_S:
+                        logger.warning("Rollout %s waits for its agent: %s", task.request_id, lost)
+                    await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # not all at once
+                    pause_s = min(2 * pause_s, MAX_PAUSE_S)
+                    continue
+                reply = {"error": f"no agent within {self._timeout_s:g} s (env.agent_timeout_s): {lost}", "status": "timeout"}
             except AgentLost as lost:
-                reason = str(lost)
+                reason, attempt = str(lost), attempt + 1
                 logger.warning("Rollout %s loses its agent: %s", task.request_id, reason)
                 await asyncio.sleep(RETRY_S)
                 continue

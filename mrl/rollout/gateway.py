@@ -61,12 +61,18 @@ class EngineServers:
         self._addresses: list[str] = []
         self._loads: dict[int, int] = {}
         self._client: aiohttp.ClientSession | None = None
+        self._posting: dict[int, set[asyncio.Future[Reply]]] = {}
+        """Requests under way, by engine."""
         self.unreachable: set[int] = set()
         """Engines that have broken a connection since the owner looked last."""
 
     def set_addresses(self, base_urls: Sequence[str]) -> None:
-        """Sets where the engines are, by index: `http://HOST:PORT/v1`."""
-        self._addresses = [base_url.removesuffix("/v1") for base_url in base_urls]
+        """Sets where the engines are, by index: `http://HOST:PORT/v1`. Requests to one that has moved are asked again."""
+        before, self._addresses = self._addresses, [base_url.removesuffix("/v1") for base_url in base_urls]
+        for index, posting in self._posting.items():
+            if self._addresses[index : index + 1] != before[index : index + 1]:
+                for one in list(posting):
+                    one.cancel()  # its node may have gone without a word
 
     async def ask(self, path: str, body: Json, *, session: AgentSession | None = None) -> Reply:
         """The answer of the session's engine, or of another one if that dies. Waits while there is none, as long as who asks waits."""
@@ -105,15 +111,28 @@ class EngineServers:
         if self._client is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
             self._client = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0), trust_env=False)
+        asked = asyncio.ensure_future(self._post(self._client, self._addresses[index] + path, body))
+        posting = self._posting.setdefault(index, set())
+        posting.add(asked)
         try:
-            async with self._client.post(self._addresses[index] + path, json=body, headers=self._headers) as response:
-                text = await response.text(errors="replace")
-                is_json = response.content_type == "application/json"
-                return response.status, json.loads(text) if is_json else {"error": {"message": text}}
+            return await asked
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            return None
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, aiohttp.ServerTimeoutError) as error:
             self.unreachable.add(index)
             logger.warning("Engine %d cannot be reached: %s", index, error or type(error).__name__)
             return None
+        finally:
+            posting.discard(asked)
+
+    async def _post(self, client: aiohttp.ClientSession, url: str, body: Json) -> Reply:
+        async with client.post(url, json=body, headers=self._headers) as response:
+            text = await response.text(errors="replace")
+            is_json = response.content_type == "application/json"
+            return response.status, json.loads(text) if is_json else {"error": {"message": text}}
 
 
 class Gateway:
@@ -179,6 +198,8 @@ class Gateway:
         async def answer(request: Request) -> Response:
             session = self._session(request)
             body = await _body(request)
+            if path == COMPLETIONS and isinstance(one := body.get("prompt"), list) and len(one) == 1 and isinstance(one[0], str | list):
+                body = {**body, "prompt": one[0]}
             if path == COMPLETIONS and isinstance(prompt := body.get("prompt"), list) and not all(isinstance(one, int) for one in prompt):
                 raise HTTPException(400, "prompt: a session goes on with one prompt; send one request for each")
             # A session that has ended meanwhile waits for nothing any more.

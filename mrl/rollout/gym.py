@@ -50,6 +50,8 @@ class GymServers:
     """The process that starts them; it lives as long as they do."""
     _agents: dict[str, RemoteAgent] = field(default_factory=dict)
     _may_have_moved: bool = False
+    _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the head server is asked: once for all rows that wait."""
     _warn_at: float = 0.0
 
     async def run(self, name: str, row: Json, *, deadline_s: float) -> Json:
@@ -71,9 +73,12 @@ class GymServers:
 
     async def _find(self, name: str) -> RemoteAgent:
         """The agent of that name, where it is now."""
-        agent = self._agents.get(name)
-        if agent is not None and not self._may_have_moved:
-            return agent
+        async with self._asking:
+            if name not in self._agents or self._may_have_moved:
+                await self._find_all(name)
+        return self._agents[name]
+
+    async def _find_all(self, name: str) -> None:
         addresses = await self.addresses("responses_api_agents")
         if name not in addresses:
             known = ", ".join(sorted(addresses)) or "none"
@@ -81,10 +86,10 @@ class GymServers:
                 f"NeMo Gym's servers have no agent {name}, which rows name in agent_ref; theirs are {known}. Name its config file in "
                 "env.nemo_gym.config_paths"
             )
-        url, self._may_have_moved = f"{addresses[name]}/run", False
-        if agent is None or agent.url != url:
-            agent = self._agents[name] = RemoteAgent(url)
-        return agent
+        self._may_have_moved = False
+        for one, address in addresses.items():
+            if one not in self._agents or self._agents[one].url != f"{address}/run":
+                self._agents[one] = RemoteAgent(f"{address}/run")
 
     async def addresses(self, kind: str = "") -> dict[str, str]:
         """URL of every server of a kind, by name; "" = all. AgentUnreached: the head server does not answer."""
@@ -95,7 +100,7 @@ class GymServers:
                 client.get(f"{self.head_url}/global_config_dict_yaml") as response,
             ):
                 # YAML as a text in JSON.
-                config = yaml.safe_load(json.loads(await response.text()))
+                config = yaml.load(json.loads(await response.text()), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         except (aiohttp.ClientError, TimeoutError, ValueError, yaml.YAMLError) as error:
             raise AgentUnreached(f"{self.head_url}, NeMo Gym's head server: {error or type(error).__name__}") from error
         head = urlsplit(self.head_url).hostname

@@ -33,6 +33,7 @@ OPEN_PATH = "/health"
 KEEP_ALIVE_S = 120
 HEADER_S = 10.0
 """Deadline for the headers of a request, from the connection or their first byte on."""
+LATE_S = 1.0
 BODY_S = 60.0
 """Deadline for the body of a request, from its headers on."""
 MAX_HEADER_BYTES = 64 * 2**10
@@ -209,7 +210,15 @@ class Connection(asyncio.Protocol):
 
     def _await_headers(self) -> None:
         if self._deadline is None:
-            self._deadline = asyncio.get_running_loop().call_later(HEADER_S, self.close)
+            loop = asyncio.get_running_loop()
+            self._deadline = loop.call_later(HEADER_S, self._expire, loop.time() + HEADER_S + LATE_S)
+
+    def _expire(self, latest: float) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() > latest:  # this loop was held up, not the client, whose headers may wait to be read
+            self._deadline = loop.call_later(HEADER_S, self.close)
+        else:
+            self.close()
 
     def _forget_deadline(self) -> None:
         if self._deadline is not None:
@@ -336,7 +345,8 @@ def find_excess(body: Mapping[str, object], limits: Limits) -> str:
     if num_characters > limits.max_model_len * CHARACTERS_PER_TOKEN:
         rule = f"the context length of {limits.max_model_len} tokens (policy.generation.vllm_cfg.max_model_len) holds no such text"
         return f"prompt or messages: {num_characters} characters; {rule}; shorten it"
-    constraints = {name: body[name] for name in CONSTRAINTS if name in body}
+    is_free = body.get("tool_choice") in (None, "auto", "none")  # no grammar is made of the tools
+    constraints = {name: body[name] for name in CONSTRAINTS if name in body and not (name == "tools" and is_free)}
     form = body.get("structured_outputs")
     if isinstance(form, dict) and isinstance(form.get("json"), str):
         with suppress(ValueError, RecursionError):  # vLLM refuses what is no JSON

@@ -13,7 +13,7 @@ import aiohttp
 Json = Mapping[str, object]
 # An agent is ended by its own process at its deadline; one whose process does not even do that is ended with it.
 GRACE_S = 10.0
-BUSY = (408, 429)
+BUSY = (408, 429, 503)
 """Answers of a server that may have time later."""
 
 
@@ -22,7 +22,7 @@ class AgentLost(Exception):
 
 
 class AgentUnreached(AgentLost):
-    """Nothing listens at the agent's address, so that it has got no task."""
+    """The agent has got no task: nothing listens at its address, or its server has no time now."""
 
 
 async def until_readable(descriptor: int) -> None:
@@ -66,7 +66,7 @@ class RemoteAgent:
             raise AgentLost(f"{self.url}: {error or type(error).__name__}") from error
         text = content.decode("utf-8", errors="replace")
         if response.status >= 500 or response.status in BUSY:
-            raise AgentLost(f"{self.url} answers {response.status}: {text[:300]}")
+            raise (AgentUnreached if response.status in BUSY else AgentLost)(f"{self.url} answers {response.status}: {text[:300]}")
         if (moved := response.headers.get("Location")) and response.status < 400:
             return {"error": f"{self.url} answers {response.status}, a redirection to {moved[:300]}: name that address in the config"}
         if response.status != 200:

@@ -7,8 +7,10 @@ Later turns go on from the very tokens of earlier ones, so that what was sampled
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 MAX_SESSIONS = 4096
@@ -117,8 +119,15 @@ def said(message: Message) -> Said:
     if isinstance(content, list):
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
     functions = [call.get("function") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
-    named = tuple((str(f.get("name")), str(f.get("arguments"))) for f in functions if isinstance(f, Mapping))
+    named = tuple((str(f.get("name")), _arguments(f.get("arguments"))) for f in functions if isinstance(f, Mapping))
     return str(message.get("role")), str(content or ""), named
+
+
+def _arguments(value: object) -> str:
+    """The arguments of a call: the same text however a client spaces, orders or escapes their JSON."""
+    with suppress(ValueError, TypeError, RecursionError):
+        return json.dumps(json.loads(value) if isinstance(value, str) else value, sort_keys=True)
+    return str(value)
 
 
 def without_ids(messages: Sequence[object]) -> list[object]:

@@ -105,7 +105,7 @@ class TurnTree:
         """Puts a turn behind the longest one whose tokens its prompt begins with; of equal ones, the latest."""
         ids = np.asarray(prompt_ids, dtype=np.int32)
         parent = self._find(ids)
-        node = TreeNode(parent, ids[parent.length :], answer, len(ids) + len(answer.token_ids))
+        node = TreeNode(parent, ids[parent.length :].copy(), answer, len(ids) + len(answer.token_ids))
         has_gap = answer.routes is not None and (answer.routes_start > node.first_route or parent.untrained == NO_ROUTES)
         node.untrained = NO_ROUTES if has_gap else answer.untrained
         parent.children.append(node)

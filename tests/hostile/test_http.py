@@ -262,7 +262,10 @@ LIMITS = Limits(max_model_len=1000, num_slots=8)
         ({"structured_outputs": {"json": json.dumps({"enum": list(range(2_000))})}}, "2000 alternatives"),
         ({"response_format": {"json_schema": {"schema": {"enum": list(range(20_000))}}}}, "20000 alternatives"),
         (
-            {"tools": [{"function": {"parameters": {"properties": {"a" * 10 + str(i): {} for i in range(9_000)}}}}]},
+            {
+                "tool_choice": "required",
+                "tools": [{"function": {"parameters": {"properties": {"a" * 10 + str(i): {} for i in range(9_000)}}}}],
+            },
             "characters; they may have",
         ),
         ({"prompt": ["a"] * (MAX_ANSWERS + 1)}, f"{MAX_ANSWERS + 1} prompts with n=1"),
@@ -304,6 +307,12 @@ def nested(depth: int) -> object:
 @pytest.mark.parametrize("field", ["messages", "structured_outputs", "tools"])
 def test_deep_requests_are_measured_too(field: str):
     assert find_excess({field: nested(100_000)}, LIMITS) == "" or field != "messages"
+
+
+def test_tools_of_which_no_grammar_is_made_may_be_many():
+    tools = [{"function": {"name": f"f{i}", "description": "a|b " * 100, "parameters": {"enum": list(range(100))}}} for i in range(300)]
+    assert find_excess({"prompt": "a", "tools": tools}, LIMITS) == find_excess({"tools": tools, "tool_choice": "auto"}, LIMITS) == ""
+    assert "alternatives" in find_excess({"tools": tools, "tool_choice": {"function": {"name": "f1"}}}, LIMITS)
 
 
 @pytest.mark.parametrize(

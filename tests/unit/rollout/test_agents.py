@@ -26,7 +26,7 @@ from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent, Ran, judge
 from mrl.rollout.remote import RemoteAgent
 from mrl.types import Prompt
 from tests.unit.rollout.gateways import SAMPLING, FakeEngine, Running
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, SOON_S
 
 PATH = "tests.unit.rollout.trial_agents:echo"
 
@@ -226,10 +226,32 @@ def test_a_server_in_another_language(running: Running, runner: AgentRunner, mon
         process.kill()
         process.wait()
     assert [ran.verdict.reward for ran in found] == [1.0] * 3 and all(ran.verdict.metrics["length"] > 0 for ran in found)
-    # A server that is gone costs attempts, and then the rollout.
+    # A server that is gone is waited for until the deadline.
     monkeypatch.setattr(agents_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(runner, "_timeout_s", SOON_S)
     (lost,) = run(running, runner, task("any", env_name="perl"))
-    assert lost.verdict.status == "crash" and "lost 4 times" in lost.verdict.reason and lost.rollouts[0].finish_reason == "abort"
+    assert lost.verdict.status == "timeout" and "no agent within" in lost.verdict.reason and lost.rollouts[0].finish_reason == "abort"
+
+
+@pytest.mark.parametrize("status", [408, 429, 503])
+def test_a_server_without_room_is_asked_until_it_has_some(
+    running: Running, runner: AgentRunner, monkeypatch: pytest.MonkeyPatch, status: int
+):
+    monkeypatch.setattr(agents_module, "RETRY_S", 0.01)
+    num_asked = 0
+
+    async def answer(_: Request) -> Response:
+        nonlocal num_asked
+        num_asked += 1
+        return Response("full" if num_asked < 9 else '{"error": "at last"}', status_code=status if num_asked < 9 else 200)
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = http_gate.make_server(Starlette(routes=[Route("/run", answer, methods=["POST"])]), has_key=lambda *_: True, max_body=10**7)
+    threading.Thread(target=server.run, args=([listener],), daemon=True).start()
+    running.call(lambda: runner.agents.update({"full": [RemoteAgent(f"http://127.0.0.1:{listener.getsockname()[1]}/run")]}))
+    (ran,) = run(running, runner, task("any", env_name="full"))
+    assert num_asked == 9 and ran.verdict.reason == "at last" and ran.verdict.metrics["lost_attempts"] == 0
+    server.should_exit = True
 
 
 def test_a_function_that_cannot_be_loaded_ends_the_run(running: Running, monkeypatch: pytest.MonkeyPatch):

@@ -167,6 +167,7 @@ def test_errors_are_openais(running: Running, client: openai.OpenAI, session: Ag
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="one prompt"):
         client.completions.create(model="any", prompt=["a", "b"])
+    assert client.completions.create(model="any", prompt=["a"]).choices[0].text
     with pytest.raises(openai.NotFoundError) as missing:
         client.embeddings.create(model="any", input="a")
     assert isinstance(missing.value.body, dict) and missing.value.body["message"] == "Not Found"
@@ -223,6 +224,16 @@ def test_requests_wait_while_there_is_no_engine(running: Running, engine: FakeEn
         running.use(engine)
         assert future.result(HANG_S).choices[0].message.content == "answer 1.0"
     running.gateway.engines.unreachable.clear()
+
+
+def test_an_engine_that_moves_is_not_waited_for(running: Running, engine: FakeEngine, client: openai.OpenAI):
+    engine.released.clear()
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(chat, client, "hi")
+        wait_until(lambda: len(engine.asked) == 1, what="the request is under way")
+        running.use(other := FakeEngine())
+        assert future.result(HANG_S).choices[0].message.content == "answer 1.0" and len(other.asked) == 1
+        engine.released.set()
 
 
 def test_sessions_are_spread_and_stay(running: Running, engine: FakeEngine):

@@ -116,3 +116,11 @@ def test_thoughts_that_the_template_drops_from_earlier_turns_stay():
 def test_a_template_without_end_marks_cannot_go_on():
     with pytest.raises(ValueError, match="without one of the tokens \\[2\\] behind each answer"):
         continued([11, 12], [11, 12], [11, 12, 13], {2})
+
+
+@pytest.mark.parametrize("other", ['{"n":3,"city":"Zürich"}', '{"city": "Z\\u00fcrich", "n": 3}', {"city": "Zürich", "n": 3}])
+def test_arguments_are_the_same_however_a_client_writes_them(other: object):
+    def calling(arguments: object) -> dict[str, object]:
+        return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+    assert said(calling('{"city": "Zürich", "n": 3}')) == said(calling(other)) != said(calling("{"))

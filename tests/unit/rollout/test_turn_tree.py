@@ -27,6 +27,13 @@ def trained(tree: TurnTree) -> list[tuple[list[int], list[int]]]:
     return found
 
 
+def test_a_turn_keeps_its_own_tokens_alone():
+    tree = TurnTree()
+    for length in range(2, 40, 4):
+        node = tree.add(list(range(length)), answer([length, length + 1]))
+        assert node.given.base is None
+
+
 def test_a_conversation_is_one_sequence():
     tree = TurnTree()
     tree.add([1, 2], answer([3, 4], version=5))
