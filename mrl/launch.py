@@ -113,7 +113,8 @@ def hub_folder_in_container(config: RunConfig, options: argparse.Namespace) -> s
     targets = [Path(mount.split(":")[:2][-1]) for mount in (options.mounts or "").split(",")]
     places = {name: folder.absolute() for name, folder in run_folder(config).items()}
     chosen = env.HF_HOME.read()
-    check_mounted(options, targets, f"--mounts {options.mounts}", places | ({f"HF_HOME={chosen}": Path(chosen)} if chosen else {}))
+    hub = {f"HF_HOME={chosen}": Path(chosen)} if chosen else {}
+    check_mounted(options, targets, f"--mounts {options.mounts or 'FROM:TO'}", places | hub)
     return chosen or str(next(target for target in targets for folder in places.values() if is_below(folder, target)) / "huggingface")
 
 
