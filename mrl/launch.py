@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from mrl import env
 from mrl.check import examine
 from mrl.config.errors import Unchecked
 from mrl.config.files import find_config
@@ -45,8 +46,9 @@ def launch_slurm(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
     cluster, name = config.cluster, options.name or slurm.job_name(Path(config.checkpointing.checkpoint_dir).absolute())
     job = slurm.SlurmJob(
-        train_command(options), cluster.num_nodes, cluster.gpus_per_node, options.log_dir.absolute(), options.time, name,
-        options.account, options.partition, options.container, options.mounts, is_gres_site=not options.gpus_per_node_option,
+        train_command(options), cluster.num_nodes, cluster.gpus_per_node, cluster.slots_per_node, options.log_dir.absolute(), options.time,
+        name, options.account, options.partition, options.container, options.mounts, hub_folder_in_container(config, options),
+        is_gres_site=not options.gpus_per_node_option,
     )  # fmt: skip
     logger.info("%s", slurm.render(job))
     if options.submit:
@@ -60,10 +62,10 @@ def launch_kubernetes(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
     cluster = config.cluster
     job = kubernetes.KubernetesJob(
-        train_command(options), cluster.num_nodes, cluster.gpus_per_node, options.name, options.namespace, options.image,
-        options.claim, options.mount, options.instance_type, options.efa, options.cpus, options.memory, options.shm,
+        train_command(options), cluster.num_nodes, cluster.gpus_per_node, cluster.slots_per_node, options.name, options.namespace,
+        options.image, options.claim, options.mount, options.instance_type, options.efa, options.cpus, options.memory, options.shm,
     )  # fmt: skip
-    check_mounted(config, options)
+    check_mounted(options, [Path(options.mount)], f"--mount {options.mount}", run_folder(config))
     text = "".join(f"# {note}\n" for note in check_nodes(config, options)) + kubernetes.render(job)
     logger.info("%s", text)
     if options.submit:
@@ -73,11 +75,12 @@ def launch_kubernetes(options: argparse.Namespace) -> None:
 def launch_lepton(options: argparse.Namespace) -> None:
     """Prints the fields of the form of a DGX Cloud Lepton batch job."""
     config = load_config(options.config, options.overrides)
-    check_mounted(config, options)
+    check_mounted(options, [Path(options.mount)], f"--mount {options.mount}", run_folder(config))
     cluster = config.cluster
     nodes, gpus = cluster.num_nodes, cluster.gpus_per_node
     command = shlex.join(train_command(options))
     variables = {"COMMAND": command, "CLUSTER_NUM_NODES": nodes, "CLUSTER_GPU_PER_NODE": gpus}
+    variables |= {"UNITS_PER_NODE": cluster.slots_per_node, "HF_HOME": f"{options.mount}/huggingface"}
     lines = [
         "# Batch Jobs > Create Job > Custom",
         f"# Resources: {gpus} GPUs per node, {nodes} workers",
@@ -87,21 +90,47 @@ def launch_lepton(options: argparse.Namespace) -> None:
         "# Environment Variables:",
         *(f"{name}={value}" for name, value in variables.items()),
         *(f"{name}=<secret {name}>" for name in LEPTON_SECRETS),
-        f"# Mount Storage: a volume that all workers share, at {options.mount}; keep model, data, checkpoints and HF_HOME there",
+        f"# Mount Storage: a volume that all workers share, at {options.mount}; keep model, data and checkpoints there",
     ]
     logger.info("%s", "\n".join(lines) + "\n")
 
 
-def check_mounted(config: RunConfig, options: argparse.Namespace) -> None:
-    """Raises ValueError if the run folder or config file is on a container's own disk, which no other node sees."""
-    mount = Path(options.mount)
-    places = {f"checkpointing.checkpoint_dir={config.checkpointing.checkpoint_dir}": Path(config.checkpointing.checkpoint_dir)}
+def run_folder(config: RunConfig) -> dict[str, Path]:
+    """The run folder, by its setting."""
+    folder = config.checkpointing.checkpoint_dir
+    return {f"checkpointing.checkpoint_dir={folder}": Path(folder)}
+
+
+def hub_folder_in_container(config: RunConfig, options: argparse.Namespace) -> str | None:
+    """HF_HOME of a Slurm job in a container, by default on the mount that holds the run folder; None without a container.
+
+    Raises:
+        ValueError: the container does not see config file, run folder or HF_HOME.
+    """
+    if not options.container:
+        return None
+    # FROM:TO:FLAGS, or one folder that has the same path in both. The container's working folder is that of submission.
+    targets = [Path(mount.split(":")[:2][-1]) for mount in (options.mounts or "").split(",")]
+    places = {name: folder.absolute() for name, folder in run_folder(config).items()}
+    chosen = env.HF_HOME.read()
+    hub = {f"HF_HOME={chosen}": Path(chosen)} if chosen else {}
+    check_mounted(options, targets, f"--mounts {options.mounts or 'FROM:TO'}", places | hub)
+    return chosen or str(next(target for target in targets for folder in places.values() if is_below(folder, target)) / "huggingface")
+
+
+def is_below(place: Path, folder: Path) -> bool:
+    """Tells whether a path lies in a folder, `..` written out."""
+    return Path(os.path.normpath(place)).is_relative_to(folder)
+
+
+def check_mounted(options: argparse.Namespace, mounts: Sequence[Path], given: str, places: dict[str, Path]) -> None:
+    """Raises ValueError if the config file or one of these places is on a container's own disk, which no other node sees."""
     if (file := Path(options.config)).is_file():
-        places[f"config {options.config}"] = file.absolute()
-    if wrong := [name for name, place in places.items() if not Path(os.path.normpath(place)).is_relative_to(mount)]:
+        places = places | {f"config {options.config}": file.absolute()}
+    if wrong := [name for name, place in places.items() if not any(is_below(place, mount) for mount in mounts)]:
         raise ValueError(
             f"{', '.join(wrong)}: lies in the container, is lost with it, and no other node sees it; "
-            f"name an absolute path below --mount {mount}, where all nodes mount their shared storage"
+            f"name an absolute path below {given}, where all nodes mount their shared storage"
         )
 
 

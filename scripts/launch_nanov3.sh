@@ -113,7 +113,7 @@ check_inputs() {
 training=(
     --config "$CONFIG_PATH" "policy.model_name=$MODEL_CHECKPOINT"
     "data.train.data_path=$DATA_DIR/train-split.jsonl" "data.validation.data_path=$DATA_DIR/val-split.jsonl"
-    "logger.log_dir=$LOG_DIR" checkpointing.enabled=true "checkpointing.checkpoint_dir=$CKPT_DIR"
+    checkpointing.enabled=true "checkpointing.checkpoint_dir=$CKPT_DIR"
     "cluster.num_nodes=$NUM_NODES" "cluster.gpus_per_node=$GPUS_PER_NODE" "$@"
 )
 check_environment

@@ -166,7 +166,9 @@ RAY_DASHBOARD_PORT=${RAY_DASHBOARD_PORT:-8265}
 if [[ -n ${LEPTON_JOB_NAME:-} ]]; then read_lepton; fi
 NODE_RANK=${NODE_RANK:-${JOB_COMPLETION_INDEX:-}}
 require NODE_RANK NUM_NODES GPUS_PER_NODE HEAD_HOST COMMAND
-if [[ $COMMAND =~ checkpointing\.checkpoint_dir=([^/[:space:]][^[:space:]]*) ]]; then
+# What begins with a variable is not known here.
+relative="checkpointing\.checkpoint_dir=['\"]?([^/\$'\"[:space:]][^[:space:]]*)"
+if [[ $COMMAND =~ $relative ]]; then
     fail "COMMAND: checkpointing.checkpoint_dir=${BASH_REMATCH[1]} is lost with the container, and no other node sees it; name a folder of the mounted storage"
 fi
 ((NODE_RANK < NUM_NODES)) || fail "NODE_RANK=$NODE_RANK is not below NUM_NODES=$NUM_NODES"

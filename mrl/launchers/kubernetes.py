@@ -39,6 +39,7 @@ class KubernetesJob:
     command: list[str]
     num_nodes: int
     gpus_per_node: int
+    slots_per_node: int
     name: str
     namespace: str
     image: str
@@ -111,6 +112,7 @@ def _pod(job: KubernetesJob, labels: dict[str, str], join_secret: str, hub_secre
         "COMMAND": shlex.join(job.command),
         "NUM_NODES": str(job.num_nodes),
         "GPUS_PER_NODE": str(job.gpus_per_node),
+        "UNITS_PER_NODE": str(job.slots_per_node),
         "HEAD_HOST": f"{job.name}-0.{job.name}",
         "RAY_TOKEN_FILE": f"/run/secrets/ray/{SECRET_KEY}",
         "HF_HOME": f"{job.mount_path}/huggingface",

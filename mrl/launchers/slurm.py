@@ -18,6 +18,7 @@ class SlurmJob:
     command: list[str]
     num_nodes: int
     gpus_per_node: int
+    slots_per_node: int
     log_folder: Path
     """A folder that all nodes can write: Slurm's own output and the logs of Ray go there."""
     time: str
@@ -26,6 +27,8 @@ class SlurmJob:
     partition: str | None = None
     container: str | None = None
     mounts: str | None = None
+    hub_folder: str | None = None
+    """HF_HOME of the job; None: that of whoever submits it."""
     is_gres_site: bool = True
 
 
@@ -42,9 +45,11 @@ def submission(job: SlurmJob) -> tuple[list[str], dict[str, str]]:
     variables = {
         "COMMAND": shlex.join(job.command),
         "GPUS_PER_NODE": str(job.gpus_per_node),
+        "UNITS_PER_NODE": str(job.slots_per_node),
         "BASE_LOG_DIR": str(job.log_folder),
         "CONTAINER": job.container,
         "MOUNTS": job.mounts,
+        "HF_HOME": job.hub_folder,
     }
     options = {
         "nodes": str(job.num_nodes),

@@ -75,10 +75,8 @@ def _plan(name: str, overrides: Sequence[str], options: argparse.Namespace, secr
     if refused := problems_of(config):
         for line in refused:
             logger.error("%s", line)
-        for line in describe_candidates(
-            "Nearest layouts that fit:", nearest(search_layouts(config, gpu, None, mean_tokens=options.mean_tokens))
-        ):
-            logger.info("%s", line)
+        if found := nearest(search_layouts(config, gpu, None, mean_tokens=options.mean_tokens)):
+            logger.info("%s", "\n".join(describe_candidates("Nearest layouts that fit:", found)))
         return 2
     node_memory = None if options.node_memory is None else options.node_memory * GIB
     plan = make_plan(config, gpu, mean_tokens=options.mean_tokens, node_memory=node_memory)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mrl.config.errors import Problems, spell, value_at
 from mrl.config.model import ModelSizes, with_value
-from mrl.config.rules import layout
+from mrl.config.rules import algorithms, layout, training
 from mrl.config.schema.run import RunConfig
 from mrl.plan.facts import PlanModel
 from mrl.plan.hardware import Gpu
@@ -121,14 +121,17 @@ def _lightest(
             values = trainer | {"recompute": recompute, "offload": offload} | engine_values
             candidate = _applied(config, values)
             worst, misfit = worst_rank(candidate, model, gpu)
-            if misfit is None:
+            if misfit is None and (problem := _refused(candidate, model.shape)):
+                reason = problem
+            elif misfit is None:
                 changed = [f"{key}={spell(value)}" for key, value in _settings(values).items() if value_at(config, key) != value]
                 tokens = mean_tokens * candidate.policy.train_global_batch_size
                 times = _times(candidate, model, gpu, refit, mean_tokens)
                 return Candidate(values, changed, worst, times, exchange_seconds(candidate, model, gpu, tokens=tokens))
-            reason = misfit
-            if worst.peak_phase in ("train", "logprob"):
-                break  # whatever the engines are
+            else:
+                reason = misfit
+                if worst.peak_phase in ("train", "logprob"):
+                    break  # whatever the engines are
     return reason
 
 
@@ -194,6 +197,17 @@ def _illegal(config: RunConfig, sizes: ModelSizes, prefix: str) -> str | None:
     layout.check_layout(config, sizes, problems)
     mine = [problem for problem in problems.texts if problem.startswith(prefix)]
     return _short(mine[0]) if mine else None
+
+
+def _refused(config: RunConfig, sizes: ModelSizes) -> str | None:
+    """The rule of the config that a legal layout with its recomputation and offload breaks; None if there is none."""
+    problems = Problems(config)
+    training.check_optimizer(config, problems)
+    training.check_recomputing(config, sizes, problems)
+    training.check_dispatch(config, sizes, problems)
+    if config.has_engines:
+        algorithms.check_batch(config, problems)
+    return _short(problems.texts[0]) if problems.texts else None
 
 
 def _settings(values: dict[str, object]) -> dict[str, object]:

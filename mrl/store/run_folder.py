@@ -75,9 +75,8 @@ class RunFolder:
         self.config = config
         self._identity = identity
         self.path = Path(config.checkpointing.checkpoint_dir).absolute()
-        log_dir = Path(config.logger.log_dir).absolute()
-        taken = [int(path.name[4:]) for path in log_dir.glob("exp_*") if path.name[4:].isdigit()]
-        self.log_folder = log_dir / f"exp_{max(taken, default=0) + 1:03d}"
+        self._attempts = self.path / "logs"
+        self.log_folder = self._next_log_folder()
         self._ownership = Ownership(self.path / OWNER)
         self.checkpoints = CheckpointStore(self.path, config.checkpointing, check_owner=self._ownership.check)
         self._metrics: JsonlLogger | None = None
@@ -109,7 +108,7 @@ class RunFolder:
             kill_point("start")
             self._check_start()
             kill_point("start")
-            make_folder(self.log_folder)
+            within(WRITE_TIMEOUT_S, f"mkdir of {self.log_folder}", self._make_log_folder)
             self.checkpoints.remove_unfinished()
             for line in changes_since(self.path / RUN_CONFIG, self.config):
                 logger.info("Config since the last attempt: %s", line)
@@ -153,6 +152,25 @@ class RunFolder:
     def give_back(self) -> None:
         """Gives up ownership of the folder, also for a process that ends at once."""
         self._ownership.give_back()
+
+    def _next_log_folder(self) -> Path:
+        log_dir = Path(self.config.logger.log_dir).absolute()
+        names = [path.name[4:] for folder in (log_dir, self._attempts) for path in folder.glob("exp_*")]
+        return log_dir / f"exp_{max((int(name) for name in names if name.isdecimal()), default=0) + 1:03d}"
+
+    def _make_log_folder(self) -> None:
+        """Makes the attempt's folder, which is no other run's; where it lies elsewhere, `logs` in the run folder gets a link to it."""
+        while True:
+            try:
+                self.log_folder.mkdir(mode=0o700, parents=True)
+                break
+            except FileExistsError:  # of another run, by now
+                self.log_folder = self._next_log_folder()
+        link = self._attempts / self.log_folder.name
+        if not link.exists():
+            self._attempts.mkdir(exist_ok=True)
+            with self._may_fail(str(link)):
+                link.symlink_to(os.path.relpath(self.log_folder.resolve(), self._attempts.resolve()))
 
     def _check_start(self) -> None:
         """Refuses a folder of another run, unchanged; else sets damaged checkpoints aside and opens the ledger."""
@@ -282,7 +300,7 @@ class RunFolder:
         tokens: TokenSamples,
     ) -> None:
         with self._may_fail("the files *_data_stepN.jsonl.gz"), spans.span("write texts", "writer of texts"):
-            drop_old_step_data(self.log_folder.parent, step, self.config.logger)
+            drop_old_step_data(self._attempts, step, self.config.logger)
             rows = {name: token_rows(samples, self._tokenizer()) for name, samples in tokens.items() if samples}
             write_step_data(self.log_folder, step, split, groups, sequences, self.config.logger, rows)
 

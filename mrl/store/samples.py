@@ -127,11 +127,11 @@ def _mask_reason(verdict: Verdict, sequence: TrainSequence | None) -> str | None
     return "grpo.overlong_filtering" if sequence is not None and not sequence.is_valid else None
 
 
-def drop_old_step_data(log_dir: Path, step: int, config: LoggerConfig) -> None:
-    """Removes files of rollouts of any attempt that are `logger.rollouts_keep_steps` steps or more before `step`."""
+def drop_old_step_data(attempts: Path, step: int, config: LoggerConfig) -> None:
+    """Removes files of rollouts of any attempt of a run that are `logger.rollouts_keep_steps` steps or more before `step`."""
     if config.rollouts_keep_steps is None:
         return
-    for path in log_dir.glob("exp_*/*_data_step*.jsonl.gz"):
+    for path in attempts.glob("exp_*/*_data_step*.jsonl.gz"):
         if int(re.findall(r"\d+", path.name)[-1]) <= step - config.rollouts_keep_steps:
             path.unlink(missing_ok=True)
 

@@ -60,15 +60,15 @@ print("interfaces", os.environ.get("NCCL_SOCKET_IFNAME"))
 def kubernetes_variables(folder: Path, command: list[str], *, num_nodes: int) -> Callable[[int], dict[str, str]]:
     """Variables of each rank's pod, as the manifest gives them."""
     job = KubernetesJob(
-        command, num_nodes=num_nodes, gpus_per_node=0, name="run", namespace="default", image="mrl", claim="fsx", mount_path="/shared",
-        instance_type=None, num_efa=0, cpus=1, memory="1Gi", shared_memory="1Gi",
+        command, num_nodes=num_nodes, gpus_per_node=0, slots_per_node=2, name="run", namespace="default", image="mrl", claim="fsx",
+        mount_path="/shared", instance_type=None, num_efa=0, cpus=1, memory="1Gi", shared_memory="1Gi",
     )  # fmt: skip
     _, manifest = yaml.safe_load_all(render(job))
     environment = manifest["spec"]["template"]["spec"]["containers"][0]["env"]
     token = folder / "token"
     token.write_text(os.urandom(32).hex())
     given = {item["name"]: item["value"] for item in environment if "value" in item}
-    given |= {"RAY_TOKEN_FILE": str(token), "HF_HOME": str(folder), "JOIN_TIMEOUT_S": "600", "UNITS_PER_NODE": "2"}
+    given |= {"RAY_TOKEN_FILE": str(token), "HF_HOME": str(folder), "JOIN_TIMEOUT_S": "600"}
     return lambda rank: given | {"JOB_COMPLETION_INDEX": str(rank)}
 
 

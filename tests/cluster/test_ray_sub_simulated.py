@@ -70,6 +70,27 @@ def test_a_run_that_has_saved_is_requeued_on_sites_without_gres(tmp_path: Path):
     assert not (job.logs / ".ray_token").exists()
 
 
+def test_a_container_without_mounts_of_its_own_sees_the_logs(tmp_path: Path):
+    with simulation(tmp_path, NODES[:1], COMMAND="exit 0", CONTAINER="mrl.sqsh", SRUN_HELP="--container-image") as job:
+        assert job.end() == 0
+        assert all(f" --container-mounts={job.logs}:{job.logs} " in step for step in job.record("srun"))
+
+
+def test_requeues_of_saved_attempts_leave_the_restarts_for_failures(tmp_path: Path):
+    def attempt(restart: int, code: int) -> int:
+        variables = {"SLURM_RESTART_COUNT": str(restart), "BASE_LOG_DIR": str(logs), "RESTARTS_ON_FAILURE": "1"}
+        with simulation(tmp_path / f"attempt-{restart}", NODES[:1], COMMAND=f"exit {code}", **variables) as job:
+            return job.end()
+
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / f"{JOB_ID}-failures").write_text("attempt 0\n")  # of an older job of this number
+    # Only the first failure is restarted, however often the job was requeued; a saved attempt is always.
+    requeued = -signal.SIGKILL
+    assert [attempt(restart, code) for restart, code in enumerate((75, 75, 1, 75, 1))] == [*[requeued] * 4, 1]
+    assert (logs / f"{JOB_ID}-failures").read_text() == "attempt 2\n"
+
+
 def test_a_job_that_slurm_has_requeued_already_waits_for_its_end(tmp_path: Path):
     with simulation(tmp_path / "pending", NODES[:1], COMMAND="exit 75", SIMULATED_STATE="COMPLETING") as job:
         job.wait_for("requeueing job")

@@ -74,7 +74,7 @@ class GpuMonitoringConfig:
 @dataclass
 class LoggerConfig:
     log_dir: str = follows("checkpointing.checkpoint_dir") + "/logs"
-    """Folder of logs; each start of a run gets `exp_NNN` below it."""
+    """Folder of logs; each start of a run gets `exp_NNN` below it, with a link in `logs` of the run folder if it lies elsewhere."""
     rollouts: Literal["all", "sample", "none"] = "all"
     """Rollouts of a step that are written as text into `exp_NNN`: all, those of its first four prompts, or none."""
     rollouts_keep_steps: Positive | None = None

@@ -127,7 +127,7 @@ def test_the_launcher_submits_the_tutorials_job_from_tmp(site: dict[str, str]):
     assert shlex.split(variables["COMMAND"]) == [
         "python", "-m", "mrl.train", "--config", "grpo_nanov3.yaml", f"policy.model_name={run}/model",
         f"data.train.data_path={run}/data/train-split.jsonl", f"data.validation.data_path={run}/data/val-split.jsonl",
-        f"logger.log_dir={run}/logs", "checkpointing.enabled=true", f"checkpointing.checkpoint_dir={run}/checkpoints",
+        "checkpointing.enabled=true", f"checkpointing.checkpoint_dir={run}/checkpoints",
         "cluster.num_nodes=32", "cluster.gpus_per_node=8", "grpo.max_num_steps=10", "++logger.wandb.name=it's mine",
     ]  # fmt: skip
 

@@ -24,6 +24,11 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.fixture(autouse=True)
+def _without_a_hub_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HOME", raising=False)
+
+
 def test_the_script_hands_sbatch_what_the_config_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     logs = tmp_path / "logs of runs"
     words = [
@@ -38,16 +43,17 @@ def test_the_script_hands_sbatch_what_the_config_says(tmp_path: Path, capsys: py
         str(logs),
         "--container",
         "it's.sqsh",
+        "--mounts=/scratch/me:/shared:rw",
     ]
     script = tmp_path / "submit.sh"
     script.write_text(printed(capsys, *words))
     # A sbatch that says what it was given.
-    (tmp_path / "sbatch").write_text('#!/bin/sh\nprintf "%s\\n" "$COMMAND" "$CONTAINER" "$GPUS_PER_NODE" "$BASE_LOG_DIR" "$@"\n')
+    (tmp_path / "sbatch").write_text('#!/bin/sh\nprintf "%s\\n" "$COMMAND" "$CONTAINER" "$GPUS_PER_NODE" "$BASE_LOG_DIR" "$HF_HOME" "$@"\n')
     (tmp_path / "sbatch").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
     said = subprocess.run(["bash", script], capture_output=True, text=True, check=True, env=os.environ | {"PATH": path}).stdout.splitlines()
     assert said[0] == "python -m mrl.train " + " ".join([*TINY, "grpo.seed=7"])
-    assert said[1:4] == ["it's.sqsh", "8", str(logs)]
+    assert said[1:5] == ["it's.sqsh", "8", str(logs), "/shared/huggingface"]
     assert {"--nodes=2", "--gres=gpu:8", "--account=research", "--time=4:00:00", f"--output={logs}/slurm-%j.out"} < set(said)
     assert said[-1] == str(ROOT / "scripts" / "ray.sub")
     assert logs.is_dir()
@@ -56,6 +62,22 @@ def test_the_script_hands_sbatch_what_the_config_says(tmp_path: Path, capsys: py
 def test_sites_without_gres_are_asked_otherwise(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     text = printed(capsys, "slurm", *TINY, "--log-dir", str(tmp_path), "--gpus-per-node")
     assert "--gpus-per-node=8" in text and "--gres" not in text
+
+
+SLOTS = [*TINY[:2], "cluster.cpu_units_per_node=4", *TINY[3:]]
+
+
+@pytest.mark.parametrize(
+    ("words", "written"),
+    [
+        (["slurm", *SLOTS], "export UNITS_PER_NODE=4\n"),
+        (["k8s", *SLOTS, "--image=mrl", "--claim=fsx"], "name: UNITS_PER_NODE\n          value: '4'\n"),
+        (["lepton", *SLOTS, "--image=mrl", "--mount=/shared"], "\nUNITS_PER_NODE=4\n"),
+        (["slurm", *TINY], "export UNITS_PER_NODE=8\n"),
+    ],
+)
+def test_nodes_without_gpus_give_as_many_slots_as_the_config_says(capsys: pytest.CaptureFixture[str], words: list[str], written: str):
+    assert written in printed(capsys, *words)
 
 
 def test_attempts_of_one_run_have_one_name_and_other_runs_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -188,11 +210,15 @@ def test_lepton_gets_the_command_and_the_size(capsys: pytest.CaptureFixture[str]
     text = printed(capsys, "lepton", *TINY, "--image", "registry/mrl:1", "--mount", "/shared")
     assert "RAY_AUTH_TOKEN=<secret RAY_AUTH_TOKEN>" in text
     assert "CLUSTER_NUM_NODES=2" in text and "CLUSTER_GPU_PER_NODE=8" in text
-    assert f"COMMAND=python -m mrl.train {' '.join(TINY)}\n" in text
+    assert f"COMMAND=python -m mrl.train {' '.join(TINY)}\n" in text and "\nHF_HOME=/shared/huggingface\n" in text
 
 
 @pytest.mark.parametrize("folder", ["results/run", "/results/run", "/shared/../results"])
-@pytest.mark.parametrize("words", [["k8s", *EKS], ["lepton", "--image", "mrl", "--mount", "/shared"]], ids=["k8s", "lepton"])
+@pytest.mark.parametrize(
+    "words",
+    [["k8s", *EKS], ["lepton", "--image", "mrl", "--mount", "/shared"], ["slurm", "--container=a", "--mounts=/b:/c,/shared"]],
+    ids=lambda words: words[0],
+)
 def test_a_run_folder_that_ends_with_its_container_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], folder: str):
     assert main([*words, *TINY, f"checkpointing.checkpoint_dir={folder}"]) == 2
     assert f"checkpointing.checkpoint_dir={folder}: lies in the container" in capsys.readouterr().out
@@ -204,6 +230,22 @@ def test_a_config_file_that_no_pod_sees_is_refused(tmp_path: Path, capsys: pytes
     assert main([*words, *EKS]) == 2
     assert f"config {tmp_path}/mine.yaml: lies in the container" in capsys.readouterr().out
     assert main([*words, f"checkpointing.checkpoint_dir={tmp_path}/results", *EKS, f"--mount={tmp_path}"]) == 0
+
+
+def test_a_container_on_slurm_sees_config_run_folder_and_hub(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
+    (tmp_path / "mine.yaml").write_text("defaults: grpo_tiny.yaml\n")
+    monkeypatch.chdir(tmp_path)
+    words = ["slurm", "mine.yaml", "--log-dir=logs", "--container=a.sqsh"]
+    for unseen in ([], ["--mounts=/data:/data"], [f"--mounts={tmp_path}:/work"]):
+        assert main([*words, *unseen]) == 2
+        assert "config mine.yaml: lies in the container" in capsys.readouterr().out
+    mounted = [*words, f"--mounts=/data:/data:ro,{tmp_path}:{tmp_path}"]
+    assert f"export HF_HOME={tmp_path}/huggingface\n" in printed(capsys, *mounted)
+    monkeypatch.setenv("HF_HOME", "/data/hub")
+    assert "export HF_HOME=/data/hub\n" in printed(capsys, *mounted)
+    monkeypatch.setenv("HF_HOME", "/home/me/hub")
+    assert main(mounted) == 2
+    assert "HF_HOME=/home/me/hub: lies in the container" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from mrl.plan.deadlines import checkpoint_deadline
 from mrl.plan.facts import PlanModel, read_model, state_rules
 from mrl.plan.hardware import GIB, GPUS, nearest
 from mrl.plan.memory import cache_bytes, disk_bytes, engine_memory, host_memory, rank_memory, saved_bytes, stage_states, work_of
-from mrl.plan.plan import as_data, make_plan, prediction, search_layouts
+from mrl.plan.plan import as_data, make_plan, prediction, problems_of, search_layouts
 from mrl.plan.search import worst_rank
 from mrl.plan.times import EXPERT_PRODUCTS, exchange_seconds, forward_operations, train_seconds
 from mrl.store.run_folder import RunFolder
@@ -209,6 +209,23 @@ def test_a_search_ranks_layouts_and_says_why_others_are_none(folders: dict[str, 
     shown = [[found["values"][name] for name in ("tp", "pp", "cp", "ep", "etp")] for found in data["layouts"][:10]]
     assert all(shown.count(sizes) == 1 for sizes in shown)
     assert {"more than 32 experts on a rank", "context-parallel ranks share rows of fewer than 4,096 tokens each"} <= data["refused"].keys()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["cluster.gpus_per_node=2", "policy.megatron_cfg.optimizer.use_precision_aware_optimizer=false"],
+        ["policy.megatron_cfg.activation_checkpointing=true", "policy.megatron_cfg.recompute_modules=[mlp]"],
+        ["grpo.num_prompts_per_step=1", "policy.train_global_batch_size=4"],
+    ],
+    ids=["optimizer", "recomputation", "batch"],
+)
+def test_a_search_names_no_layout_that_the_config_refuses(llama_8b: Path, words: list[str]):
+    words = [f"policy.model_name={llama_8b}", "cluster.num_nodes=1", *words]
+    found = search_layouts(load_config("grpo_math_8B.yaml", words), H100, None)
+    refused = {line for one in found.best for line in problems_of(load_config("grpo_math_8B.yaml", [*words, *one.overrides]))}
+    assert not refused, refused
+    assert found.best or any("optimizer_cpu_offload" in reason for reason in found.refused)
 
 
 def test_a_search_keeps_the_configured_layout_whatever_others_run(folders: dict[str, str]):

@@ -16,11 +16,13 @@ from mrl.config.schema.data import DataConfig, TrainDataConfig
 from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
 from mrl.config.schema.run import CheckpointingConfig, LoggerConfig, RunConfig
 from mrl.recipes.tokenizer import byte_tokenizer
+from mrl.runs import attempts_of
 from mrl.store.checkpoints import Checkpoint, CheckpointStore, check_models
 from mrl.store.ledger import replay
 from mrl.store.ownership import FolderLost
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
+from mrl.view.dumps import list_dumps
 from tests.reading import read_page
 from tests.sources import ROOT
 from tests.waiting import HANG_S
@@ -41,6 +43,32 @@ def test_log_folders_count_up(tmp_path: Path):
         folder.open()
         with folder:
             assert folder.log_folder.name == name
+
+
+def test_runs_that_share_a_folder_of_logs_keep_theirs_apart(tmp_path: Path):
+    from tests.unit.store.test_samples import group_of
+
+    runs, place = [], tmp_path / "here"
+    for name in ("one", "two"):
+        settings = config(place / name)
+        settings.logger.log_dir, settings.logger.rollouts_keep_steps = str(place / "shared"), 1
+        runs.append(RunFolder(settings))
+    assert runs[0].log_folder == runs[1].log_folder, "both have seen that nobody has the first number"
+    group = group_of("a", 1.0)
+    for run in runs:
+        run.open()
+        run.log_samples(5, "train", [group])
+        run.finish_texts()
+    runs[1].log_samples(6, "train", [group])
+    for run in runs:
+        run.finish_texts()
+        run.give_back()
+    assert [run.log_folder for run in runs] == [place / "shared/exp_001", place / "shared/exp_002"]
+    # The readers of the run folder see its own attempts, also where all of this was moved.
+    moved = place.rename(tmp_path / "there")
+    dumps = [[(dump.step, dump.path.resolve().parent.name) for dump in list_dumps(moved / name / "run")] for name in ("one", "two")]
+    assert dumps == [[(5, "exp_001")], [(6, "exp_002")]]
+    assert [path.name for name in ("one", "two") for path in attempts_of(moved / name / "run")] == ["exp_001", "exp_002"]
 
 
 def test_nobody_else_reads_rollouts(tmp_path: Path):

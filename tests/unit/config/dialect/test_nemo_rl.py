@@ -148,8 +148,8 @@ SERVER = {
 @pytest.mark.parametrize(("name", "left_out"), [("grpo_nanov3", SERVER), ("grpo_math_1B", UNUSED), ("grpo_math_8B", UNUSED)])
 def test_packaged_configs_mean_what_nemo_rl_s_files_of_their_names_mean(name: str, left_out: set[str]):
     ours, theirs = load_config(packaged_configs() / f"{name}.yaml"), load_config(NEMO_RL / f"{name}.yaml")
-    # Runs of several packaged files must not share a folder, nor a name, which follows the folder.
-    own = {"logger.wandb.name", "logger.swanlab.name", "logger.mlflow.run_name"}
+    # Runs of several packaged files must not share a folder, nor logs or a name, which follow the folder.
+    own = {"logger.log_dir", "logger.wandb.name", "logger.swanlab.name", "logger.mlflow.run_name"}
     assert {key for key in KEYS.keys() - left_out if value_at(ours, key) != value_at(theirs, key)} - own == {"checkpointing.checkpoint_dir"}
 
 
