@@ -118,7 +118,7 @@ mrl/envs/confine.py: CLONE_THREAD | CLONE_NEW, (CLONE_THREAD,), EPERM >>> CLONE_
 a worker without network opens no socket | hostile/test_workers.py::test_a_worker_that_is_taken_over_does_no_harm
 mrl/envs/confine.py: {"socket": EPERM, "socketpair" >>> {"socketpair"
 a program sees no variable of its grader | unit/envs/test_code.py::test_nothing_of_the_parent_reaches_a_program
-mrl/envs/code.py: env={"TMPDIR": str(folder)} >>> env={**os.environ, "TMPDIR": str(folder)}
+mrl/envs/code.py: env={"TMPDIR": str(folder), **ONE_THREAD} >>> env={**os.environ, "TMPDIR": str(folder)}
 the last code block is the program | unit/envs/test_code.py::test_the_last_block_counts
 mrl/envs/code.py: lines[fences[-2] + 1 : fences[-1]] >>> lines[fences[0] + 1 : fences[1]]
 the last answer counts | unit/envs/test_math.py::test_dapo_takes_what_follows_the_last_answer

@@ -12,12 +12,12 @@ import itertools
 import json
 import logging
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import cast
 
-import httpx
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -60,7 +60,7 @@ def main() -> None:
 def make_app(agent: AgentFunction) -> Starlette:
     """The routes: `POST /` runs the agent on a row."""
     # Made once: that takes longer than a short agent. Several, as httpx looks at all connections of a pool for each request.
-    context = httpx.create_ssl_context(trust_env=False)
+    context = ssl.create_default_context()
     pools = itertools.cycle([Connections(trust_env=False, verify=context) for _ in range(NUM_POOLS)])
 
     async def run(request: Request) -> Response:

@@ -52,6 +52,7 @@ REASONS = {
     ("mrl/config/dialect/tables.py", "yaml.load"): "a file of mrl's own, by a safe loader",
     ("mrl/config/passthrough.py", "yaml.load"): "a file of mrl's own, by a safe loader",
     ("mrl/view/run_data.py", "yaml.load"): "by a safe loader, after check_yaml",
+    ("mrl/rollout/gym.py", "yaml.load"): "what Gym's head server says, by a safe loader",
     ("mrl/data/chat.py", "AutoTokenizer.from_pretrained"): "trust_remote_code=False",
 }
 

@@ -308,7 +308,6 @@ def test_contents_in_parts_and_calls_without_content():
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "a call has no function.name"),
         ({"messages": [calls("{")]}, "the arguments of add are no JSON object"),
         ({"messages": [calls('"{}"')]}, "the arguments of add are no JSON object (not an object)"),
-        ({"prompt": [user("q")], "reward_model": {"ground_truth": " "}}, "ground_truth is empty"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_row(fields: Fields, reason: str):
