@@ -249,7 +249,8 @@ def _asked(fields: Fields, question_keys: Sequence[str]) -> tuple[str, tuple[str
         return text_of(fields, (key,)), (key,)
     key = next((key for key in question_keys if fields.get(key) is not None), INSTRUCTION_KEY)
     about = plain_text(fields[key], key)
-    if not re.match(rf"{re.escape(task.strip())}(?!\w)", about.strip()):
+    rest = about.strip().removeprefix(task.strip())
+    if rest == about.strip() or rest[:1].isalnum():
         about = f"{task}\n\n{about}" if about.strip() else task
     return plain_text(about, INSTRUCTION_KEY), (key, INSTRUCTION_KEY)
 
