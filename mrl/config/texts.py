@@ -37,3 +37,12 @@ def safe_text(text: str, max_characters: int = MAX_TEXT_CHARACTERS) -> str:
         half = (max_characters - len(CUT)) // 2
         text = text[:half] + CUT + text[len(text) - half :]
     return _UNSAFE.sub(REPLACEMENT, text)
+
+
+def safe_values(value: object) -> object:
+    """A value of JSON, YAML or CSV with `safe_text` of every text in it, for comparing it with a text that was made safe."""
+    if isinstance(value, str):
+        return safe_text(value)
+    if isinstance(value, list):
+        return [safe_values(part) for part in value]
+    return {safe_values(key): safe_values(part) for key, part in value.items()} if isinstance(value, dict) else value

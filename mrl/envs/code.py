@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, DecimalException
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -43,6 +43,8 @@ MAX_TRIES, WAIT_S, MAX_RETRY_S = 3, 2.0, 0.5 * GRACE_S
 # Bytes that a program may print beyond four times the expected text: white space, more digits.
 SPARE_OUTPUT_BYTES = 1 << 20
 STDERR_TAIL_BYTES = 4096
+# Differences of decimals that count as rounding: numpy's, and so NeMo Gym's.
+RELATIVE, ABSOLUTE = Decimal("1e-5"), Decimal("1e-8")
 
 UNREADABLE = "its folder cannot be read"
 
@@ -94,7 +96,8 @@ def score(task: Task, *, test_timeout_s: float, timeout_s: float, may_escape: bo
     The row has the tests under `verifier_metadata.unit_tests` or `unit_tests`. A program that runs out of its time has failed, as in a
     contest. A RuntimeError says that the program cannot be confined, and may not escape.
     """
-    fields = task.fields
+    # Unlike `task.fields`: programs get the tests as they are.
+    fields: dict[str, object] = json.loads(task.row)
     metadata = fields.get("verifier_metadata")
     tests: dict[str, object] = field_of(metadata if isinstance(metadata, dict) else fields, "unit_tests", dict)
     inputs: list[object] = field_of(tests, "inputs", list)
@@ -304,23 +307,35 @@ def python_files() -> tuple[str, ...]:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """True when two outputs have the same lines, apart from white space around them; numbers of a line compare by value."""
+    """True when two outputs have the same lines, apart from white space around them; numbers of a line compare as by `same_value`."""
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (printed, expected))
     return len(ours) == len(theirs) and all(a == b or _same_numbers(a.split(), b.split()) for a, b in zip(ours, theirs, strict=True))
 
 
-def same_value(ours: object, right: object) -> bool:
-    """Equality, and of numbers, which may be given as text, within numpy's tolerance, as in NeMo Gym."""
-    if ours == right or not isinstance(ours, str | float | int) or not isinstance(right, str | float | int):
-        return ours == right
-    try:
-        return abs(float(ours) - float(right)) <= 1e-8 + 1e-5 * abs(float(right))
-    except ValueError:
-        return False
-
-
 def _same_numbers(ours: Sequence[str], theirs: Sequence[str]) -> bool:
+    return len(ours) == len(theirs) and all(map(_same_number, ours, theirs))
+
+
+def same_value(ours: object, right: object) -> bool:
+    """Equality, of lists and objects part by part. Decimals may differ by numpy's tolerance, as in NeMo Gym; whole numbers may not.
+
+    Either number may be given as text. A whole number counts as a decimal where neither side writes it as an integer: 1e20.
+    """
+    if isinstance(ours, list) and isinstance(right, list):
+        return len(ours) == len(right) and all(map(same_value, ours, right))
+    if isinstance(ours, dict) and isinstance(right, dict):
+        return ours.keys() == right.keys() and all(same_value(value, right[key]) for key, value in ours.items())
+    return ours == right or _same_number(ours, right)
+
+
+def _same_number(ours: object, right: object) -> bool:
+    if not isinstance(ours, str | float | int) or not isinstance(right, str | float | int):
+        return False
     try:
-        return [Decimal(token) for token in ours] == [Decimal(token) for token in theirs]
-    except InvalidOperation:  # also of NaNs that signal
+        one, other = (Decimal(value if isinstance(value, int) else str(value)) for value in (ours, right))
+        is_integer = any(isinstance(value, int) or str(value).lstrip("+-").isdecimal() for value in (ours, right))
+        if one == other or (is_integer and all(number == number.to_integral_value() for number in (one, other))):
+            return one == other
+        return abs(one - other) <= ABSOLUTE + RELATIVE * abs(other)
+    except DecimalException:  # no numbers, NaNs, or beyond Decimal's range
         return False

@@ -2,10 +2,10 @@
 """The process that runs one generated program on one test.
 
 `python -I sandbox.py PROGRAM FUNCTION SECONDS FILE_BYTES NUM_TASKS RESULT_FD STARTED_FD MAY_ESCAPE PATHS`
-runs in a folder of its own. With an empty FUNCTION it runs the program, whose input is stdin; else it reads `[arguments...]` from stdin as
-JSON, calls the function, and writes what this returns to RESULT_FD. It writes a byte to STARTED_FD when the program is confined (see
-`confine.py`) and begins; with MAY_ESCAPE=1 the program also begins where the kernel cannot confine it. Standard library only, and nothing
-of mrl: one starts per test.
+runs in a folder of its own. With an empty FUNCTION it runs the program, whose input is stdin; else it reads `[arguments...]` from
+stdin as JSON, calls the function (see `find`), and writes what this returns to RESULT_FD. It writes a byte to STARTED_FD when the
+program is confined (see `confine.py`) and begins; with MAY_ESCAPE=1 the program also begins where the kernel cannot confine it.
+Standard library only, and nothing of mrl: one starts per test.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable
+from typing import cast
 
 MEMORY_BYTES = 1 << 30
 FILE_BYTES = 32 << 20
@@ -55,10 +56,17 @@ def main() -> None:
         return
     arguments = json.load(sys.stdin)
     solution = runpy.run_path(program, run_name="solution")
-    found = solution[function] if function in solution else getattr(solution["Solution"](), function)
-    returned = found(*arguments)
+    returned = find(solution, function)(*arguments)
     with open(int(result_fd), "w", encoding="utf-8") as file:
         json.dump(returned, file, default=plain)
+
+
+def find(names: dict[str, object], function: str) -> Callable[..., object]:
+    """The method of the program's `class Solution`, else its function. A helper or an import may share the method's name."""
+    solution = names.get("Solution")
+    if isinstance(solution, type) and hasattr(solution, function):
+        return getattr(solution(), function)
+    return cast(Callable[..., object], names[function])
 
 
 def prelude() -> dict[str, object]:

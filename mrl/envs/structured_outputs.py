@@ -23,6 +23,7 @@ from jsonschema_specifications import REGISTRY
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012, Schema, SchemaResource
 
+from mrl.config.texts import safe_values
 from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, built_in, field_of
 from mrl.envs.tool_calls import declared_tools, tool_calls
 
@@ -56,7 +57,7 @@ def score(task: Task) -> Outcome:
     except (ValueError, RecursionError, TypeError, csv.Error, yaml.YAMLError, expat.ExpatError) as error:
         return Outcome(0.0, extracted=f"no {'one call' if mode == 'tool_call' else str(form).upper()}: {type(error).__name__}")
     try:
-        error = next(validator.iter_errors(cast(Any, value)), None)
+        error = next(validator.iter_errors(cast(Any, safe_values(value))), None)
     except RecursionError:
         return Outcome(0.0, extracted="nested too deeply")
     except re.error as problem:
@@ -186,7 +187,7 @@ def strict(schema: object) -> object:
 @lru_cache(maxsize=256)
 def _validator(schema_text: str) -> tuple[object, Draft202012Validator]:
     try:
-        schema = json.loads(schema_text)
+        schema = cast(Any, safe_values(json.loads(schema_text)))
         Draft202012Validator.check_schema(schema)
         made = strict(schema)
         assert isinstance(made, dict | bool)  # what a checked schema is

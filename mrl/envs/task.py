@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
+from mrl.config.texts import safe_values
 from mrl.envs.confine import Allowance
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ class Task:
 
     @property
     def fields(self) -> dict[str, object]:
-        """`row`, parsed."""
-        return json.loads(self.row)
+        """`row`, parsed, with its texts made safe as the model's are, so that a copy equals its original."""
+        return cast(dict[str, object], safe_values(json.loads(self.row)))
 
 
 @dataclass(frozen=True)

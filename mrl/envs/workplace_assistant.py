@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from mrl.config.texts import safe_values
 from mrl.envs.task import Environment, Outcome, RowFault, Score, Task, built_in, field_of
 from mrl.envs.tool_calls import declared_tools, tool_calls
 
@@ -105,7 +106,8 @@ class Office:
         if tool is None:
             raise ToolError(f"there is no tool {name!r}")
         try:
-            return tool(self, **{key: value for key, value in arguments.items() if value is not None})
+            # JSON may escape characters that are replaced where a text has them.
+            return tool(self, **{key: safe_values(value) for key, value in arguments.items() if value is not None})
         except TypeError as error:
             raise ToolError(f"{name}: {error}") from error
 

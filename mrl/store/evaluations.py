@@ -9,12 +9,20 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from conversion.files.durable import make_folder, write_atomic
 from mrl.types import RolloutGroup
 
 ALL = "all"
 CORRECT_REWARD = 1.0
 """Reward of a right answer. An answer with a smaller reward, or with none, is wrong."""
+
+
+def is_correct(reward: float) -> bool:
+    """Tells whether a reward is that of a right answer as float32, in which NeMo RL holds it: 0.6 + 0.3 + 0.1 is."""
+    return bool(np.float32(reward) >= CORRECT_REWARD)
+
 
 Scores = dict[str, float]
 
@@ -29,7 +37,7 @@ def scores_by_environment(groups: Sequence[RolloutGroup], *, k: int) -> dict[str
     scores: dict[str, Scores] = {}
     for name, mine in {**parts, ALL: groups}.items():
         verdicts = [verdict for group in mine for verdict in group.verdicts]
-        correct = [[verdict.has_reward and verdict.reward >= CORRECT_REWARD for verdict in group.verdicts] for group in mine]
+        correct = [[verdict.has_reward and is_correct(verdict.reward) for verdict in group.verdicts] for group in mine]
         found = {"prompts": float(len(mine)), "answers": float(len(verdicts))}
         for size in dict.fromkeys((1, k)):
             found[f"pass@{size}"] = mean([pass_at_k(len(right), sum(right), size) for right in correct])

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,10 +101,31 @@ def test_the_exit_code_that_a_program_chooses_does_not_count(program: str, rewar
 
 @pytest.mark.parametrize(
     ("returned", "right", "is_same"),
-    [(3, 3, True), ("3", 3, True), (3.00001, 3, True), (3.001, 3, False), ("x", 3, False), ([3.00001], [3], False), (None, 3, False)],
+    [
+        *((3, 3, True), ("3", 3, True), (3.00001, 3, True), (3.001, 3, False), ("x", 3, False), (None, 3, False)),
+        # Whole numbers are counted, modulo 1,000,000,007 too; in a float as well, and in the text of a long number.
+        *((1_000_000_006, 1_000_000_007, False), (1_000_000_006.0, 1_000_000_007, False), (1_000_000_006, 1_000_000_007.0, False)),
+        *(("1000000006", "1000000007", False), ([100_001], [100_000], False), ({"a": 100_001}, {"a": 100_000}, False)),
+        *((5 * 10**16 + 1, 5 * 10**16, False), (5e16, 5 * 10**16, True), (10**400, 10**400 + 1, False), (2.0, 2, True), (2, 2.0, True)),
+        # Decimals are rounded, wherever they stand.
+        *(([3.00001], [3], True), ([[0.1 + 0.2]], [[0.3]], True), ({"a": [1 / 3, "x"]}, {"a": [0.33333333, "x"]}, True)),
+        *((1.000001e20, 1e20, True), ([0.5, 1], [0.5], False), ([0.5], [0.6], False), ({"a": 0.5}, {"b": 0.5}, False)),
+        *((math.inf, math.inf, True), (math.inf, 1e308, False), (math.nan, math.nan, False), ("1e999999999999999999", 1, False)),
+        *((True, 1, True), (False, True, False), ([], [], True), ([], {}, False), ("ab", "ab", True)),
+    ],
 )
 def test_numbers_that_functions_return(returned: object, right: object, *, is_same: bool):
     assert same_value(returned, right) == is_same
+
+
+@pytest.mark.parametrize(
+    "helper", ["def twice(x):\n    return -1\n\n", "from math import gcd as twice\n", "def twice(x, y):\n    return x * y\n\n"]
+)
+def test_the_method_of_the_solution_wins_over_a_helper_of_its_name(helper: str):
+    program = f"{helper}class Solution:\n    def twice(self, x):\n        return 2 * x\n"
+    assert judge(program, {"inputs": ["4"], "outputs": ["8"], "fn_name": "twice"}).reward == 1.0
+    function = "class Solution:\n    pass\n\ndef twice(x):\n    return 2 * x\n"
+    assert judge(function, {"inputs": ["4"], "outputs": ["8"], "fn_name": "twice"}).reward == 1.0
 
 
 def test_all_tests_of_a_program_share_a_limit(monkeypatch: pytest.MonkeyPatch):
@@ -152,6 +174,10 @@ def test_blocks_are_found_in_time_that_grows_with_the_text():
         ("12", "1 2", False),
         ("", "", True),
         ("nan", "0", False),
+        ("0.3333333 2", "0.33333333333 2", True),
+        ("0.34", "0.33333333333", False),
+        ("1000000006", "1000000007", False),
+        ("1000000006 0.5", "1000000007 0.5", False),
     ],
 )
 def test_outputs(printed: str, expected: str, is_same: bool):

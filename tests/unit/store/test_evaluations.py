@@ -37,6 +37,11 @@ def test_scores_by_hand():
     assert list(scores_by_environment(GROUPS[:2], k=1)) == ["all"]
 
 
+def test_a_sum_of_components_that_is_1_but_for_its_last_bit_is_right():
+    answers = [("4", reward, True) for reward in (0.6 + 0.3 + 0.1, 1.0 + 1e-16, 0.1 * 3 + 0.7, 1.0 - 1e-6, 0.9)]
+    assert [scores_by_environment([group("a", "math", answer)], k=1)["all"]["pass@1"] for answer in answers] == [1.0, 1.0, 1.0, 0.0, 0.0]
+
+
 def test_the_table_begins_with_the_metric_that_was_asked_for():
     lines = table_lines(scores_by_environment(GROUPS, k=3), first="cons@3")
     assert lines[0].split()[:4] == ["environment", "cons@3", "prompts", "answers"]
