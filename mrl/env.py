@@ -39,6 +39,10 @@ MRL_CACHE = Variable(
     "Folder of converted models, which all nodes must share; default: mrl in HF_HOME. "
     "With `off` every rank reads the Hugging Face files instead.",
 )
+MRL_COMPILED = Variable(
+    "MRL_COMPILED",
+    "Folder of compiled kernels and models, yours alone; default: mrl-compiled-UID beside HF_HOME, ~/.cache/mrl-compiled where that is not set.",
+)
 MRL_ENDPOINTS = Variable(
     "MRL_ENDPOINTS", "File with the addresses and the key of the engines' HTTP servers, set by mrl for reward functions: see docs/http.md."
 )
@@ -83,6 +87,16 @@ FULL_FLOAT32 = {
 }
 """With these, a process whose precision is float32 multiplies float32 numbers, and not TF32, which keeps 10 of their 23 bits."""
 
+KEPT_TIMINGS = {"TRITON_CACHE_AUTOTUNING": "true"}
+"""Makes Triton keep the timings by which it chooses among configurations of a kernel, in its cache of compiled code.
+
+It skips kernels with a hook before each try (`Autotuner.check_disk_cache` of 3.7.1). mamba_ssm 2.3.1 compares the variable with "1", and
+would then ignore `ONE_CONFIGURATION`.
+"""
+
+ONE_CONFIGURATION = {"MAMBA_DETERMINISTIC": "1"}
+"""Makes mamba_ssm's kernels take one configuration each, and sum in one order; a start times none of them. Read at its import."""
+
 SECRET_NAME = re.compile(
     r"(^|[_-])(token|secret|password|passwd|passphrase|credentials?|bearer|(api|access|private|secret|auth)_?key(_id)?)$", re.IGNORECASE
 )
@@ -102,6 +116,13 @@ def cache_root() -> Path | None:
         return None
     root = Path(chosen) if chosen else Path(HF_HOME.read() or "~/.cache/huggingface") / "mrl"
     return root.expanduser().absolute()
+
+
+def compiled_folders() -> list[Path]:
+    """Folders that may keep compiled code from run to run, the preferred one first: one that outlives containers, then that of the home."""
+    chosen, hub, home = MRL_COMPILED.read(), HF_HOME.read(), Path("~/.cache/mrl-compiled")
+    beside = Path(hub).expanduser().absolute().parent / f"mrl-compiled-{os.getuid()}" if hub else home
+    return list(dict.fromkeys([Path(chosen) if chosen else beside, home]))
 
 
 def job_age_s() -> float:

@@ -14,7 +14,7 @@
 #   TRAINING_CMD          the whole command, in place of python -m mrl.train CONFIG_PATH ...
 #   PYTHON                of this host, 3.11 or later, for the checks
 #   HOST_BASE=WORKSPACE, and below HOST_BASE/RL-nano-v3: DATA_DIR (data), MODEL_CHECKPOINT (model), LOG_DIR (logs), CKPT_DIR (checkpoints),
-#   CACHE_DIR (.cache), HF_HOME (.cache/huggingface); BASE_LOG_DIR (HOST_BASE/nemoRL/nemo-rl) is for the logs of Ray
+#   CACHE_DIR (.cache), HF_HOME (.cache/huggingface), MRL_COMPILED (.cache/mrl-compiled, of kernels); BASE_LOG_DIR (HOST_BASE/nemoRL/nemo-rl) is for the logs of Ray
 #   MIN_FREE_GB=200       on the disk of the checkpoints
 # Other variables of ray.sub and of sbatch (SBATCH_QOS, ...) are handed on.
 set -euo pipefail
@@ -121,7 +121,7 @@ check_site
 mkdir -p "$LOG_DIR" "$CKPT_DIR" "$CACHE_DIR" "$BASE_LOG_DIR"
 check_inputs
 
-export BASE_LOG_DIR CONTAINER GPUS_PER_NODE HF_HOME=${HF_HOME:-$CACHE_DIR/huggingface}
+export BASE_LOG_DIR CONTAINER GPUS_PER_NODE HF_HOME=${HF_HOME:-$CACHE_DIR/huggingface} MRL_COMPILED=${MRL_COMPILED:-$CACHE_DIR/mrl-compiled}
 export COMMAND=${TRAINING_CMD:-python -m mrl.train$(printf ' %q' "${training[@]}")}
 if [[ -n $CONTAINER ]]; then export MOUNTS=${MOUNTS:-$HOST_BASE:$HOST_BASE}; else export VENV; fi
 options=(

@@ -100,6 +100,7 @@ def policy_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, s
     if config.cluster.gpus_per_node:
         # Rows of varying length would leave holes of every size between segments.
         own |= _on_gpus(config.policy.precision, given, expandable_segments=True)
+        own |= {} if config.policy.megatron_cfg.tune_kernels else env.ONE_CONFIGURATION
     return {**own, **given}
 
 
@@ -142,9 +143,8 @@ def _on_gpus(precision: str, given: Mapping[str, str], *, expandable_segments: b
         settings = env.with_expandable_segments(inherited, expandable_segments)
         if inherited:
             _log_change("policy ranks" if expandable_segments else "engines", inherited, settings)
-    # Of kernels that are chosen by timing, a resumed run takes those of the attempt before it: others round differently.
     # Transformer Engine names functions of a later cuBLAS, and calls them only with that one: a loader that binds at once would fail.
-    own = {**dict.fromkeys(names, settings), "TRITON_CACHE_AUTOTUNING": "1", "LD_BIND_NOW": "", **_cudnn_of_torch()}
+    own = {**dict.fromkeys(names, settings), **env.KEPT_TIMINGS, "LD_BIND_NOW": "", **_cudnn_of_torch()}
     return own | (env.FULL_FLOAT32 if precision == "float32" else {})
 
 
@@ -175,27 +175,31 @@ def _log_change(processes: str, inherited: str, settings: str) -> None:
 
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "torch", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
 """Folder of each, by the variable that names it; a variable that the shell or the config sets wins."""
-HOME = "~/.cache/mrl-compiled"
-"""Kept from run to run: models of vLLM take minutes to compile."""
 
 
 def keep_caches_private() -> str:
-    """Sets the variables of this process, and makes their folder. Returns a warning if it is not `HOME`, because others may write there."""
-    warning = ""
-    try:
-        root = Path(HOME).expanduser()
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        root = root.resolve()
-        if other := find_writable_by_others(root):
-            raise PermissionError(f"others may write to {other}, or it is another user's")
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+    """Sets the variables of this process, and makes their folder, the first of `env.compiled_folders` to which nobody else may write.
+
+    Kept from run to run, because models of vLLM take minutes to compile. Returns a warning if it is not the preferred one.
+    """
+    faults = []
+    for folder in env.compiled_folders():
+        try:
+            root = folder.expanduser()
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            root = root.resolve()
+            if other := find_writable_by_others(root):
+                raise PermissionError(f"others may write to {other}, or it is another user's")
+            break
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+            faults.append(f"{folder} cannot keep compiled code ({error})")
+    else:
         root = Path(tempfile.mkdtemp(prefix="mrl-compiled-", dir=session_folder()))
-        warning = f"{HOME} cannot keep compiled code ({error}); this process compiles anew, into {root}"
     if Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")).name.startswith("torchinductor_"):
         del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     for variable, name in CACHES.items():
         os.environ.setdefault(variable, str(root / name))
-    return warning
+    return f"{'; '.join(faults)}; this process compiles into {root} ({env.MRL_COMPILED.name} names another)" if faults else ""
 
 
 def find_writable_by_others(folder: Path) -> Path | None:

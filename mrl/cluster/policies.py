@@ -77,7 +77,7 @@ class PolicyActor:
         with importing():
             from mrl.policy.megatron_import import import_megatron
 
-            import_megatron()
+            import_megatron(rank % max(config.cluster.gpus_per_node, 1))
             from mrl.policy.parallel import Meeting
             from mrl.policy.policy import PolicyRank
 

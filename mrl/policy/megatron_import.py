@@ -32,14 +32,18 @@ def as_it_is(function: object = None, *_: object, **__: object) -> object:
     return function if callable(function) else as_it_is
 
 
-def import_megatron() -> None:
-    """Imports megatron.core, once per process. Call it before anything else imports a part of Megatron.
+def import_megatron(device_index: int = 0) -> None:
+    """Imports megatron.core, once per process, on this GPU if there are any. Call it before anything else imports a part of Megatron.
+
+    Transformer Engine opens a context on the current GPU while it is imported, where flash-attn is installed: a few hundred megabytes.
 
     Megatron 0.16.1 imports wandb, for its inference contexts, and all of torch._inductor, because it decorates small fusions with
     `torch.compile`: 4 of the 6 CPU seconds of its import. No rank uses wandb. Hosts without CUDA neither compile nor run Triton kernels.
     """
     if "megatron.core" in sys.modules:
         return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device_index)
     compiler = torch.compile
     instead: dict[str, types.ModuleType | None] = {"wandb": None}
     if not torch.cuda.is_available():

@@ -80,7 +80,8 @@ class Arena:
         """Moves the storage of every tensor into shared memory, values unchanged; the tensors stay the same objects.
 
         Tensors that share a storage move together and still share it. `views` must therefore name every other tensor in use on these
-        storages (Megatron's buffers and buckets); a forgotten one keeps the old memory.
+        storages (Megatron's buffers and buckets); a forgotten one loses its memory on a GPU. The weights are never there twice: those of
+        a GPU wait on the host until the arena has its memory, and on the host each storage goes once it is copied.
         """
         strided = [str(slot) for slot, tensor in slots.items() if not tensor.is_contiguous()]
         if strided:
@@ -92,30 +93,33 @@ class Arena:
         # Tied slots are one tensor under two names, which moves once. Buffers without slots, such as those of adapters, stay.
         storages = {tensor.untyped_storage().data_ptr() for tensor in slots.values()}
         views = [view for view in views if view.untyped_storage().data_ptr() in storages]
-        tensors = {id(tensor): tensor for tensor in [*slots.values(), *views]}.values()
-        old = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-        places, num_bytes = block_offsets([storage.nbytes() for storage in old.values()])
-        offsets = dict(zip(old, places, strict=True))
+        sharing: dict[int, list[Tensor]] = defaultdict(list)
+        for tensor in {id(tensor): tensor for tensor in [*slots.values(), *views]}.values():
+            sharing[tensor.untyped_storage().data_ptr()].append(tensor)
+        (device,) = devices
+        waiting = [(_off_device(tensors[0]), tensors) for tensors in sharing.values()]
+        del sharing, views
+        offsets, num_bytes = block_offsets([values.nbytes for values, _ in waiting])
         self._slots = dict(slots)
-        self._memory = SharedMemory(num_bytes, name, next(iter(devices)))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._memory = SharedMemory(num_bytes, name, device)
         memory = self._memory.tensor
-        for address, storage in old.items():
-            values = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
-            memory[offsets[address] : offsets[address] + storage.nbytes()].copy_(values)
-        for tensor in tensors:
-            offset = offsets[tensor.untyped_storage().data_ptr()]
-            start = memory.storage_offset() + offset + tensor.storage_offset() * tensor.element_size()
-            home = torch.tensor([], dtype=tensor.dtype, device=memory.device)
-            home.set_(memory.untyped_storage(), start // tensor.element_size(), tensor.shape, tensor.stride())
-            # Assigning .data keeps the tensor object, which model and buffers hold, and its gradient accumulator with DDP's hooks;
-            # set_ on the tensor itself would create a new accumulator, and no gradient would reach DDP.
-            tensor.data = home
+        for offset in reversed(offsets):
+            values, tensors = waiting.pop()
+            memory[offset : offset + values.nbytes].copy_(values)
+            for tensor in tensors:
+                start = memory.storage_offset() + offset + tensor.storage_offset() * tensor.element_size()
+                home = torch.tensor([], dtype=tensor.dtype, device=device)
+                home.set_(memory.untyped_storage(), start // tensor.element_size(), tensor.shape, tensor.stride())
+                # Assigning .data keeps the tensor object, which model and buffers hold, and its gradient accumulator with DDP's hooks;
+                # set_ on the tensor itself would create a new accumulator, and no gradient would reach DDP.
+                tensor.data = home
+            del values, tensors, tensor
         self._table = {
             slot: ArenaRow(tensor.data_ptr() - memory.data_ptr(), tuple(tensor.shape), dtype_name(tensor.dtype))
             for slot, tensor in slots.items()
         }
-        if memory.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def handle(self) -> ArenaHandle:
         return ArenaHandle(self._memory.handle(), self._table)
@@ -131,6 +135,17 @@ class Arena:
         added = [str(slot) for slot in live if slot not in self._table]
         if moved or added:
             raise RuntimeError(f"weights outside of the arena, which a refit would miss: {', '.join(moved + added)}")
+
+
+def _off_device(tensor: Tensor) -> Tensor:
+    """Bytes of a tensor's storage in host memory; those of a GPU are copied there, and freed on it."""
+    storage = tensor.untyped_storage()
+    values = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
+    if not tensor.is_cuda:
+        return values
+    values = values.cpu()
+    storage.resize_(0)
+    return values
 
 
 class CopyCheck:

@@ -15,6 +15,8 @@ from mrl.rollout.environment import EngineNodes
 
 logger = logging.getLogger(__name__)
 
+FLASHINFER = "enable_flashinfer_autotune"
+
 
 def engine_arguments(
     model_dir: str,
@@ -76,6 +78,10 @@ def engine_arguments(
         arguments["kv_cache_memory_bytes"] = vllm_cfg.kv_cache_memory_mib << 20
     else:
         arguments |= {"gpu_memory_utilization": vllm_cfg.gpu_memory_utilization, "enable_sleep_mode": config.colocated.enabled}
+        kernels = config.vllm_kwargs.get("kernel_config")
+        if not (isinstance(kernels, dict) and FLASHINFER in kernels):
+            # vLLM would import and time FlashInfer at each start, though neither its sampler nor its experts serve here.
+            arguments[FLASHINFER] = False
     if nodes is not None:
         arguments |= {"nnodes": nodes.count, "node_rank": nodes.rank, "master_addr": nodes.address, "master_port": nodes.port}
     # The user's repetitions of LAYOUT_ARGUMENTS are for GPUs.

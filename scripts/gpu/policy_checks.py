@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from conversion.families.registry import family
-from mrl.env import FULL_FLOAT32
+from mrl.env import FULL_FLOAT32, ONE_CONFIGURATION
 from scripts.bench.shapes import narrowed
 from scripts.gpu.plan import Missed, Row, Setup, elapsed, environment, gpu_columns, seconds
 
@@ -110,7 +110,7 @@ def one_rank(visible: str | None) -> Iterator:
     """A process that sees these GPUs, None: as this one does, and multiplies float32 as float32."""
     from tests.stack.ranks import RankPool
 
-    with environment(FULL_FLOAT32 if visible is None else {"CUDA_VISIBLE_DEVICES": visible, **FULL_FLOAT32}):
+    with environment(FULL_FLOAT32 | ONE_CONFIGURATION | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})):
         ranks = RankPool(1)
         try:
             yield ranks
@@ -148,7 +148,7 @@ def mamba(setup: Setup) -> list[Row]:
     from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined
 
     # Triton looks when it compiles.
-    with environment(FULL_FLOAT32):
+    with environment(FULL_FLOAT32 | ONE_CONFIGURATION):
         return compare_scans(setup, mamba_split_conv1d_scan_combined)
 
 

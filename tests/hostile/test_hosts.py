@@ -137,6 +137,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in CACHES:
         monkeypatch.setenv(name, "")  # so that it is as before afterwards
         monkeypatch.delenv(name)
+    for name in ("HF_HOME", "MRL_COMPILED"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     return tmp_path / "home"
@@ -152,6 +154,25 @@ def test_compiled_code_is_kept_where_nobody_else_writes(home: Path, monkeypatch:
     assert cache_dir() == os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(home / ".cache/mrl-compiled/torch")
     assert stat.S_IMODE((home / ".cache/mrl-compiled").stat().st_mode) == 0o700
     assert os.environ["VLLM_CACHE_ROOT"] == "/chosen"
+
+
+def test_compiled_code_outlives_a_container_beside_the_cache_of_the_hub(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shared = tmp_path / "shared"
+    monkeypatch.setenv("HF_HOME", str(shared / "huggingface"))
+    assert keep_caches_private() == ""
+    root = Path(os.environ["TRITON_CACHE_DIR"]).parent
+    assert root == shared / f"mrl-compiled-{os.getuid()}" and stat.S_IMODE(root.stat().st_mode) == 0o700
+    # Shared with a group that may write: its programs would be run here.
+    root.rmdir()
+    shared.chmod(0o775)
+    for name in CACHES:
+        monkeypatch.delenv(name)
+    assert f"others may write to {shared}" in keep_caches_private()
+    assert Path(os.environ["TRITON_CACHE_DIR"]).parent == home / ".cache/mrl-compiled"
+    for name in CACHES:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MRL_COMPILED", str(tmp_path / "mine"))
+    assert keep_caches_private() == "" and Path(os.environ["VLLM_CACHE_ROOT"]) == tmp_path / "mine/vllm"
 
 
 @pytest.mark.parametrize("place", [".", ".cache", ".cache/mrl-compiled"])

@@ -144,6 +144,8 @@ class MegatronConfig:
     """Attention kernels of Transformer Engine to use. No effect without a GPU and Transformer Engine."""
     env_vars: dict[str, str] | None = None
     """Environment variables of policy ranks. They win over mrl's own, such as PYTORCH_ALLOC_CONF and those that forbid TF32 in float32."""
+    tune_kernels: bool = False
+    """Let mamba_ssm time the configurations of its kernels on GPUs: minutes at each start, and a resumed run may round otherwise."""
     sequence_parallel: bool = False
     """Shard activations between the TP regions along the sequence. Required for mixture-of-experts models with TP > 1."""
     defer_fp32_logits: bool = False

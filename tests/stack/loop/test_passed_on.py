@@ -9,7 +9,8 @@ import stat
 import tempfile
 from pathlib import Path
 
-from mrl.cluster.environment import HOME, find_writable_by_others
+from mrl import env
+from mrl.cluster.environment import find_writable_by_others
 from mrl.cluster.runtime import FOLDER_PREFIX, OWNER_FILE, RAY_FOLDER
 from tests.stack.loop.conftest import LiveRun
 from tests.stack.processes import listening_sockets
@@ -70,4 +71,4 @@ def test_what_processes_write_beside_the_run_is_private(live: LiveRun):
     found = set(live.on_ranks(places) + live.on_engines(places))
     assert {temporary for temporary, *_ in found} == {session}
     assert {find_writable_by_others(Path(place)) for _, *caches in found for place in caches if Path(place).exists()} <= {None}
-    assert {str(Path(place).parent) for _, *caches in found for place in caches} <= {str(Path(HOME).expanduser().resolve()), session}
+    assert {str(Path(place).parent) for _, *caches in found for place in caches} <= {*(str(path.expanduser().resolve()) for path in env.compiled_folders()), session}

@@ -37,6 +37,23 @@ def test_the_arguments_reach_vllms_configuration(checkpoint: Callable[[int], Pat
     assert (made.parallel_config.enable_expert_parallel, made.parallel_config.enable_eplb) == (True, False)
 
 
+def test_flashinfer_is_not_timed_at_a_start_unless_it_is_asked_for(checkpoint: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch):
+    """What a GPU host gets: vLLM's own configuration is made alike everywhere."""
+    from vllm.platforms import current_platform
+
+    from mrl.rollout.engine_arguments import FLASHINFER, engine_arguments
+
+    def timed(**vllm_kwargs: object) -> bool | None:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(current_platform), "is_cpu", lambda _: False)
+            arguments = engine_arguments(str(checkpoint(0)), config(**vllm_kwargs), seed=0)
+        arguments.moe_backend, arguments.enable_sleep_mode = "auto", False
+        return arguments.create_engine_config().kernel_config.enable_flashinfer_autotune
+
+    assert timed() is False and timed(kernel_config={"enable_cutedsl_warmup": False}) is False
+    assert timed(kernel_config={FLASHINFER: True}) is True and timed(**{FLASHINFER: True}) is True
+
+
 def test_triton_experts_keep_the_order_and_others_do_not() -> None:
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 

@@ -83,6 +83,42 @@ def test_float32_on_gpus_is_not_tf32():
     assert chosen["TRITON_F32_DEFAULT"] == "tf32" and chosen["NVIDIA_TF32_OVERRIDE"] == "0"
 
 
+def test_a_start_times_no_kernel_of_mamba_unless_it_is_asked_to():
+    """By the rules of mamba_ssm 2.3.1 and Triton 3.7.1 themselves: the one compares text, the other reads a truth value."""
+    pinned = policy_variables(run_config(), {})
+    # mamba_ssm.utils.determinism.autotune_configs keeps all configurations where this is "1".
+    assert pinned["MAMBA_DETERMINISTIC"] == "1" and pinned["TRITON_CACHE_AUTOTUNING"] != "1"
+    code = "import triton; print(triton.knobs.autotuning.cache)"
+    for variables in (pinned, engine_variables(run_config(), {})):
+        done = subprocess.run([sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True, timeout=HANG_S)
+        assert done.stdout == "True\n", done.stderr
+    tuned = run_config()
+    tuned.policy.megatron_cfg.tune_kernels = True
+    assert "MAMBA_DETERMINISTIC" not in policy_variables(tuned, {})
+    assert policy_variables(run_config(), {"MAMBA_DETERMINISTIC": "0"})["MAMBA_DETERMINISTIC"] == "0"
+    assert "MAMBA_DETERMINISTIC" not in policy_variables(run_config(gpus_per_node=0), {})
+
+
+def test_a_rank_takes_its_gpu_before_it_imports_what_opens_a_context():
+    code = """
+import sys
+from unittest.mock import patch
+import torch
+from mrl.policy.megatron_import import import_megatron
+taken = []
+def take(index):
+    taken.append((index, "megatron.core" in sys.modules, "transformer_engine" in sys.modules))
+    raise SystemExit
+with patch("torch.cuda.is_available", lambda: True), patch("torch.cuda.set_device", take):
+    try:
+        import_megatron(3)
+    except SystemExit:
+        print(taken)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    assert done.stdout == "[(3, False, False)]\n", done.stderr
+
+
 def test_triton_makes_three_products_of_one_in_float32():
     def count(variables: dict[str, str]) -> list[int]:
         shell = {name: value for name, value in os.environ.items() if name not in FULL_FLOAT32}

@@ -123,6 +123,7 @@ def test_the_launcher_submits_the_tutorials_job_from_tmp(site: dict[str, str]):
     assert variables["PWD"] == "/tmp"
     assert variables["BASE_LOG_DIR"] == f"{base}/nemoRL/nemo-rl" and Path(variables["BASE_LOG_DIR"]).is_dir()
     assert (variables["GPUS_PER_NODE"], variables["HF_HOME"]) == ("8", f"{run}/.cache/huggingface")
+    assert variables["MRL_COMPILED"] == f"{run}/.cache/mrl-compiled"
     assert variables["VENV"] == site["VENV"] and "PYTHONPATH" not in variables and "MOUNTS" not in variables
     assert shlex.split(variables["COMMAND"]) == [
         "python", "-m", "mrl.train", "--config", "grpo_nanov3.yaml", f"policy.model_name={run}/model",

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
 
 from conversion.boxes import Slot
 from mrl.policy.weights import Arena, live_tensors
-from mrl.refit.memory import MappedMemory, bytes_as
+from mrl.refit.memory import MappedMemory, SharedMemory, bytes_as
+from tests.sources import ROOT
+from tests.waiting import HANG_S
 
 
 class Model(nn.Module):
@@ -112,3 +117,46 @@ def test_rebound_added_and_lost_weights_are_named():
 def test_strided_weights_are_refused():
     with pytest.raises(ValueError, match="contiguous.*turned"):
         Arena({Slot("turned"): torch.randn(3, 4).T}, name="test")
+
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+import torch
+from conversion.boxes import Slot
+from mrl.policy.weights import Arena
+
+def peak() -> int:
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
+
+weights = {Slot(f"weight{index}"): torch.full((1 << 22,), float(index)) for index in range(16)}
+before, total = peak(), sum(tensor.nbytes for tensor in weights.values())
+arena = Arena(weights, name="peak")
+print((peak() - before) / total)
+assert all((tensor == float(index)).all() for index, tensor in enumerate(weights.values()))
+"""
+
+
+def test_an_arena_never_holds_the_weights_twice():
+    done = subprocess.run([sys.executable, "-c", PEAK], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
+    # One of the 16 storages is there twice, while it moves.
+    assert float(done.stdout) < 2.5 / 16
+
+
+def test_weights_of_a_gpu_leave_it_before_the_arena_takes_its_memory(monkeypatch: pytest.MonkeyPatch):
+    """Stands in for a GPU by tensors that say that they are on one: their memory is freed, and their values come back."""
+    weights = {Slot(f"weight{index}"): torch.full((64,), float(index)) for index in range(3)}
+    old = [tensor.untyped_storage() for tensor in weights.values()]
+    sizes: list[int] = []
+
+    def recorded(num_bytes: int, name: str, device: torch.device) -> SharedMemory:
+        sizes.extend(storage.nbytes() for storage in old)
+        return SharedMemory(num_bytes, name, device)
+
+    monkeypatch.setattr("mrl.policy.weights.SharedMemory", recorded)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+    Arena(weights, name="moved")
+    assert sizes == [0, 0, 0]
+    assert [tensor[0].item() for tensor in weights.values()] == [0.0, 1.0, 2.0]
