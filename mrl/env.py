@@ -41,7 +41,8 @@ MRL_CACHE = Variable(
 )
 MRL_COMPILED = Variable(
     "MRL_COMPILED",
-    "Folder of compiled kernels and models, yours alone; default: mrl-compiled-UID beside HF_HOME, ~/.cache/mrl-compiled where that is not set.",
+    "Folder of compiled kernels and models, yours alone; default: mrl-compiled-UID beside HF_HOME, "
+    "~/.cache/mrl-compiled where that is not set.",
 )
 MRL_ENDPOINTS = Variable(
     "MRL_ENDPOINTS", "File with the addresses and the key of the engines' HTTP servers, set by mrl for reward functions: see docs/http.md."

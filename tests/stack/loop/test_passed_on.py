@@ -71,4 +71,5 @@ def test_what_processes_write_beside_the_run_is_private(live: LiveRun):
     found = set(live.on_ranks(places) + live.on_engines(places))
     assert {temporary for temporary, *_ in found} == {session}
     assert {find_writable_by_others(Path(place)) for _, *caches in found for place in caches if Path(place).exists()} <= {None}
-    assert {str(Path(place).parent) for _, *caches in found for place in caches} <= {*(str(path.expanduser().resolve()) for path in env.compiled_folders()), session}
+    kept = {str(folder.expanduser().resolve()) for folder in env.compiled_folders()}
+    assert {str(Path(place).parent) for _, *caches in found for place in caches} <= {*kept, session}
