@@ -38,7 +38,7 @@ def test_the_arguments_reach_vllms_configuration(checkpoint: Callable[[int], Pat
 
 
 def test_flashinfer_is_not_timed_at_a_start_unless_it_is_asked_for(checkpoint: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch):
-    """What a GPU host gets: vLLM's own configuration is made alike everywhere."""
+    """Covers the arguments of a GPU host, with vLLM's own configuration, which is made alike everywhere."""
     from vllm.platforms import current_platform
 
     from mrl.rollout.engine_arguments import FLASHINFER, engine_arguments

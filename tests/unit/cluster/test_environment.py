@@ -84,7 +84,7 @@ def test_float32_on_gpus_is_not_tf32():
 
 
 def test_a_start_times_no_kernel_of_mamba_unless_it_is_asked_to():
-    """By the rules of mamba_ssm 2.3.1 and Triton 3.7.1 themselves: the one compares text, the other reads a truth value."""
+    """Follows the rules of mamba_ssm 2.3.1 and Triton 3.7.1: the one compares text, the other reads a truth value."""
     pinned = policy_variables(run_config(), {})
     # mamba_ssm.utils.determinism.autotune_configs keeps all configurations where this is "1".
     assert pinned["MAMBA_DETERMINISTIC"] == "1" and pinned["TRITON_CACHE_AUTOTUNING"] != "1"
