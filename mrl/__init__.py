@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """GRPO post-training of mixture-of-experts language models on Megatron-Core, vLLM and Ray."""
 
+from __future__ import annotations
+
 import os
+import sys
 import time
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
 
 STARTED = time.monotonic()
 """Seconds on the clock of time.monotonic. Commands import this first; a process that was a shell before is older than its command."""
@@ -21,3 +27,32 @@ NO_USAGE_STATISTICS = {
 # Here, because the libraries look once, when they are imported, and every process of a run imports this first.
 for name, value in NO_USAGE_STATISTICS.items():
     os.environ.setdefault(name, value)
+
+
+ENVIRONMENT = Path(__file__).parents[1] / ".venv"
+"""Virtual environment that scripts/quickstart.sh makes in a checkout."""
+
+
+def name_python(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Ends a command whose Python lacks a package with code 2, and names the Python to type; leaves other errors as they are."""
+    absent = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
+    if not absent or absent.partition(".")[0] in ("mrl", "conversion") or Path(sys.prefix) == ENVIRONMENT:
+        sys.__excepthook__(kind, error, trace)
+    else:
+        refuse_python(f"has no package {absent!r}, which mrl needs")
+
+
+def refuse_python(fault: str) -> NoReturn:
+    """Ends the command with code 2: this Python cannot run it; the message names one that can."""
+    way_out = f"type {ENVIRONMENT}/bin/python in place of python, or once: source {ENVIRONMENT}/bin/activate"
+    if not ENVIRONMENT.is_dir():
+        way_out = "install it: bash scripts/quickstart.sh makes .venv, and docs/install.md has the other ways"
+    print(f"{sys.executable} {fault}; {way_out}", file=sys.stderr)
+    sys.exit(2)
+
+
+# The name of the module is not known yet while `python -m` imports its package.
+if sys.argv[:1] == ["-m"]:
+    if sys.version_info < (3, 11):  # noqa: UP036 -- a Python that no installer has looked at
+        refuse_python(f"is Python {sys.version_info[0]}.{sys.version_info[1]}, and mrl needs 3.11, 3.12 or 3.13")
+    sys.excepthook = name_python

@@ -49,6 +49,7 @@ def launch_slurm(options: argparse.Namespace) -> None:
         train_command(options), cluster.num_nodes, cluster.gpus_per_node, cluster.slots_per_node, options.log_dir.absolute(), options.time,
         name, options.account, options.partition, options.container, options.mounts, hub_folder_in_container(config, options),
         is_gres_site=not options.gpus_per_node_option,
+        environment=None if options.container else env.VENV.read() or sys.prefix,
     )  # fmt: skip
     logger.info("%s", slurm.render(job))
     if options.submit:
@@ -264,7 +265,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     waiting.add_argument("--units", type=int, required=True, help="slots of all of them: GPUs, or policy ranks on hosts without GPUs")
     waiting.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS")
     waiting.set_defaults(run=wait)
-    return parser.parse_args(arguments)
+    options, behind = parser.parse_known_args(arguments)
+    if wrong := [word for word in behind if word.startswith("-") or "overrides" not in options]:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    if behind:  # argparse has closed the list of overrides at the first option
+        options.overrides = [*options.overrides, *behind]
+    return options
 
 
 def _runs(

@@ -30,6 +30,8 @@ class SlurmJob:
     hub_folder: str | None = None
     """HF_HOME of the job; None: that of whoever submits it."""
     is_gres_site: bool = True
+    environment: str | None = None
+    """Prefix of the Python whose `bin` nodes without a container put on PATH."""
 
 
 def job_name(run_folder: Path) -> str:
@@ -50,6 +52,7 @@ def submission(job: SlurmJob) -> tuple[list[str], dict[str, str]]:
         "CONTAINER": job.container,
         "MOUNTS": job.mounts,
         "HF_HOME": job.hub_folder,
+        "VENV": job.environment,
     }
     options = {
         "nodes": str(job.num_nodes),

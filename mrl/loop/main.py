@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
-from mrl import check, env, startup
+from mrl import ENVIRONMENT, check, env, startup
 from mrl.algo.agreement import Disagreement
 from mrl.cluster.errors import ActorLost, DeadlineExceeded, NoCluster
 from mrl.cluster.nodes import watch_hosts
@@ -83,6 +85,8 @@ def run_attempt(train: Train, training: Training[Supplier], folder: RunFolder, b
     with start_run(training, folder, checkpoint, budget) as (run, state):
         train(run, state)
     logger.info("Step %d of %d is done; report: %s", state.step, last_step, folder.path / "report.html")
+    if Path(sys.prefix) == ENVIRONMENT and env.VIRTUAL_ENV.read() is None:
+        logger.info("For further commands: source %s/bin/activate", ENVIRONMENT)
     return run.is_done(state)
 
 

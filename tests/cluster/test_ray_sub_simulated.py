@@ -116,3 +116,10 @@ def test_a_claim_that_is_not_the_partitions_ends_the_job(tmp_path: Path):
         assert job.end() == 1
     assert job.output.splitlines()[-1].endswith("the nodes of partition batch have 4 (GRES); set GPUS_PER_NODE to that")
     assert job.record("srun") == []
+
+
+def test_nodes_without_ray_end_the_job_before_any_step(tmp_path: Path):
+    with simulation(tmp_path, NODES, SETUP_COMMAND="PATH=/usr/bin:/bin", VENV="/absent") as job:
+        assert job.end() == 2
+    assert "ray not found on" in job.output.splitlines()[-1] and "set VENV" in job.output
+    assert not (tmp_path / "record" / "ray").exists()

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -271,3 +273,16 @@ def test_a_config_that_a_start_refuses_is_not_launched(capsys: pytest.CaptureFix
     assert main(["slurm", "grpo_nanov3.yaml", "policy.megatron_cfg.tensor_model_parallel_size=64"]) == 2
     said = capsys.readouterr().out
     assert "tensor_model_parallel_size=64: the 256 slots" in said and "--check says more" in said and "sbatch" not in said
+
+
+def test_overrides_may_follow_options_and_nodes_get_the_python_that_launches(capsys: pytest.CaptureFixture[str]):
+    script = printed(capsys, "slurm", TINY[0], "--time", "1:00:00", *TINY[1:], "--partition=batch", "grpo.seed=7")
+    assert shlex.quote("python -m mrl.train " + " ".join([*TINY, "grpo.seed=7"])) in script
+    assert f"export VENV={sys.prefix}\n" in script
+    with pytest.raises(SystemExit) as ended:
+        main(["slurm", *TINY, "--bogus", "grpo.seed=7"])
+    assert ended.value.code == 2 and "unrecognized arguments: --bogus" in capsys.readouterr().err
+
+
+def test_a_container_has_a_python_of_its_own(capsys: pytest.CaptureFixture[str]):
+    assert "VENV" not in printed(capsys, "slurm", *TINY, "--container", "image.sqsh", "--mounts", "/shared:/shared")
