@@ -80,6 +80,15 @@ def adapter_family(family: Family, layers: tuple[str, ...], dim: int) -> Family:
     return replace(family, model=model)
 
 
+def adapted_weights(model: Model, layers: Sequence[str]) -> Model:
+    """The weights of these linear layers as a model of their own."""
+    kept: list[list[Rule]] = [[] for _ in model.layers]
+    for name, (index, rule) in _linear_rules(model).items():
+        if name in layers:
+            kept[index].append(rule)
+    return Model(first=(), layers=tuple(map(tuple, kept)), last=())
+
+
 def factor_names(family: Family, hf_config: HfConfig, layers: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Canonical names of A and B, by the canonical name of the weight that they change."""
     names = {}

@@ -31,14 +31,14 @@ from mrl.data.order import find_few_rows
 from mrl.envs.workers import describe_workers, usable_cores
 from mrl.inputs import Look, look_at_inputs
 from mrl.plan.deadlines import all_deadlines
-from mrl.plan.hardware import local_gpu, local_memory
+from mrl.plan.hardware import GPUS, Gpu, local_gpu, local_memory
 from mrl.plan.memory import describe_limits
 from mrl.plan.plan import prediction
 from mrl.store.checkpoints import RUN_CONFIG, CheckpointStore, find_lost_run, newest_step
 
 logger = logging.getLogger(__name__)
 
-OPTION, STRICT = "--check", "--strict"
+OPTION, STRICT, GPU = "--check", "--strict", "--gpu"
 NEVER_SEEN = (
     "values of weights, of which only the files' headers are read; what own functions do; ports, other hosts and the network",
     "GPUs and drivers, which `python -m mrl.doctor` looks at",
@@ -74,16 +74,18 @@ def parse_evaluation(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(OPTION, action="store_true", help="print what the config means and what is wrong with it, and start nothing")
     parser.add_argument(STRICT, action="store_true", help=f"with {OPTION}: a file, model or disk that this machine lacks is wrong, too")
+    parser.add_argument(GPU, choices=GPUS, help=f"with {OPTION}: compares the plan with this GPU of the nodes (default: this host's)")
     options = parser.parse_intermixed_args(arguments)
-    if options.strict and not options.check:
-        parser.error(f"{STRICT} goes with {OPTION}")
+    for name, given in ((STRICT, options.strict), (GPU, options.gpu)):
+        if given and not options.check:
+            parser.error(f"{name} goes with {OPTION}")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m mrl.train --check`."""
     options = parse_arguments(arguments)
-    return check_run(options.name, options.words, strict=options.strict, secrets=options.secrets)
+    return check_run(options.name, options.words, strict=options.strict, secrets=options.secrets, gpu=GPUS.get(options.gpu))
 
 
 def check_evaluation(options: argparse.Namespace) -> int:
@@ -131,9 +133,18 @@ class Checked:
 
 
 def examine(
-    name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False, is_strict: bool = False, secrets: set[str] | None = None
+    name: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    to_evaluate: bool = False,
+    is_strict: bool = False,
+    secrets: set[str] | None = None,
+    gpu: Gpu | None = None,
 ) -> Checked:
-    """Checks a config file as far as possible without starting anything; `is_strict` reads all rows."""
+    """Checks a config file as far as possible without starting anything; `is_strict` reads all rows.
+
+    `gpu` is that of the nodes; None stands for this host's, and then its memory is a node's, too.
+    """
     try:
         path = find_config(name)
         config, migration, problems = read_run(path, overrides, to_evaluate=to_evaluate, secrets=secrets)
@@ -157,20 +168,27 @@ def examine(
     checked = Checked(config, migration, problems, path, doubts, unseen=look.unseen)
     if config is not None and config.cluster.gpus_per_node and not (to_evaluate or checked.refused or checked.unchecked):
         try:
-            return replace(checked, prediction=prediction(config, gpu := local_gpu(), local_memory() if gpu else None))
+            here = local_gpu() if gpu is None else None
+            return replace(checked, prediction=prediction(config, gpu or here, local_memory() if here else None))
         except ValueError as error:
             problems.append(str(error))
     return checked
 
 
 def check_run(
-    name: str, overrides: Sequence[str], *, to_evaluate: bool = False, strict: bool = False, secrets: set[str] | None = None
+    name: str,
+    overrides: Sequence[str],
+    *,
+    to_evaluate: bool = False,
+    strict: bool = False,
+    secrets: set[str] | None = None,
+    gpu: Gpu | None = None,
 ) -> int:
     """Prints the resolved run and every fault of its config. Exit code 0; 2 if something is refused.
 
     Files, models and disks that this machine lacks are listed as to be provided, and are a reason to refuse only if `strict`.
     """
-    checked = examine(name, overrides, to_evaluate=to_evaluate, is_strict=strict, secrets=secrets)
+    checked = examine(name, overrides, to_evaluate=to_evaluate, is_strict=strict, secrets=secrets, gpu=gpu)
     groups: dict[str, Sequence[str]] = {}
     if checked.path is not None:
         described = [] if checked.config is None else describe_run(checked.config)
@@ -282,6 +300,14 @@ def _engines(config: RunConfig) -> str:
     return f"{config.num_engines} of tensor {vllm.tensor_parallel_size}{stages}{groups}{nodes}, {where}, {limits}"
 
 
+def _rewards(config: RunConfig) -> str:
+    if not config.has_engines:
+        return "none"
+    # A host from which jobs are submitted has other cores than their nodes.
+    is_elsewhere = config.cluster.num_nodes > 1 or (config.cluster.gpus_per_node > 0 and local_gpu() is None)
+    return describe_workers(config, num_cores=None if is_elsewhere else usable_cores())
+
+
 def _data(config: RunConfig) -> str:
     data = config.data
     train = ", ".join(dataset.source for dataset in data.train_sets.values())
@@ -341,7 +367,7 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
     "tokens": _tokens,
     "steps": _steps,
     "data": _data,
-    "rewards": lambda config: describe_workers(config, num_cores=usable_cores()) if config.has_engines else "none",
+    "rewards": _rewards,
     "agents": lambda config: (config.has_engines and describe_routes(config)) or "none of NeMo Gym's",
     "optimizer": _optimizer,
     "run folder": _start,

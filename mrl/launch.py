@@ -28,7 +28,7 @@ from mrl.config.rules.checks import find_problems
 from mrl.config.schema.run import RunConfig
 from mrl.launchers import kubernetes, slurm
 from mrl.plan.hardware import GIB, GPUS, NODES
-from mrl.plan.plan import LARGEST, make_plan
+from mrl.plan.plan import prediction
 
 logger = logging.getLogger(__name__)
 
@@ -143,15 +143,14 @@ def check_nodes(config: RunConfig, options: argparse.Namespace) -> list[str]:
             f"cluster.gpus_per_node={config.cluster.gpus_per_node}, --memory {options.memory}: no pod fits on a node "
             f"of --instance-type {options.instance_type}, which has {node.num_gpus} GPUs and {node.memory_gib} GiB"
         )
-    gpu, local = GPUS[node.gpu] if node else LARGEST, with_cached_folders(config)
+    gpu, local = GPUS[node.gpu] if node else None, with_cached_folders(config)
     if not config.cluster.gpus_per_node or any(isinstance(problem, Unchecked) for problem in find_problems(local)):
         return ["Memory is not compared with the nodes: the run has no GPUs, or the config.json of its model is not on this host"]
-    plan = make_plan(local, gpu, node_memory=limit)
-    if wrong := [text for text in (plan.misfit if node else None, plan.host_misfit) if text]:
-        raise ValueError(
-            f"{'; '.join(wrong)} (--memory {options.memory}); python -m mrl.plan {options.config} ... --gpu {gpu.name} says more"
-        )
-    return [] if node else ["GPU memory is not compared: --instance-type is none of " + ", ".join(NODES)]
+    try:
+        said = prediction(local, gpu, limit)
+    except ValueError as error:
+        raise ValueError(f"{error} (--memory {options.memory}); python -m mrl.plan {options.config} ... --gpu NAME says more") from error
+    return [said] if node else [said, "GPU memory is not compared: --instance-type is none of " + ", ".join(NODES)]
 
 
 def wait(options: argparse.Namespace) -> None:

@@ -37,8 +37,14 @@ def num_workers(name: str, config: RunConfig, *, num_cores: int) -> int:
     return max(MIN_WORKERS, min(asked, num_cores)) if name in BUILT_IN else asked
 
 
-def describe_workers(config: RunConfig, *, num_cores: int) -> str:
-    """Workers of each environment on a node with these cores; says so if the config asks for more of them than it has cores."""
+def describe_workers(config: RunConfig, *, num_cores: int | None) -> str:
+    """Workers of each environment on a node with these cores; says so if the config asks for more of them than it has cores.
+
+    None stands for a node whose cores are not known.
+    """
+    if num_cores is None:
+        asked_for = [f"{name} {_asked(name, config) or 'its share of the cores'}" for name in environments_of(config)]
+        return f"one actor; workers on each node, whose cores are not known here: {', '.join(asked_for) or 'none, agents give all rewards'}"
     workers = {name: num_workers(name, config, num_cores=num_cores) for name in environments_of(config)}
     children = ", ".join(f"{name} {num}" for name, num in workers.items()) or "none, agents give all rewards"
     text = f"one actor; workers on {num_cores} core{'s' * (num_cores != 1)}: {children}"

@@ -9,6 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 
+from conversion.adapters import adapted_layers, adapted_weights
 from conversion.boxes import DTYPE_BYTES
 from conversion.families.common import VllmParallel
 from conversion.families.registry import family
@@ -41,6 +42,8 @@ class PlanModel:
         self.elements = ModelElements(self.family.model(hf_config, None))
         self.cost = cache(partial(cost_of_model, hf_config))
         """Cost of a sequence, given how many steps of multi-token prediction learn with the model; none unless told."""
+        self.adapted_elements = cache(self._adapted_elements)
+        """Elements of the weights with adapters, given the layers that targets and exclusions name."""
         self.num_parameters = self.shape.num_parameters
         self.engine_bytes = cache(self._engine_bytes)
 
@@ -48,6 +51,10 @@ class PlanModel:
     def by_name(self) -> dict[ModelName, PlanModel]:
         """The policy and all other models."""
         return {"policy": self, **self.beside}
+
+    def _adapted_elements(self, target_modules: tuple[str, ...], exclude_modules: tuple[str, ...]) -> ModelElements:
+        layers = adapted_layers(self.family, self.hf_config, target_modules=target_modules, exclude_modules=exclude_modules)
+        return ModelElements(adapted_weights(self.family.model(self.hf_config, None), layers))
 
     def _engine_bytes(self, parallel: VllmParallel, dtype: str) -> int:
         """Weights of an engine's worker with the most; the first of each stage, or of all groups, has the most experts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 GIB = 2**30
@@ -74,7 +74,10 @@ def local_memory() -> float:
 
 
 def local_gpu() -> Gpu | None:
-    """The GPU of this host, by its name and then its memory; None where there is none, or the driver does not say."""
+    """The GPU of this host, with the memory that NVML reports; None where there is none, or the driver does not say.
+
+    Rates are those of the known GPU that is nearest by name and then by memory.
+    """
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return None
     try:
@@ -87,7 +90,7 @@ def local_gpu() -> Gpu | None:
         total, name = int(pynvml.nvmlDeviceGetMemoryInfo(device).total), pynvml.nvmlDeviceGetName(device)
     except pynvml.NVMLError:
         return None
-    return nearest(name, total)
+    return replace(nearest(name, total), memory_gib=total / GIB)
 
 
 def nearest(name: str, memory: int) -> Gpu:

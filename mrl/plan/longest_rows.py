@@ -27,13 +27,11 @@ def section_at_work(config: RunConfig, phase: Phase) -> str:
     return {"critic": "value", "teacher": "policy" if config.teacher is None else "teacher"}.get(WORKERS.get(phase, "policy"), "policy")
 
 
-def with_least_rows(config: RunConfig, *, keeps_full: bool) -> RunConfig:
-    """The config with rows of one sequence; with `keeps_full`, rows that are filled up to a number of tokens keep their length."""
+def with_least_rows(config: RunConfig) -> RunConfig:
+    """The config with rows of one sequence where rows are padded; rows that are filled up to a number of tokens keep their length."""
 
     def least(section: Section) -> Section:
-        if not _filling(section):
-            return replace(section, train_micro_batch_size=1, logprob_batch_size=1)
-        return section if keeps_full else _cut(section, section.max_total_sequence_length)
+        return section if _filling(section) else replace(section, train_micro_batch_size=1, logprob_batch_size=1)
 
     return _in_each_section(config, least)
 

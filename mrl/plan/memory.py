@@ -19,7 +19,7 @@ from mrl.plan.engine import CacheLayout, cache_layout, forward_bytes, sampler_by
 from mrl.plan.facts import IMBALANCE, PlanModel, num_microbatches, read_model, row_of, state_rules
 from mrl.plan.hardware import GIB, Gpu
 from mrl.plan.peaks import Stage, logits_bytes, microbatches_in_flight, persistent_bytes, train_peak
-from mrl.plan.states import States, state_bytes
+from mrl.plan.states import PINNED_ROUNDING, States, state_bytes
 
 # Outside of torch's allocator: CUDA context, NCCL's buffers, cuDNN. Cards of Megatron-Bridge keep 3 to 6 GB of 80 GB free.
 POLICY_CONTEXT, ENGINE_CONTEXT = 2.5e9, 0.7e9
@@ -27,9 +27,13 @@ POLICY_CONTEXT, ENGINE_CONTEXT = 2.5e9, 0.7e9
 GRAPHS = 1.34 * GIB
 # Reserved but not allocated, as a share of what is allocated: 2 to 8 % on the cards of Megatron-Bridge.
 SLACK = 0.05
+# What a plan of a GPU may exceed a published run by: 7.0 % at most, of 86 runs (docs/measured/plan.md).
+EXCESS = 1.08
 # Steps of fewer tokens read the weights too often while prompts are computed.
 FEWEST_TOKENS = 2048
 _WORKSPACE = 32 * 2**20
+# Buffers differ by a few bytes with the assumed load of experts.
+_MARGIN = 64 * 2**20
 # Bytes of a logit without gradient: docs/measured/performance.md, "Memory of log-probabilities".
 _FORWARD_LOGIT = 5
 _PASSING = ("gradients", "optimizer", "activations", "logits or one layer")
@@ -50,6 +54,8 @@ class EngineMemory:
     cache: float
     layout: CacheLayout
     limits: EngineLimits
+    share: float
+    """Share of the GPU that all this takes: `gpu_memory_utilization`, or what a policy beside it leaves, if that is less."""
 
     def concurrency(self, tokens: int) -> float:
         """Sequences of that many tokens whose cache fits at once."""
@@ -72,16 +78,19 @@ class RankMemory:
         return sum(self.phases[self.peak_phase].values())
 
 
-def engine_memory(config: RunConfig, model: PlanModel, gpu: Gpu) -> EngineMemory:
+def engine_memory(config: RunConfig, model: PlanModel, gpu: Gpu, *, beside: float | None = None) -> EngineMemory:
     """Returns an engine worker's memory under `gpu_memory_utilization`; the cache is negative if that is too little.
 
+    The policy's weights stay on a shared GPU, so there the engine takes no more than they leave. `beside` are the bytes that it has to
+    leave; None stands for `beside_engine`.
     Limits that the config leaves open leave room for the longest sequence by shorter steps, and let in no more sequences than the cache
     has first blocks and states for.
     """
     vllm, limits = config.policy.generation.vllm_cfg, config.engine_limits
+    left = gpu.memory - (beside_engine(config, model) if beside is None else beside)
 
     def limited(num_seqs: int, num_tokens: int) -> EngineMemory:
-        return _limited(config, model, gpu, EngineLimits(num_seqs, num_tokens))
+        return _limited(config, model, gpu, EngineLimits(num_seqs, num_tokens), left)
 
     least, num_tokens = vllm.max_num_seqs or 1, limits.num_tokens
     while (
@@ -98,7 +107,10 @@ def engine_memory(config: RunConfig, model: PlanModel, gpu: Gpu) -> EngineMemory
 
 def with_limits(config: RunConfig, gpu: Gpu | None) -> RunConfig:
     """The config with the limits of its engines filled in; without a GPU those that the rollouts need."""
-    limits = engine_memory(config, read_model(config), gpu).limits if gpu else config.engine_limits
+    engine = engine_memory(config, read_model(config), gpu) if gpu else None
+    limits = engine.limits if engine else config.engine_limits
+    if engine and 0 < engine.share < config.policy.generation.vllm_cfg.gpu_memory_utilization:
+        config = with_value(config, "policy.generation.vllm_cfg.gpu_memory_utilization", engine.share)
     config = with_value(config, "policy.generation.vllm_cfg.max_num_seqs", limits.num_seqs)
     return with_value(config, "policy.generation.vllm_cfg.max_num_batched_tokens", limits.num_tokens)
 
@@ -107,10 +119,20 @@ def describe_limits(config: RunConfig, gpu: Gpu | None) -> str:
     """Limits of an engine, in words."""
     vllm = with_limits(config, gpu if config.cluster.gpus_per_node else None).policy.generation.vllm_cfg
     each = " in each group" if vllm.num_groups > 1 else ""
-    return f"up to {vllm.max_num_seqs:,} rollouts at once in steps of up to {vllm.max_num_batched_tokens:,} tokens{each}"
+    asked, given = config.policy.generation.vllm_cfg.gpu_memory_utilization, vllm.gpu_memory_utilization
+    less = f", in {given:.2f} of a GPU and not {asked:g}, which the policy's weights beside them leave" if given < asked else ""
+    return f"up to {vllm.max_num_seqs:,} rollouts at once in steps of up to {vllm.max_num_batched_tokens:,} tokens{each}{less}"
 
 
-def _limited(config: RunConfig, model: PlanModel, gpu: Gpu, limits: EngineLimits) -> EngineMemory:
+def beside_engine(config: RunConfig, model: PlanModel) -> float:
+    """Bytes of a GPU that policy ranks keep while an engine samples on it; 0 of a dedicated engine."""
+    if not config.policy.generation.colocated.enabled:
+        return 0.0
+    stages = range(config.policy.megatron_cfg.pipeline_model_parallel_size)
+    return max(sum(rank_memory(config, model, stage, None).phases["generate"].values()) for stage in stages)
+
+
+def _limited(config: RunConfig, model: PlanModel, gpu: Gpu, limits: EngineLimits, left: float) -> EngineMemory:
     generation, shape = config.policy.generation, model.shape
     vllm, num_proposed = generation.vllm_cfg, generation.num_proposed_tokens
     tp, has_mamba = vllm.tensor_parallel_size, shape.mamba_heads > 0
@@ -133,8 +155,10 @@ def _limited(config: RunConfig, model: PlanModel, gpu: Gpu, limits: EngineLimits
     passing = forward_bytes(shape, tp, batched_tokens=limits.num_tokens, ep=vllm.expert_parallel_size, num_groups=vllm.num_groups)
     activations = passing + sampler_bytes(shape, measured)
     graphs = 0.0 if vllm.enforce_eager else GRAPHS
-    cache = vllm.gpu_memory_utilization * gpu.memory - weights - activations - graphs - ENGINE_CONTEXT
-    return EngineMemory(weights, activations, sampler_bytes(shape, all_rows - measured), graphs, cache, layout, limits)
+    unmeasured = sampler_bytes(shape, all_rows - measured)
+    given = min(vllm.gpu_memory_utilization * gpu.memory, left - unmeasured - _MARGIN)
+    cache = given - weights - activations - graphs - ENGINE_CONTEXT
+    return EngineMemory(weights, activations, unmeasured, graphs, cache, layout, limits, given / gpu.memory)
 
 
 @dataclass(frozen=True)
@@ -264,19 +288,32 @@ def stage_states(config: RunConfig, model: PlanModel, pp_rank: int, role: Role =
     rules = state_rules(config)
     rules = replace(rules, is_trained=False) if role == "teacher" else rules
     what = {"trains_mtp": config.mtp_steps > 0, "has_head": _has_head(config, role)}
-    return state_bytes(model.elements.stage(config.policy.megatron_cfg.parallel, pp_rank, **what), rules)
+    megatron = config.policy.megatron_cfg
+    states = state_bytes(model.elements.stage(megatron.parallel, pp_rank, **what), rules)
+    if role != "policy" or not megatron.peft.enabled:
+        return states
+    adapted = model.adapted_elements(tuple(megatron.peft.target_modules), tuple(megatron.peft.exclude_modules))
+    return replace(states, base=sum(adapted.stage(megatron.parallel, pp_rank)[:2]) * rules.weight_bytes)
 
 
 def _has_head(config: RunConfig, role: Role) -> bool:
     return config.algorithm == "rm" or role == "critic"
 
 
+def least_parts(parts: Parts) -> Parts:
+    """Parts of a phase that a run surely needs: those that torch allocates, as far as published runs bound them.
+
+    Slack and the memory outside of torch are constants that nobody has measured for mrl.
+    """
+    return {name: size / EXCESS for name, size in parts.items() if name not in ("slack", "outside torch")}
+
+
 def least_peak(rank: RankMemory) -> float:
-    """Returns the least need of a rank's worst phase: without slack."""
-    return max(sum(size for name, size in parts.items() if name != "slack") for parts in rank.phases.values())
+    """Returns the least need of a rank's worst phase; see `least_parts`."""
+    return max(sum(least_parts(parts).values()) for parts in rank.phases.values())
 
 
-PAGE_CACHE = "model files in the page cache"
+PAGE_CACHE, ROLLOUTS, ROUNDING = "model files in the page cache", "rollouts in Ray's object store", "rounding of pinned memory"
 
 
 def host_memory(config: RunConfig, model: PlanModel, states: States) -> Parts:
@@ -287,21 +324,26 @@ def host_memory(config: RunConfig, model: PlanModel, states: States) -> Parts:
     """
     ranks = config.cluster.slots_per_node
     away = states.optimizer + states.host_optimizer if config.frees_training_memory else states.host_optimizer
+    rounding = states.pinned * (PINNED_ROUNDING - 1)
     files = {each.folder: each.num_parameters for each in model.by_name.values()}
     parts = {"optimizer off the GPUs": away * ranks, PAGE_CACHE: float(sum(files.values()) * BF16)}
+    if rounding:
+        parts[ROUNDING] = rounding * ranks
     for name, work in works_beside(config, model).items():
         parts[f"weights of the {name}"] = work.states.weights * ranks
         if role_of(name) != "teacher":
             parts[f"optimizer of the {name}"] = (work.states.optimizer + work.states.host_optimizer) * ranks
     if config.keeps_reference:
-        parts["weights of the reference"] = states.weights * ranks
+        parts["weights of the reference"] = states.reference * ranks
+    if states.base:
+        parts["base of adapted weights"] = states.base * ranks
     saved = {
         name: size for name, size in saved_bytes(config, model).items() if config.of_model(name).policy.megatron_cfg.checkpoint.async_save
     }
     if config.checkpointing.enabled and saved:
         parts["checkpoint being written"] = sum(saved.values()) / config.num_policy_ranks * ranks
     if config.has_engines:
-        parts["rollouts in Ray's object store"] = rollout_bytes(config)
+        parts[ROLLOUTS] = rollout_bytes(config)
     return parts
 
 

@@ -16,7 +16,10 @@ from mrl.plan.facts import IMBALANCE, PlanModel, read_model
 from mrl.plan.hardware import GIB, GPUS, Gpu
 from mrl.plan.longest_rows import describe_longest, section_at_work, with_least_rows
 from mrl.plan.memory import (
+    EXCESS,
     PAGE_CACHE,
+    ROLLOUTS,
+    ROUNDING,
     EngineMemory,
     Parts,
     RankMemory,
@@ -26,6 +29,7 @@ from mrl.plan.memory import (
     disk_bytes,
     engine_memory,
     host_memory,
+    least_parts,
     least_peak,
     rollout_bytes,
     saved_bytes,
@@ -80,13 +84,24 @@ def make_plan(config: RunConfig, gpu: Gpu, *, mean_tokens: float | None = None, 
     worst, misfit = worst_rank(config, model, gpu)
     refit = plan_refit(config, model) if config.has_engines else None
     times = step_times(config, model, gpu, engine, refit, mean_tokens=mean_tokens_of(config, mean_tokens))
-    host = host_memory(config, model, stage_states(config, model, worst.stage))
+    host = fullest_host(config, model)
     return Plan(config, gpu, model, worst, misfit, engine, host, find_host_misfit(host, node_memory), refit, times)
 
 
+def fullest_host(config: RunConfig, model: PlanModel) -> Parts:
+    """Host memory of a node whose ranks all have the pipeline stage that needs most."""
+    stages = range(config.policy.megatron_cfg.pipeline_model_parallel_size)
+    found = [host_memory(config, model, stage_states(config, model, stage)) for stage in stages]
+    return max(found, key=lambda parts: sum(parts.values()))
+
+
 def find_host_misfit(host: Parts, node_memory: float | None) -> str | None:
-    """Description of the host memory that a node of `node_memory` bytes lacks. The page cache does not count: the kernel gives it back."""
-    held = {name: size for name, size in host.items() if name != PAGE_CACHE}
+    """Description of the host memory that a node of `node_memory` bytes surely lacks.
+
+    The page cache does not count, as the kernel gives it back, nor do rollouts, which are counted as if all were of the greatest length,
+    nor what pinned memory is rounded up by on average.
+    """
+    held = {name: size for name, size in host.items() if name not in (PAGE_CACHE, ROLLOUTS, ROUNDING)}
     if node_memory is None or sum(held.values()) <= node_memory:
         return None
     return (
@@ -101,32 +116,55 @@ def search_layouts(config: RunConfig, gpu: Gpu, refit: RefitTraffic | None, *, m
 
 
 def prediction(config: RunConfig, gpu: Gpu | None, node_memory: float | None = None) -> str:
-    """One line for the start of a run. `gpu` is None if unknown; the largest of `GPUS` then decides whether all fits.
+    """One line for the start of a run. `gpu` is None if unknown: nothing is compared then, and the line leaves out phase generate, whose
+    cache fills a GPU.
 
     Raises:
-        ValueError: a phase exceeds the GPU by a clear margin: without slack, with balanced experts, and with rows that are sure to occur:
-            of one sequence where rows are padded, full ones where they are filled and the GPU is known. Or a node lacks host memory.
+        ValueError: a phase surely exceeds the GPU: see `least_parts`, with balanced experts, and with rows that are sure to occur: of one
+            sequence where rows are padded, full ones where they are filled. Or a node surely lacks host memory.
     """
-    asked, model = gpu or LARGEST, read_model(config)
-    least = max(all_ranks(with_least_rows(config, keeps_full=gpu is not None), model, asked, imbalance=1.0)[0], key=least_peak)
-    rows = describe_longest(config, model, asked)
-    if least_peak(least) > asked.memory:
-        phase = least.peak_phase
-        parts = {name: size for name, size in least.phases[phase].items() if name != "slack"}
-        found = nearest(search_layouts(with_config_json(config), asked, None))
+    model = read_model(config)
+    if gpu is not None:
+        _check_gpu(config, model, gpu)
+    if lacking := find_host_misfit(fullest_host(config, model), node_memory):
+        raise ValueError(f"cluster.num_nodes={config.cluster.num_nodes}: {lacking}")
+    if gpu is None:
+        # Limits of engines follow the cache, and barely change what other phases need.
+        phases = predicted_bytes(config, None)
+        phase = max(phases, key=lambda phase: phases[phase])
+        engines = [
+            "phase generate fills policy.generation.vllm_cfg.gpu_memory_utilization="
+            f"{config.policy.generation.vllm_cfg.gpu_memory_utilization:g} of a GPU"
+        ]
+        return "; ".join(
+            [
+                f"Plan: phase {phase} needs most, about {phases[phase] / GIB:.0f} GiB of a GPU "
+                "(this host has none to compare with; --check and `python -m mrl.plan` take --gpu)",
+                *(engines if config.has_engines else []),
+            ]
+        )
+    rows = describe_longest(config, model, gpu)
+    worst, misfit = worst_rank(config, model, gpu)
+    engines = [f"engines take {describe_limits(config, gpu)}"] if config.has_engines else []
+    needs = f"Plan: phase {worst.peak_phase} needs most, about {worst.peak / GIB:.0f} GiB of a GPU ({gpu.name}: {gpu.memory_gib:.1f} GiB)"
+    doubt = f"it may not fit: {misfit} by estimates that are up to {EXCESS - 1:.0%} high" if misfit else None
+    return "; ".join([needs, *engines, *filter(None, [doubt, rows])])
+
+
+def _check_gpu(config: RunConfig, model: PlanModel, gpu: Gpu) -> None:
+    """Raises ValueError if a phase surely exceeds the GPU."""
+    least = max(all_ranks(with_least_rows(config), model, gpu, imbalance=1.0)[0], key=least_peak)
+    if least_peak(least) > gpu.memory:
+        phase = max(least.phases, key=lambda phase: sum(least_parts(least.phases[phase]).values()))
+        parts = {name: size for name, size in least.phases[phase].items() if name in least_parts(least.phases[phase])}
+        rows = describe_longest(config, model, gpu)
+        found = nearest(search_layouts(with_config_json(config), gpu, None))
         fits = "; it fits with: " + "; or ".join(" ".join(one.overrides) for one in found) if found else "; no layout fits on these GPUs"
         raise ValueError(
             f"{section_at_work(config, phase)}.megatron_cfg: phase {phase} needs at least {least_peak(least) / GIB:.1f} GiB of a GPU on "
-            f"pipeline stage {least.stage}, and {asked.name} has {asked.memory_gib} GiB: {spell_parts(parts)}{fits}"
-            + (f"; {rows}" if rows else "")
+            f"pipeline stage {least.stage}, and {gpu.name} has {gpu.memory_gib:.1f} GiB: {spell_parts(parts)}, "
+            f"an estimate that is {EXCESS - 1:.0%} high at most{fits}" + (f"; {rows}" if rows else "")
         )
-    worst, _ = worst_rank(config, model, asked)
-    if lacking := find_host_misfit(host_memory(config, model, stage_states(config, model, worst.stage)), node_memory):
-        raise ValueError(f"cluster.num_nodes={config.cluster.num_nodes}: {lacking}")
-    known = f"{gpu.name}: {gpu.memory_gib} GiB" if gpu else "this host has none to compare with; `python -m mrl.plan` takes --gpu"
-    engines = [f"engines take {describe_limits(config, asked)}"] if config.has_engines else []
-    needs = f"Plan: phase {worst.peak_phase} needs most, about {worst.peak / GIB:.0f} GiB of a GPU ({known})"
-    return "; ".join([needs, *engines, *filter(None, [rows])])
 
 
 def predicted_bytes(config: RunConfig, gpu: Gpu | None) -> dict[Phase, float]:
@@ -185,9 +223,10 @@ _LINKS: tuple[tuple[Link, str], ...] = (("gpu", "from its own memory"), ("node",
 def _engine_lines(plan: Plan, engine: EngineMemory) -> list[str]:
     config, length = plan.config, plan.config.policy.max_total_sequence_length
     vllm = config.policy.generation.vllm_cfg
-    fits = engine.concurrency(length)
+    fits, asked = engine.concurrency(length), vllm.gpu_memory_utilization
+    less = f" (not {asked:g}, as the policy's weights are there, too)" if engine.share < asked else ""
     return [
-        f"Engine worker, GiB: {vllm.gpu_memory_utilization * plan.gpu.memory_gib:.1f} = weights {engine.weights / GIB:.2f}, activations "
+        f"Engine worker, GiB: {engine.share * plan.gpu.memory_gib:.1f}{less} = weights {engine.weights / GIB:.2f}, activations "
         f"{engine.activations / GIB:.1f}, graphs {engine.graphs / GIB:.1f}, context, cache {engine.cache / GIB:.1f}",
         f"Cache: blocks of {engine.layout.block_tokens} tokens, {engine.layout.block_bytes:,} bytes; {engine.layout.state_blocks} more for "
         f"a sequence's states; {fits:.1f} sequences of {length:,} tokens fit, max_num_seqs={engine.limits.num_seqs}, "

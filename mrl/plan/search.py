@@ -82,7 +82,8 @@ def search(config: RunConfig, model: PlanModel, gpu: Gpu, refit: RefitTraffic | 
     refused: Counter[str] = Counter()
     best: list[Candidate] = []
     engines = list(_legal_engines(config, model.shape, refused))
-    times = [_times(_applied(config, values), model, gpu, refit, mean_tokens).total.high for values in engines]
+    # The configured trainer may be illegal, and leave nobody knows how much.
+    times = [_times(_applied(config, values), model, gpu, refit, mean_tokens, beside=0.0).total.high for values in engines]
     engines = [values for _, values in sorted(zip(times, engines, strict=True), key=lambda pair: pair[0])]
     for layout_values in _trainers(config, model.shape, refused):
         if reason := _unlikely(config, layout_values, model.shape):
@@ -135,8 +136,10 @@ def _lightest(
     return reason
 
 
-def _times(config: RunConfig, model: PlanModel, gpu: Gpu, refit: RefitTraffic | None, mean_tokens: float) -> StepTimes:
-    engine = engine_memory(config, model, gpu) if config.has_engines else None
+def _times(
+    config: RunConfig, model: PlanModel, gpu: Gpu, refit: RefitTraffic | None, mean_tokens: float, *, beside: float | None = None
+) -> StepTimes:
+    engine = engine_memory(config, model, gpu, beside=beside) if config.has_engines else None
     return step_times(config, model, gpu, engine, refit, mean_tokens=mean_tokens)
 
 

@@ -60,6 +60,12 @@ class States:
     """Float32 shard of gradients, from the optimizer step to the next zero_grad."""
     host_optimizer: float
     """Bytes of elements that the host updates: moments, and copies of the main parameters and gradients in pinned memory."""
+    pinned: float = 0.0
+    """Part of `host_optimizer` that torch pins, rounded up by `PINNED_ROUNDING` on average."""
+    reference: float = 0.0
+    """Bytes that a reference model copies: all weights, or buffers alone where the weights are frozen under adapters."""
+    base: float = 0.0
+    """Bytes of weights with adapters, whose base waits on the host while the adapters are merged (`mrl.policy.lora.Lora.merge`)."""
 
     @property
     def allocated(self) -> float:
@@ -83,7 +89,9 @@ def state_bytes(elements: Elements, rules: StateRules) -> States:
         gradients=trained * rules.gradient_bytes,
         optimizer=(shard * rules.main_bytes if has_main else 0) + moments * (1 - rules.offloaded),
         gradient_copy=shard * FP32 if copies else 0,
-        host_optimizer=rules.offloaded * (moments + shard * 2 * FP32 * PINNED_ROUNDING),
+        host_optimizer=rules.offloaded * (moments + shard * 2 * FP32),
+        pinned=rules.offloaded * shard * 2 * FP32,
+        reference=(held + elements.frozen) * rules.weight_bytes * rules.is_trained + elements.buffers * FP32,
     )
 
 

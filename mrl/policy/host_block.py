@@ -127,6 +127,14 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [home.copy_(tensor) for tensor, home in zip(tensors, _views(block, tensors, offsets), strict=True)]
 
 
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each tensor into its target, and waits for copies to or from a GPU."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
+    if any(tensor.is_cuda for tensor in (*targets[:1], *sources[:1])):
+        torch.cuda.synchronize()
+
+
 @torch.no_grad()
 def swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Exchanges the values of each pair of tensors, bit for bit, with memory for one more tensor."""

@@ -29,6 +29,7 @@ from conversion.families.registry import family
 from conversion.tensors import box_view, merge_lora, torch_dtype
 from mrl.policy import parallel, specs
 from mrl.policy.checkpoint_entries import LayoutEntries
+from mrl.policy.host_block import copy_all, host_copies
 from mrl.policy.model import keep_gradients_flowing
 from mrl.policy.weights import live_tensors, name_seed
 
@@ -147,22 +148,38 @@ class Lora:
         self.description = description
         """Adapted layers and their scaling as plain values, the same wherever factors are used; None = no adapters."""
         self._adapters = adapters
-        self._merged: dict[Slot, Tensor] = {}
-
-    def merged_weights(self, tensors: Mapping[Slot, Tensor]) -> dict[Slot, Tensor]:
-        """The weights that engines read: live tensors, with memory of their own for adapted ones."""
-        self._merged = {slot: tensors[slot].detach().clone() for slot in self._adapters}
-        return self.as_read(tensors)
-
-    def as_read(self, tensors: Mapping[Slot, Tensor]) -> dict[Slot, Tensor]:
-        """The live weights, with merged ones in place of adapted ones."""
-        return {slot: self._merged.get(slot, tensor) for slot, tensor in tensors.items()}
+        self._base: list[Tensor] = []
+        """Adapted weights without their adapters, in host memory."""
+        self._is_base_kept = self._is_merged = False
 
     @torch.no_grad()
     def merge(self, tensors: Mapping[Slot, Tensor]) -> None:
-        """Merges the adapters into the weights for engines, from the live `tensors`."""
-        for slot, adapter in self._adapters.items():
-            self._merged[slot].copy_(adapter.merged(tensors[slot]))
+        """Adds the adapters to the live weights, which engines then read; passes of the trainer need `unmerge` first.
+
+        There is one copy of the weights on the device, because two and the engine's would not fit; the base waits on the host.
+        """
+        if self._is_merged:
+            return
+        live = [tensors[slot].detach() for slot in self._adapters]
+        if not self._base:
+            self._base = host_copies(live)
+        elif not self._is_base_kept:
+            copy_all(self._base, live)
+        self._is_base_kept = self._is_merged = True
+        for weight, adapter in zip(live, self._adapters.values(), strict=True):
+            weight.copy_(adapter.merged(weight))
+
+    @torch.no_grad()
+    def unmerge(self, tensors: Mapping[Slot, Tensor]) -> None:
+        """Gives the live weights the values of the base again, bit for bit."""
+        if self._is_merged:
+            copy_all([tensors[slot].detach() for slot in self._adapters], self._base)
+        self._is_merged = False
+
+    def forget_base(self, tensors: Mapping[Slot, Tensor]) -> None:
+        """Unmerges, because other values of the base are written into the live weights next."""
+        self.unmerge(tensors)
+        self._is_base_kept = False
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

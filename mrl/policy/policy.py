@@ -104,7 +104,7 @@ class PolicyRank:
         if config.policy.router_replay.enabled:
             self._replay = RouterReplay(self._chunks, family(self._hf_config).expert_layers(self._hf_config))
         self._tensors = rank_tensors(self._models, self._live_layout)
-        self._weights = self._lora.merged_weights(self._arena_tensors(self._tensors))
+        self._weights = self._arena_tensors(self._tensors)
         self._arena = Arena(self._weights, buffer_views(self._chunks), name=f"mrl-arena-{rank}") if self._role.is_mapped else None
         optimizer = build_optimizer(self._chunks, config.policy.megatron_cfg)
         num_passes = config.num_scheduled_steps_of(model)
@@ -171,11 +171,13 @@ class PolicyRank:
     def load_hf(self, folder: Path | str) -> None:
         """Reads this rank's part of a Hugging Face folder. These weights are the reference, if the loss compares with one."""
         head = self._head if self._head and has_reward_head(Path(folder)) else {}
+        self._lora.forget_base(self._tensors)
         fill_layout(folder, self._layout | head, self._tensors)
         self._start_from_weights()
 
     def load_mcore(self, folder: Path | str) -> None:
         """Loads the same weights as `load_hf`, bit for bit, from a Megatron checkpoint, whatever parallel layout wrote it."""
+        self._lora.forget_base(self._tensors)
         checkpoint.load(Path(folder), self._state, is_start=True)
         with torch.no_grad():
             for slot, content in self._layout.items():
@@ -194,7 +196,7 @@ class PolicyRank:
             self._keep_reference()
 
     def _keep_reference(self) -> None:
-        self.settled_weights()
+        self._ready_to_compute()
         # With frozen weights training changes only buffers; adapters are switched off instead.
         is_frozen = self._lora.description is not None
         changing = {slot: tensor for slot, tensor in self._tensors.items() if not (is_frozen and isinstance(tensor, nn.Parameter))}
@@ -211,7 +213,7 @@ class PolicyRank:
             self._writing.finish(IO_TIMEOUT_S)
         if problem := checkpoint.find_obstacle(Path(weights_dir)):
             return problem
-        self.settled_weights()
+        self._ready_to_compute()
         is_async = self._config.policy.megatron_cfg.checkpoint.async_save
         if is_async and self._save_group is None:
             self._save_group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timedelta(seconds=IO_TIMEOUT_S)))
@@ -237,13 +239,15 @@ class PolicyRank:
 
     def load_checkpoint(self, weights_dir: Path | str) -> None:
         """Loads a checkpoint of any parallel layout. The reference model stays the one of `load_hf` or `load_mcore`."""
+        self._lora.forget_base(self._tensors)
         with self._memory.loading():
             self._has_moments = checkpoint.load(Path(weights_dir), self._state, adapters=self._lora.description)
         self._is_settled = False
 
     def perturb(self, seed: int) -> None:
         """Changes every weight a little, as a function of `seed` alone, for diagnostics that need weights that no file holds."""
-        self.settled_weights()
+        self._ready_to_compute()
+        self._lora.forget_base(self._tensors)
         perturb(self._tensors, self._live_layout, seed=seed)
         self._state.optimizer.reload_model_params()
         self._is_settled = False
@@ -263,16 +267,22 @@ class PolicyRank:
         self._is_settled = False
         live = rank_tensors(self._models, self._live_layout)
         if self._arena is not None:
-            self._arena.check(self._lora.as_read(self._arena_tensors(live)))
+            self._arena.check(self._arena_tensors(live))
         self._copy_check.run()
-        self._lora.merge(live)
         self._is_settled = True
 
     def settled_weights(self) -> Mapping[Slot, Tensor]:
         """Settles the weights if needed, and returns them by slot, adapters merged. The only way to read weights."""
         if not self._is_settled:
             self.settle()
+        self._lora.merge(self._tensors)
         return self._weights
+
+    def _ready_to_compute(self) -> None:
+        """Settles the weights if needed, with adapters apart from the weights that they change."""
+        self._lora.unmerge(self._tensors)
+        if not self._is_settled:
+            self.settle()
 
     def set_batch(self, rows: list[PackedRow], logprob_rows: list[PackedRow] | None = None, *, is_further: bool = False) -> None:
         """Sets this rank's rows of the global batch; ranks with the same `dp_rank` pass the same rows.
@@ -297,7 +307,7 @@ class PolicyRank:
 
     def computed(self, compute: Callable[..., T], rows: list[PackedRow], *arguments: object) -> T:
         """Runs a pass of `mrl.policy.step` without gradients over rows, padded to what the schedule needs, from settled weights."""
-        self.settled_weights()
+        self._ready_to_compute()
         with self._lora.without_dropout():
             return compute(self._chunks, self._whole_groups(rows), *arguments)
 
@@ -339,6 +349,7 @@ class PolicyRank:
                 raise RuntimeError("compute_old_logprobs comes before train_step")
             if not batch.is_finished:
                 self.finish_batches()
+        self._lora.unmerge(self._tensors)
         self._is_settled = False
         metrics = train_step(
             self._chunks,
@@ -385,7 +396,7 @@ class PolicyRank:
     def evaluate(self) -> dict[str, float]:
         """Metrics of the objective on the batch, the same floats on every rank. For losses without old logprobs."""
         batch = self.batches()[0]
-        self.settled_weights()
+        self._ready_to_compute()
         with self._lora.without_dropout():
             return evaluate(self._chunks, batch.rows, self._objective(batch))
 
@@ -418,6 +429,7 @@ class PolicyRank:
         try:
             self.enter("refit")
             self.settle()
+            self._lora.merge(self._tensors)
         except BaseException:
             self._exchange.leave(attempt)
             raise
@@ -443,7 +455,7 @@ class PolicyRank:
     def _reference_weights(self) -> Iterator[None]:
         if self._reference is None:
             raise RuntimeError("there is no reference model: load_hf and load_mcore keep it where the loss compares with it")
-        self.settled_weights()
+        self._ready_to_compute()
         pairs = [(self._tensors[slot], copy) for slot, copy in self._reference.items()]
         swap(pairs)
         try:
@@ -453,5 +465,5 @@ class PolicyRank:
             swap(pairs)
 
     def _arena_tensors(self, tensors: Mapping[Slot, Tensor]) -> Mapping[Slot, Tensor]:
-        """The weights that lie in the arena. With adapters these are the frozen ones: what is trained has buffers of its own."""
+        """The weights that lie in the arena. With adapters these are the frozen ones, to which `Lora.merge` adds them."""
         return tensors if self._lora.description is None else {slot: tensors[slot] for slot in self._layout}

@@ -67,7 +67,10 @@ def run_lora(rank: Rank, config: RunConfig, weights_dir: Path, num_steps: int) -
         set_batch(policy)
         policy.compute_reference_logprobs()
         reference = kept_by_rows(policy, "reference_logprobs_T")
+        # The engines' weights are the trainer's own, merged in place.
+        assert all(policy._tensors[slot] is tensor for slot, tensor in policy.settled_weights().items())
         merged = {slot: tensor.detach().clone() for slot, tensor in policy.settled_weights().items()}
+        policy._lora.unmerge(policy._tensors)
         write(policy, merged)
         with policy._lora.disabled():
             of_merged = policy.logprobs_of_rows(rows)

@@ -253,7 +253,7 @@ def test_a_container_on_slurm_sees_config_run_folder_and_hub(tmp_path: Path, cap
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--instance-type=p4d.24xlarge"], "phases train, generate do not fit"),
+        (["--instance-type=p4d.24xlarge"], "phase train needs at least"),
         (["--instance-type=p5.48xlarge", "--memory=100Gi"], "of host memory and has 100.0 GiB: "),
         (["--instance-type=p5.48xlarge", "--memory=3Ti"], "no pod fits on a node of --instance-type p5.48xlarge"),
         (["cluster.gpus_per_node=16", "--instance-type=p5.48xlarge"], "no pod fits on a node of --instance-type p5.48xlarge"),

@@ -99,7 +99,7 @@ def test_states_have_the_type_of_the_model_where_the_run_names_none(tmp_path: Pa
 
 def decode(states: int = 1, num_nodes: int = 1) -> float:
     """Seconds of 1,000 steps of 64 rollouts on an engine of 4 workers."""
-    engine = EngineMemory(1e9, 0.0, 0.0, 0.0, 1e10, CacheLayout(1056, 3_244_032, 1, 4, states), EngineLimits(128, 4096))
+    engine = EngineMemory(1e9, 0.0, 0.0, 0.0, 1e10, CacheLayout(1056, 3_244_032, 1, 4, states), EngineLimits(128, 4096), 0.5)
     sizes = dict(rollouts=64, at_once=64, mean=1000, longest=1000, num_nodes=num_nodes)
     return decode_seconds(PlanModel(NANO).shape, H100, engine, tp=4, **sizes).low
 
@@ -109,7 +109,7 @@ def test_a_decode_step_reads_and_writes_one_state_whatever_is_kept():
 
 
 def test_the_tail_is_priced_by_its_own_batch(tmp_path: Path):
-    engine = EngineMemory(15e9, 0.0, 0.0, 0.0, 1e10, CacheLayout(1056, 3_244_032, 1, 4, 1), EngineLimits(128, 4096))
+    engine = EngineMemory(15e9, 0.0, 0.0, 0.0, 1e10, CacheLayout(1056, 3_244_032, 1, 4, 1), EngineLimits(128, 4096), 0.5)
     shape = PlanModel(NANO).shape
 
     def decoded(rollouts: int, at_once: int, mean: float, longest: float) -> float:

@@ -25,8 +25,21 @@ from mrl.plan.__main__ import main
 from mrl.plan.deadlines import checkpoint_deadline
 from mrl.plan.facts import PlanModel, read_model, state_rules
 from mrl.plan.hardware import GIB, GPUS, nearest
-from mrl.plan.memory import cache_bytes, disk_bytes, engine_memory, host_memory, rank_memory, saved_bytes, stage_states, work_of
-from mrl.plan.plan import as_data, make_plan, prediction, problems_of, search_layouts
+from mrl.plan.memory import (
+    PAGE_CACHE,
+    ROLLOUTS,
+    ROUNDING,
+    cache_bytes,
+    disk_bytes,
+    engine_memory,
+    host_memory,
+    rank_memory,
+    saved_bytes,
+    stage_states,
+    with_limits,
+    work_of,
+)
+from mrl.plan.plan import as_data, find_host_misfit, make_plan, prediction, problems_of, search_layouts
 from mrl.plan.search import worst_rank
 from mrl.plan.times import EXPERT_PRODUCTS, exchange_seconds, forward_operations, train_seconds
 from mrl.store.run_folder import RunFolder
@@ -185,7 +198,11 @@ def test_nano_on_eight_gpus_needs_offload(folders: dict[str, str], capsys: pytes
     model, host = read_model(config), 8 * 3.95e9 * (8 + 8 * 1.4427 + 4)
     # Moments, and pinned copies of main parameters and gradients, each tensor rounded up to a power of two; and while others use the GPU,
     # its own main parameters.
-    assert host_memory(config, model, stage_states(config, model, 0))["optimizer off the GPUs"] == pytest.approx(host, rel=0.02)
+    held = host_memory(config, model, stage_states(config, model, 0))
+    assert held["optimizer off the GPUs"] + held[ROUNDING] == pytest.approx(host, rel=0.02)
+    # A host that lacks only what rounding takes on average is not refused.
+    surely = sum(size for name, size in held.items() if name not in (PAGE_CACHE, ROLLOUTS, ROUNDING))
+    assert find_host_misfit(held, surely + 1) is None and find_host_misfit(held, surely - 1)
     page = (tmp_path / "plan.html").read_text()
     assert "src=" not in page and "href=" not in page
     (data,) = read_page(page)["runs"]
@@ -239,7 +256,9 @@ def test_a_search_keeps_the_configured_layout_whatever_others_run(folders: dict[
 
 def test_every_phase_that_does_not_fit_is_named(folders: dict[str, str]):
     config = load_config("grpo_nanov3.yaml", [folders["nano"], *ONE_NODE, "policy.generation.vllm_cfg.gpu_memory_utilization=0.95"])
-    assert misfit(config) == "phases train, generate do not fit"
+    assert misfit(config) == "phase train does not fit", "an engine takes what the policy's weights leave"
+    peak = sum(worst_rank(config, read_model(config), H100)[0].phases["generate"].values())
+    assert 0.99 * H100.memory < peak < H100.memory
     config = load_config("grpo_nanov3.yaml", [folders["nano"], *ONE_NODE, "policy.generation.vllm_cfg.gpu_memory_utilization=0.1"])
     assert misfit(config) == "the engine's share of the GPU leaves no cache for one sequence; phase train does not fit"
 
@@ -263,9 +282,10 @@ def test_a_start_is_refused_by_a_clear_margin_only(folders: dict[str, str], monk
     tight = load_config("grpo_nanov3.yaml", [folders["nano"], *ONE_NODE, "policy.megatron_cfg.context_parallel_size=4"])
     assert misfit(tight) and "phase train needs most, about 80 GiB" in prediction(tight, H100)
     over = load_config("grpo_nanov3.yaml", [folders["nano"], *ONE_NODE])
-    with pytest.raises(ValueError, match=r"phase train needs at least \d+\.\d GiB .* optimizer 44\.1"):
+    with pytest.raises(ValueError, match=r"phase train needs at least 81\.3 GiB .* optimizer 44\.1, .* 8% high at most"):
         prediction(over, H100)
-    assert "this host has none" in prediction(over, None), "where the GPU is not known, the largest counts"
+    said = prediction(over, None)
+    assert "this host has none" in said and "phase train needs most" in said and "gpu_memory_utilization=0.5 of a GPU" in said
     monkeypatch.setattr("mrl.loop.preflight.find_problems", lambda config: [])
     monkeypatch.setattr("mrl.loop.preflight.with_local_folders", lambda config: config)
     monkeypatch.setattr("mrl.loop.preflight.local_gpu", lambda: H100)
@@ -327,7 +347,7 @@ def test_rows_that_get_too_long_are_refused_only_if_they_surely_come(small: str,
         key = f"policy.{filling}.train_mb_tokens" if filling else "policy.max_total_sequence_length"
         of_one = with_value(with_value(config, "policy.train_micro_batch_size", 1), "policy.logprob_batch_size", 1)
         assert (misfit(with_value(of_one, key, length)) is None) == fits
-    # Where the GPU is not known, not even full rows are too long.
+    # Where the GPU is not known, nothing is too long.
     assert "this host has none" in prediction(config, None)
     # Not even one sequence of full length fits.
     with pytest.raises(ValueError, match="phase train needs at least"):
@@ -401,7 +421,8 @@ def test_the_host_memory_of_a_node_is_compared(llama_8b: Path, capsys: pytest.Ca
     words = ["grpo_math_8B.yaml", f"policy.model_name={llama_8b}", "policy.megatron_cfg.tensor_model_parallel_size=2"]
     needs = host_memory(config := load_config(words[0], words[1:]), model := read_model(config), stage_states(config, model, 0))
     # The 16 GB of model files are page cache, which the kernel gives back; the rest is not.
-    least = (sum(needs.values()) - 2 * model.num_parameters) / GIB
+    # Rollouts are counted as if all were of the greatest length.
+    least = (sum(needs.values()) - 2 * model.num_parameters - needs[ROLLOUTS]) / GIB
     assert main([*words, "--node-memory", str(least + 1)]) == 0 and "of host memory and has" not in capsys.readouterr().out
     assert main([*words, "--node-memory", str(least - 1)]) == 2
     assert f"a node needs at least {least:.1f} GiB of host memory and has {least - 1:.1f} GiB: checkpoint" in capsys.readouterr().out
@@ -413,6 +434,30 @@ def test_a_plan_imports_no_heavy_library():
     code = "import sys, mrl.plan.__main__; print(*({'torch', 'ray', 'vllm', 'megatron', 'transformers'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+@pytest.mark.parametrize(
+    "cluster", [["cluster.num_nodes=2", "cluster.gpus_per_node=8"], ["cluster.num_nodes=1", "cluster.gpus_per_node=4"]]
+)
+def test_lora_of_seven_billion_fits_a_tutorials_gpus(tmp_path: Path, cluster: list[str]):
+    """Covers NeMo RL's tutorial on EKS: LoRA with a KL, at 0.6 of GPUs of 40 GB, in pods of 384 GiB."""
+    hub = json.loads((ROOT / "scripts/bench/models/hub.json").read_text())
+    (sizes,) = (group["config"] for group in hub if "Qwen/Qwen2.5-7B" in group["ids"])
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    names = [f"policy.model_name={tmp_path}", f"policy.tokenizer.name={tmp_path}"]
+    config = load_config(ROOT / "tests/data/nemo_rl/tutorial_002.yaml", [*names, *cluster])
+    a100, slots = GPUS["a100-40g"], config.cluster.gpus_per_node
+    assert make_plan(config, a100, node_memory=384 * GIB).misfit is None and "may not fit" not in prediction(config, a100, 384 * GIB)
+    model = read_model(config)
+    held = host_memory(config, model, stage_states(config, model, 0))
+    # Adapters are switched off for the reference. While they are merged, the base of all linear layers waits on the host, for each rank:
+    # queries and output, keys and values, and the three matrices of the MLP.
+    elements = 28 * (2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944)
+    assert (held["weights of the reference"], held["base of adapted weights"]) == (0, 2 * elements * slots)
+    only = with_value(config, "policy.megatron_cfg.peft.target_modules", ["linear_qkv"])
+    assert stage_states(only, model, 0).base == 2 * 28 * (3584 * 3584 + 2 * 3584 * 512)
+    share = with_limits(config, a100).policy.generation.vllm_cfg.gpu_memory_utilization
+    assert 0.55 < share < 0.6 and with_limits(config, H100).policy.generation.vllm_cfg.gpu_memory_utilization == 0.6
 
 
 def test_a_teacher_needs_most_on_the_stage_that_makes_logits(folders: dict[str, str]):
