@@ -27,7 +27,7 @@ from mrl.config.rules.gym_servers import describe_routes
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import CheckpointingConfig, RunConfig
 from mrl.config.secrets import run_entry, start_logging
-from mrl.data.order import find_few_rows
+from mrl.data.order import count_steps, find_few_rows
 from mrl.envs.workers import describe_workers, usable_cores
 from mrl.inputs import Look, look_at_inputs
 from mrl.plan.deadlines import all_deadlines
@@ -44,6 +44,8 @@ NEVER_SEEN = (
     "GPUs and drivers, which `python -m mrl.doctor` looks at",
 )
 WIDTH = 14
+COUNTED_ROWS = 20_000
+"""Rows that a check counts to say how many steps they make: under a second of reading."""
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -331,6 +333,11 @@ def _tokens(config: RunConfig) -> str:
 def _steps(config: RunConfig) -> str:
     training = config.training
     limits = f"at most {training.max_num_steps:,} (-1 = all), and {training.max_num_epochs:,} epochs"
+    num_steps = None
+    with suppress(NotKnown, ValueError):  # of which the report has a line of its own
+        num_steps = count_steps(config, most_rows=COUNTED_ROWS)
+    if num_steps is not None and not 0 <= training.max_num_steps <= num_steps:
+        limits += f" = {num_steps:,} step{'s' * (num_steps > 1)}, as the data have no more rows"
     return f"{limits}; validation every {training.val_period} (0 = never)"
 
 

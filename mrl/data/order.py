@@ -103,17 +103,29 @@ def num_steps_of(config: RunConfig, num_rows: int) -> int:
 def find_few_rows(config: RunConfig) -> list[str]:
     """Complains if the local data sets have fewer rows than one step takes. Reads no more rows than needed."""
     try:
-        size = config.rollouts.num_prompts_per_step if config.has_engines else config.policy.train_global_batch_size
-        sets = config.data.train_sets
-        if not all(os.path.exists(dataset.source) for dataset in sets.values()):
-            return []
-        num_rows = sum(_num_kept(key, dataset, size) for key, dataset in sets.items())
-        num_steps_of(config, num_rows)
+        count_steps(config, most_rows=1)
     except NotKnown:
         return []
     except ValueError as error:
         return [str(error)]
     return []
+
+
+def count_steps(config: RunConfig, *, most_rows: int) -> int | None:
+    """Steps that the local data sets fill, counted up to the first step beyond `most_rows`; None: there are more, or not all sets are here.
+
+    Raises:
+        NotKnown: a value of the config is not known.
+        ValueError: the rows do not fill one step.
+    """
+    size = config.rollouts.num_prompts_per_step if config.has_engines else config.policy.train_global_batch_size
+    sets = config.data.train_sets
+    if not all(os.path.exists(dataset.source) for dataset in sets.values()):
+        return None
+    enough = max(size, most_rows)
+    num_rows = sum(_num_kept(key, dataset, enough) for key, dataset in sets.items())
+    num_steps = num_steps_of(config, num_rows)
+    return num_steps if num_rows < enough else None
 
 
 def _num_kept(key: str, dataset: TrainDatasetConfig, enough: int) -> int:

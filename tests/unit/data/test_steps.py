@@ -6,7 +6,7 @@ import pytest
 
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
-from mrl.data.order import find_few_rows, num_steps_of
+from mrl.data.order import count_steps, find_few_rows, num_steps_of
 from mrl.data.prompts import load_prompts
 from mrl.recipes.tokenizer import byte_tokenizer
 
@@ -42,6 +42,8 @@ def test_the_check_counts_the_rows_that_a_run_trains_on(tmp_path: Path, num_rows
     if is_enough:
         assert num_steps_of(config, num_kept) == config.grpo.max_num_epochs * num_kept // 8 >= 1
         assert find_few_rows(config) == []
+        assert count_steps(config, most_rows=10_000) == num_steps_of(config, num_kept)
+        assert count_steps(config, most_rows=1) in (None, num_steps_of(config, num_kept))
     else:
         with pytest.raises(ValueError, match=r"grpo.num_prompts_per_step=8: more than all rows"):
             num_steps_of(config, num_kept)
