@@ -12,9 +12,9 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from conversion.files.hf_weights import describe_dtypes
 from mrl.config.dialect.translate import Migration
@@ -37,6 +37,7 @@ from mrl.plan.plan import prediction
 from mrl.store.checkpoints import RUN_CONFIG, CheckpointStore, find_lost_run, newest_step
 
 logger = logging.getLogger(__name__)
+Found = TypeVar("Found")
 
 OPTION, STRICT, GPU = "--check", "--strict", "--gpu"
 NEVER_SEEN = (
@@ -152,29 +153,40 @@ def examine(
         config, migration, problems = read_run(path, overrides, to_evaluate=to_evaluate, secrets=secrets)
     except ConfigError as error:
         return Checked(None, Migration(), list(error.problems))
-    if config is not None:
-        with suppress(NotKnown):
-            problems = [*problems, *find_missing_weights(config)]
-        config = with_cached_folders(config)
-        problems = [*problems, *find_problems(config, to_evaluate=to_evaluate), *([] if to_evaluate else find_few_rows(config))]
-        if not to_evaluate and (lost := find_lost_run(Path(config.checkpointing.checkpoint_dir))):
-            problems.append(lost)
-        with suppress(NotKnown):
-            problems += find_wrong_weights(config)
-    look = Look()
-    if config is not None:
-        with suppress(NotKnown):
-            look = look_at_inputs(config, is_strict=is_strict, to_evaluate=to_evaluate)
-        problems = list(dict.fromkeys([*problems, *look.problems]))
-    doubts = [] if config is None else [*find_doubts(config), *look.doubts]
-    checked = Checked(config, migration, problems, path, doubts, unseen=look.unseen)
-    if config is not None and config.cluster.gpus_per_node and not (to_evaluate or checked.refused or checked.unchecked):
+    checked = Checked(config, migration, problems, path)
+    return checked if config is None else examine_config(config, checked, to_evaluate=to_evaluate, is_strict=is_strict, gpu=gpu)
+
+
+def examine_config(
+    config: RunConfig, loaded: Checked, *, to_evaluate: bool = False, is_strict: bool = False, gpu: Gpu | None = None
+) -> Checked:
+    """Adds all that rules, files and data say of `config` to `loaded`, the findings of its reading."""
+    problems = [*loaded.problems, *_known(lambda: find_missing_weights(config), [])]
+    config = with_cached_folders(config)
+    problems += find_problems(config, to_evaluate=to_evaluate)
+    problems += _known(lambda: find_wrong_weights(config), [])
+    if not to_evaluate:
+        lost = _known(lambda: find_lost_run(Path(config.checkpointing.checkpoint_dir)), None)
+        problems += [*find_few_rows(config), *([lost] if lost else [])]
+    look = _known(lambda: look_at_inputs(config, is_strict=is_strict, to_evaluate=to_evaluate), Look())
+    problems = list(dict.fromkeys([*problems, *look.problems]))
+    doubts = [*find_doubts(config), *look.doubts]
+    checked = replace(loaded, config=config, problems=problems, doubts=doubts, unseen=look.unseen)
+    if not (to_evaluate or checked.refused or checked.unchecked) and config.cluster.gpus_per_node:
         try:
             here = local_gpu() if gpu is None else None
             return replace(checked, prediction=prediction(config, gpu or here, local_memory() if here else None))
         except ValueError as error:
             problems.append(str(error))
     return checked
+
+
+def _known(step: Callable[[], Found], default: Found) -> Found:
+    """The findings of a step, or `default` if it reads a value that is not known: that has a problem already."""
+    try:
+        return step()
+    except NotKnown:
+        return default
 
 
 def check_run(
@@ -191,12 +203,18 @@ def check_run(
     Files, models and disks that this machine lacks are listed as to be provided, and are a reason to refuse only if `strict`.
     """
     checked = examine(name, overrides, to_evaluate=to_evaluate, is_strict=strict, secrets=secrets, gpu=gpu)
+    return tell(checked, to_evaluate=to_evaluate, strict=strict)
+
+
+def tell(checked: Checked, *, to_evaluate: bool = False, strict: bool = False) -> int:
+    """Logs the findings of a check, and returns the exit code."""
     groups: dict[str, Sequence[str]] = {}
     if checked.path is not None:
         described = [] if checked.config is None else describe_run(checked.config)
         groups[f"Config: {checked.path}"] = [*described, *([checked.prediction] if checked.prediction else [])]
     groups |= {f"NeMo RL's keys, {title}: {len(lines)}": lines for title, lines in checked.migration.sections().items()}
-    if checked.config is not None and not to_evaluate and (changes := _changes(checked.config)):
+    config = checked.config
+    if config is not None and not to_evaluate and (changes := _known(lambda: _changes(config), [])):
         groups[f"Changed since the last attempt: {len(changes)}"] = changes
     if checked.doubts:
         groups[f"Warnings: {len(checked.doubts)}"] = checked.doubts
@@ -214,10 +232,7 @@ def check_run(
 
 
 def _changes(config: RunConfig) -> list[str]:
-    try:
-        return changes_since(Path(config.checkpointing.checkpoint_dir) / RUN_CONFIG, config)
-    except NotKnown:
-        return []
+    return changes_since(Path(config.checkpointing.checkpoint_dir) / RUN_CONFIG, config)
 
 
 def describe_run(config: RunConfig) -> list[str]:
@@ -397,7 +412,11 @@ class Target:
 
     def model_overrides(self) -> list[str]:
         """The overrides that point the config at `model`."""
-        return [] if self.model is None else [f"policy.model_name={self.model}", f"policy.tokenizer.name={self.model}"]
+        if self.model is None:
+            return []
+        from mrl.config.overrides import quoted  # imports Hydra
+
+        return [f"{key}={quoted(self.model)}" for key in ("policy.model_name", "policy.tokenizer.name")]
 
 
 def find_target(name: str, config: str | None) -> Target:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl.config.load import load_config
+from mrl.config.overrides import quoted
 from mrl.config.secrets import start_logging
 from mrl.loop.main import main as run_command
 from mrl.loop.preflight import check_start
@@ -100,16 +101,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"{error}; name another folder with --into, or restore what is missing")
     words = [str(config), *NO_LOGGERS, "checkpointing.save_period=1000000000", *options.words]
-    code = run_command(until(step), [*words, f"checkpointing.checkpoint_dir={into}", f"logger.log_dir={into / 'logs'}"])
+    code = run_command(until(step), [*words, *into_folder(into)])
     if code:
         return code
     return tell(differences(run, into, range(first, step + 1)), f"steps {first} to {step} of {run}, made again from {name_of(base)}")
 
 
+def into_folder(folder: Path) -> list[str]:
+    """The overrides with which a run writes to a folder."""
+    return [f"checkpointing.checkpoint_dir={quoted(folder)}", f"logger.log_dir={quoted(folder / 'logs')}"]
+
+
 def replay_training(words: Sequence[str], run: Path, into: Path, base: Checkpoint | None, records: Sequence[Path]) -> int:
     """Makes the training of recorded steps again, whatever the lag; returns the exit code."""
     secrets = start_logging("text")
-    settings = [*words[1:], f"checkpointing.checkpoint_dir={into}", f"logger.log_dir={into / 'logs'}"]
+    settings = [*words[1:], *into_folder(into)]
     try:
         config = check_start(load_config(words[0], settings, secrets=secrets))
         recorded = check_replayed(base, records)

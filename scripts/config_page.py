@@ -112,6 +112,8 @@ def _section(key: str) -> str:
 
 def _other_values(entry: Foreign) -> str:
     """The values of a key that are refused."""
+    if not isinstance(entry.refused, str):
+        return f" ({', '.join(map(_yaml, entry.refused))})"
     return f" (all but {', '.join(_yaml(value) for value in entry.same)})" if entry.same else ""
 
 

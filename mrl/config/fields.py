@@ -68,15 +68,21 @@ class Range:
 
 @dataclass(frozen=True)
 class Only:
-    """The one value of a key that mrl has so far, and why. pydantic checks it in `Annotated`."""
+    """The one value of a key that mrl has so far, and why. pydantic checks it in `Annotated`.
+
+    `others` are the texts that `reason` is about; a text that is none of them is an unknown value.
+    """
 
     value: object
     reason: str
+    others: tuple[str, ...] = ()
 
     def __get_pydantic_core_schema__(self, source: type, handler: GetCoreSchemaHandler) -> object:
         from pydantic import AfterValidator
 
         def check(value: object) -> object:
+            if isinstance(value, str) and value not in (self.value, *self.others):
+                raise ValueError(f"no such value; use {self.value}")
             if value != self.value:
                 raise ValueError(f"{self.reason}; set it to {str(self.value).lower() if isinstance(self.value, bool) else self.value}")
             return value

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Config files and command-line overrides as settings: which key is set to what, and where. Knows YAML, not the schema."""
+"""Config files as settings: which key is set to what, and where. Knows YAML, not the schema."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+from omegaconf._yaml import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 import mrl
 from conversion.files.reading import read_file
 from mrl.config.dialect.tables import RENAMED, SAFE_LOADER
-from mrl.config.errors import COMMAND_LINE, REDACTED, ConfigError, spell
+from mrl.config.errors import REDACTED, ConfigError, spell
 from mrl.env import SECRET_NAME
 
 logger = logging.getLogger(__name__)
@@ -38,11 +39,6 @@ _NEMO_RL_FOLDERS = ("examples/configs", "examples/nemo_gym")
 _DIGITS = re.compile(r"[-+.:_0-9a-fA-FoxX]+")
 _RELATIVE = re.compile(r"\$\{(\.+)([\w.]+)\}")
 _ABSOLUTE = re.compile(r"\$\{([\w.]+)\}")
-# Parts of a value: quoted texts, references, keys that a value follows without a space, and single characters.
-_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
-_PART = re.compile(rf"{_QUOTED}|\$\{{[^{{}}]*\}}|[\w.-]+:(?=[^\s/]|/[^/])|\s+|.", re.DOTALL)
-# YAML takes them for numbers: of base 8, 16 and 60.
-_TEXT_TO_HYDRA = re.compile(r"[-+]?0[\d_]+|[-+]?0[xob][\da-fA-F_]+|[-+]?\d+(:\d+)+(\.\d*)?")
 
 Key = tuple[str, ...]
 """A dotted key, split at its dots."""
@@ -55,6 +51,8 @@ class Setting:
     value: object
     origin: str
     written_as: str = ""
+    text: object = None
+    """The value with its numbers and truth values as the texts that are written; None where nobody wrote it."""
 
 
 Settings = dict[Key, Setting]
@@ -94,18 +92,19 @@ def read_settings(path: Path, inherited_by: tuple[Path, ...] = ()) -> Settings:
     if path in inherited_by:
         chain = " -> ".join(file.name for file in (*inherited_by, path))
         raise ConfigError([f"{path}: defaults={path.name} leads back to itself ({chain}); remove one of them"])
-    content, lines = _read_yaml(path)
+    content, places = _read_yaml(path)
     defaults = content.pop("defaults", None)
     own: Settings = {}
     for name, value in content.items():
         for key, setting in flatten(value, (name,), path.name).items():
+            line, text = places.get(key, (0, None))
+            setting = Setting(setting.value, f"{path.name}:{line}" if line else path.name, text=text)
             # A dot in a name at the top stands for a level, as on the command line.
-            setting = Setting(setting.value, f"{path.name}:{lines[key]}" if key in lines else path.name)
             key = (*name.split("."), *key[1:])
             own[key] = setting
             if key[-1] == REPLACES and not isinstance(setting.value, bool):
                 raise ConfigError([f"{describe(key, setting)}: it marks a section to replace; set it to true or false"])
-    own = _rename(own)
+    own = rename(own)
     settings: Settings = {}
     for base in [] if defaults is None else defaults if isinstance(defaults, list) else [defaults]:
         beside = path.parent / str(base)
@@ -136,48 +135,6 @@ def overlay(settings: Settings, top: Settings) -> None:
         settings[key] = setting
 
 
-def apply_overrides(settings: Settings, overrides: list[str]) -> list[str]:
-    """Applies `a.b=c`, `+a.b=c` (new key), `++a.b=c` (new or not), `~a.b` (back to the default) in order, in place.
-
-    Returns the problems found. Whether a key exists at all is the schema's business.
-    """
-    problems = []
-    for override in overrides:
-        try:
-            problem = _apply_override(settings, override)
-        except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-            problem = f"override {override}: the value cannot be read ({_one_line(error)}); correct or quote it"
-        problems += [problem] if problem else []
-    return problems
-
-
-def _apply_override(settings: Settings, override: str) -> str | None:
-    body = override.lstrip("+~")
-    sign = override[: len(override) - len(body)]
-    name, equals, text = body.partition("=")
-    if sign not in ("", "+", "++", "~") or (sign != "~" and not equals) or not all(part.strip() == part != "" for part in name.split(".")):
-        return f"override {override}: write key=value, +key=value, ++key=value or ~key, with dots between the parts of a key"
-    key = split_key(RENAMED.get(name, name))
-    below = [other for other in settings if other[: len(key)] == key]
-    if sign == "~":
-        if not below:
-            return f"override {override}: no config file sets {name}, so there is nothing to remove; drop the override"
-        if equals and [settings[other].value for other in below] != [_parse_value(text)]:
-            return f"override {override}: {name} has another value; write ~{name} to remove it whatever it is"
-        for other in below:
-            del settings[other]
-        return None
-    if sign == "+" and below:
-        return f"override {override}: {name} is already set by {settings[below[0]].origin}; write {name}={text} to replace it"
-    new = _rename(flatten(_parse_value(text), split_key(name), COMMAND_LINE))
-    for written, setting in new.items():
-        other = settings.get(written)
-        if other is not None and other.origin == COMMAND_LINE and other.written_as != setting.written_as and other.value != setting.value:
-            return _two_names(written, other, setting)
-    overlay(settings, new)
-    return None
-
-
 def describe(key: Key, setting: Setting) -> str:
     """A setting as a message names it: key, value and origin."""
     text = REDACTED if SECRET_NAME.search(key[-1]) and isinstance(setting.value, str) else shorten(setting.value)
@@ -191,54 +148,35 @@ def shorten(value: object) -> str:
     return text if len(text) <= MAX_DESCRIBED and "\n" not in text else repr(text[:MAX_DESCRIBED])[1:-1] + "..."
 
 
-def _parse_value(text: str) -> object:
-    """The value of an override, as Hydra reads it: of YAML numbers, truth values, null, lists and mappings; else a text as it stands."""
-    if re.fullmatch(_QUOTED, text, re.DOTALL):
-        return text[1:-1].replace(f"\\{text[0]}", text[0])
-    if text.startswith(("{", "[")):
-        text = _spaced(text)
-    elif text == "" or "\n" in text or " #" in text or _TEXT_TO_HYDRA.fullmatch(text):
-        return text
-    check_yaml(text)
-    # OmegaConf's YAML, not PyYAML's, for which 1e-5 is a string.
-    parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
-    assert isinstance(parsed, dict)
-    value = parsed["value"]
-    return text if isinstance(value, dict | list) and not text.startswith(("{", "[")) else value
-
-
-def _spaced(text: str) -> str:
-    """`{a:1}`, which Hydra takes for a mapping, as `{a: 1}`, which YAML does."""
-    made, opened, is_key_next = "", "", False
-    for part in _PART.findall(text):
-        made += f"{part} " if is_key_next and part.endswith(":") else part
-        opened = opened[:-1] if part in "]}" else opened + part if part in "[{" else opened
-        if not part.isspace():
-            is_key_next = opened.endswith("{") and part in "{,"
-    return made
-
-
-def _read_yaml(path: Path) -> tuple[dict[str, object], dict[Key, int]]:
-    """Reads a YAML file, interpolations unresolved, and the line of each key."""
+def _read_yaml(path: Path) -> tuple[dict[str, object], dict[Key, tuple[int, object]]]:
+    """Reads a YAML file, interpolations unresolved, and the line of each key with the text of its value."""
     try:
         text = read_file(path, MAX_FILE_BYTES).decode()
         check_yaml(text)
-        loaded = OmegaConf.load(path)
-        node = yaml.compose(text, Loader=SAFE_LOADER)
-        content = OmegaConf.to_container(loaded, resolve=False)
+        loader = get_yaml_loader()(text)  # OmegaConf's: for PyYAML's, 1e-5 is a text
+        node = loader.get_single_node()
+        loaded = loader.construct_document(node) if node else {}
+        content = OmegaConf.to_container(OmegaConf.create(loaded), resolve=False) if isinstance(loaded, dict) else loaded
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError([f"{path}: not readable as a config ({_one_line(error)}); correct or replace the file"]) from error
-    if not isinstance(loaded, DictConfig) or not isinstance(content, dict):
+        raise ConfigError([f"{path}: not readable as a config ({one_line(error)}); correct or replace the file"]) from error
+    if not isinstance(content, dict):
         raise ConfigError([f"{path}: a config is a mapping of sections, this is a {type(content).__name__}; see the packaged configs"])
-    lines: dict[Key, int] = {}
+    places: dict[Key, tuple[int, object]] = {}
     nodes: list[tuple[Key, yaml.Node | None]] = [((), node)]
     while nodes:
         key, node = nodes.pop()
         for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(name, yaml.ScalarNode):
-                lines[*key, name.value] = name.start_mark.line + 1
+                places[*key, name.value] = name.start_mark.line + 1, _written(value)
                 nodes.append(((*key, name.value), value))
-    return {str(name): value for name, value in content.items()}, lines
+    return {str(name): value for name, value in content.items()}, places
+
+
+def _written(node: yaml.Node) -> object:
+    """The value of a node with each scalar as its text."""
+    if isinstance(node, yaml.MappingNode):
+        return {name.value: _written(value) for name, value in node.value if isinstance(name, yaml.ScalarNode)}
+    return [_written(item) for item in node.value] if isinstance(node, yaml.SequenceNode) else node.value
 
 
 def check_yaml(text: str) -> None:
@@ -267,8 +205,12 @@ def check_yaml(text: str) -> None:
             raise ValueError(f"more than {MAX_NODES:,} values with its aliases written out; write fewer")
 
 
-def _rename(flat: Settings) -> Settings:
-    """Renames settings, and the references in them, to their present names."""
+def rename(flat: Settings) -> Settings:
+    """Renames settings, and the references in them, to their present names.
+
+    Raises:
+        ConfigError: both names of one key are set, to two values.
+    """
     renamed: Settings = {}
     for key, setting in flat.items():
         value, dotted = setting.value, ".".join(key)
@@ -276,27 +218,30 @@ def _rename(flat: Settings) -> Settings:
             value = _RELATIVE.sub(lambda match, key=key: "${" + ".".join((*key[: -len(match[1])], match[2])) + "}", value)
             value = _ABSOLUTE.sub(lambda match: "${" + RENAMED.get(match[1], match[1]) + "}", value)
         name = RENAMED.get(dotted)
-        setting = Setting(value, setting.origin, dotted if name else "")
+        setting = replace(setting, value=value, written_as=dotted if name else "")
         target = split_key(name) if name else key
         if (other := renamed.get(target)) is not None and other.value != setting.value:
-            raise ConfigError([_two_names(target, other, setting)])
+            raise ConfigError([two_names(target, other, setting)])
         renamed[target] = setting
     return renamed
 
 
-def _two_names(key: Key, first: Setting, second: Setting) -> str:
+def two_names(key: Key, first: Setting, second: Setting) -> str:
+    """The problem of a key that is set by two of its names."""
     return f"{describe(key, first)} and {describe(key, second)}: two names of {'.'.join(key)} with two values; keep one of them"
 
 
-def flatten(value: object, key: Key, origin: str) -> Settings:
-    """The settings of nested mappings, `key` in front of each key."""
+def flatten(value: object, key: Key, origin: str, text: object = None) -> Settings:
+    """The settings of nested mappings, `key` in front of each key. `text` is `Setting.text` of the whole."""
     if not isinstance(value, dict) or not value:
-        return {key: Setting(value, origin)}
+        return {key: Setting(value, origin, text=text)}
     settings: Settings = {}
+    texts = text if isinstance(text, dict) else {}
     for name, inner in value.items():
-        settings |= flatten(inner, (*key, str(name)), origin)
+        settings |= flatten(inner, (*key, str(name)), origin, texts.get(name))
     return settings
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """The text of an error without line breaks."""
     return " ".join(str(error).split())

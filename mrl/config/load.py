@@ -25,7 +25,6 @@ from mrl.config.files import (
     Key,
     Setting,
     Settings,
-    apply_overrides,
     describe,
     find_config,
     flatten,
@@ -38,7 +37,7 @@ from mrl.config.model import with_value
 from mrl.config.schema.run import KEYS, LIKE_POLICY, SAME_KEYS, Facts, RunConfig, fields_of, section_of
 from mrl.config.secrets import note_secrets, redact
 from mrl.config.teachers import read_teachers
-from mrl.config.values import REFERENCE, Tree, Unresolved, ValueReader, find_long_expressions
+from mrl.config.values import REFERENCE, Tree, Unresolved, ValueReader, find_long_expressions, keep_texts
 
 ALGORITHMS: tuple[str, ...] = get_args(fields_of(RunConfig)["algorithm"])
 
@@ -85,7 +84,7 @@ def read_run(
     secrets = set() if secrets is None else secrets
     settings = read_settings(find_config(name))
     note_secrets(((key.rpartition(".")[2], text) for key, _, text in (override.partition("=") for override in overrides)), secrets)
-    problems = apply_overrides(settings, list(overrides))
+    problems = _apply(settings, overrides)
     if long := find_long_expressions({".".join(key): setting.value for key, setting in settings.items()}):
         raise ConfigError(long)
     if unclear := choose_algorithm(settings):
@@ -100,6 +99,7 @@ def read_run(
         settings.pop(("policy", "train_global_batch_size"), None)  # by default the samples of a step
         settings.pop(("grpo", "num_generations_per_prompt"), None)  # PPO may have a single rollout, which is no group
     use_own_forms(settings)
+    keep_texts(settings)
     note_secrets(((key[-1], setting.value) for key, setting in settings.items()), secrets)
     config, migration, found = _interpret(settings, secrets)
     problems += found
@@ -110,6 +110,14 @@ def read_run(
         config, wrong = read_teachers(config, settings, secrets, known=found, interpret=_interpret)
         problems += wrong
     return config, migration, list(dict.fromkeys(problems))
+
+
+def _apply(settings: Settings, overrides: Sequence[str]) -> list[str]:
+    if not overrides:
+        return []
+    from mrl.config.overrides import apply_overrides  # imports Hydra
+
+    return apply_overrides(settings, overrides)
 
 
 def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None, Migration, list[str]]:

@@ -9,7 +9,9 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, get_args, get_origin
+from dataclasses import replace
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from omegaconf import Container, DictConfig, Node, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -45,6 +47,45 @@ _MESSAGES = {
     "list": "must be a list; correct the value",
     "dict": "must be a mapping; correct the value",
 }
+
+
+def keep_texts(settings: Settings) -> None:
+    """Gives the keys of texts what is written in place of a number or truth value that YAML makes of it: 0123, 12:30, 1e5, off."""
+    for key, setting in settings.items():
+        if (value := as_written(setting, ".".join(key))) != setting.value or type(value) is not type(setting.value):
+            settings[key] = replace(setting, value=value)
+
+
+def as_written(setting: Setting, dotted: str) -> object:
+    """The value of a setting as one of the key `dotted`: texts of texts, and anything else as it is."""
+    hint: object = RunConfig
+    for name in dotted.split("."):
+        section = section_of(hint)
+        hint = fields_of(section).get(name) if section else _inner(hint, dict)
+    return _texts(setting.value, setting.text, hint)
+
+
+def _texts(value: object, text: object, hint: object) -> object:
+    if isinstance(value, dict) and isinstance(text, dict):
+        section = section_of(hint)
+        hints = fields_of(section) if section else dict.fromkeys(value, _inner(hint, dict))
+        return {name: _texts(inner, text.get(str(name)), hints.get(name)) for name, inner in value.items()}
+    if isinstance(value, list) and isinstance(text, list):
+        return [_texts(inner, written, _inner(hint, list)) for inner, written in zip(value, text, strict=True)]
+    is_text = str in _kinds(hint) or any(isinstance(choice, str) for kind in _kinds(hint) for choice in get_args(kind))
+    return text if isinstance(value, bool | int | float) and isinstance(text, str) and is_text else value
+
+
+def _kinds(hint: object) -> list[Any]:
+    """The types that a hint allows, without `Annotated` and `| None`."""
+    if get_origin(hint) is Annotated:
+        return _kinds(get_args(hint)[0])
+    return [kind for each in get_args(hint) for kind in _kinds(each)] if get_origin(hint) in (Union, UnionType) else [hint]
+
+
+def _inner(hint: object, container: type) -> object:
+    """The type of what a list or mapping holds; None for any other hint."""
+    return next((get_args(kind)[-1] for kind in _kinds(hint) if get_origin(kind) is container), None)
 
 
 class Unresolved(ValueError):
@@ -85,6 +126,10 @@ class Tree:
         for key, setting in settings.items():
             _put(self._content, key, setting.value)
 
+    @functools.cached_property
+    def _config(self) -> DictConfig:
+        return OmegaConf.create(self._content)
+
     def value(self, dotted: str) -> object:
         """The resolved value of a dotted key, such as `data.train.datasets[0].seed`; None if there is none.
 
@@ -93,14 +138,10 @@ class Tree:
             MissingMandatoryValue: it is required and not set.
         """
         written = self.written(dotted)
-        for _ in range(MAX_DEPTH):
-            if written is not _ABSENT and written != "???" and "${" not in repr(written):
-                return copy.deepcopy(written)
-            if not isinstance(written, str) or not (reference := REFERENCE.fullmatch(written)) or reference[1].startswith("."):
-                break
-            written = self._find(reference[1])
+        if written != "???" and "${" not in repr(written):
+            return copy.deepcopy(written)
         try:
-            value = OmegaConf.select(self._around(dotted), dotted, throw_on_missing=True)
+            value = OmegaConf.select(self._config, dotted, throw_on_missing=True)
             return OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
         except MissingMandatoryValue:
             raise
@@ -110,34 +151,10 @@ class Tree:
 
     def written(self, dotted: str) -> object:
         """The unresolved value of a dotted key; None if there is none."""
-        value = self._find(dotted)
-        return None if value is _ABSENT else value
-
-    def _find(self, dotted: str) -> object:
-        """`written`, but _ABSENT if there is no such key."""
         value: object = self._content
         for name in re.findall(r"[^.\[\]]+", dotted):
-            value = value.get(name, _ABSENT) if isinstance(value, dict) else value[int(name)] if isinstance(value, list) else _ABSENT
+            value = value.get(name) if isinstance(value, dict) else value[int(name)] if isinstance(value, list) else None
         return value
-
-    def _around(self, dotted: str) -> DictConfig:
-        """Returns the part of the tree that the expression of a key may refer to. All of it is 600 nodes, which take OmegaConf 10 ms."""
-        part: dict[str, Any] = {}
-        waiting, seen = [dotted], set[str]()
-        while waiting:
-            name = waiting.pop()
-            written = self.written(name)
-            if _INDIRECT.search(text := f"{name} {written!r}"):
-                return OmegaConf.create(self._content)
-            above = part
-            *sections, last = name.split(".")
-            for section in sections:
-                above = above.setdefault(section, {})
-            above[last] = written
-            words = {word for word in _WORD.findall(text) if self._find(word) is not _ABSENT} - seen
-            seen |= words
-            waiting += words
-        return OmegaConf.create(part)
 
     def references(self, dotted: str) -> frozenset[str]:
         """The other keys of the schema that a key's expression refers to."""
@@ -237,8 +254,7 @@ def _message(error: ValidationError) -> str:
 
 def _item_section(hint: object) -> type | None:
     """The section class of the items of a list; None for any other field."""
-    lists = (kind for kind in (hint, *get_args(hint)) if get_origin(kind) is list)
-    return next((section_of(item) for kind in lists for item in get_args(kind)), None)
+    return section_of(_inner(hint, list))
 
 
 @functools.cache

@@ -22,7 +22,8 @@ from tests.waiting import HANG_S
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Import names that differ from the name of their distribution.
-DISTRIBUTIONS = {"megatron": "megatron-core", "mlflow": "mlflow-skinny", "prometheus_client": "prometheus_client", "yaml": "pyyaml"}
+DISTRIBUTIONS = {"hydra": "hydra-core", "megatron": "megatron-core", "mlflow": "mlflow-skinny", "yaml": "pyyaml"}
+DISTRIBUTIONS |= {"prometheus_client": "prometheus_client"}
 # Imported where they are installed, and done without elsewhere. torch for GPUs brings triton, in the version that it needs; pynvml is
 # what nvidia-ml-py installs.
 OPTIONAL = {"mamba_ssm", "transformer_engine", "triton", "pynvml"}

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 from mrl.config.dialect.tables import SAME_VALUE
-from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe, split_key
+from mrl.config.errors import COMMAND_LINE
+from mrl.config.files import Key, Setting, Settings, describe, split_key
 from mrl.config.passthrough import KEYS_OF_ENGINE_ARGUMENTS
 from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.data import GYM_PROCESSOR
 from mrl.config.schema.env import NemoGymConfig
+from mrl.config.values import as_written
 
 MEGATRON, DTENSOR = "policy.megatron_cfg", "policy.dtensor_cfg"
 LORA = f"{DTENSOR}.lora_cfg"
@@ -127,7 +129,8 @@ class Translation:
     def put_same(self, source: str, target: str) -> None:
         """Puts the value of `source`, if that is set, at `target`."""
         if (setting := self.given(source)) is not None:
-            self.put(source, setting, target, self.value_of(source))
+            value = self.value_of(source)
+            self.put(source, setting, target, as_written(setting, target) if value == setting.value else value)
 
     def refuse(self, source: str, setting: Setting, rule: str, way_out: str) -> None:
         """Reports that `source` cannot be translated."""

@@ -6,11 +6,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
+from typing import Any
 
 import yaml
 
+from mrl.config.errors import spell
+
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's loader where PyYAML has it: ten times as fast."""
+
+
+KINDS: Mapping[str, type | UnionType] = {
+    "boolean": bool,
+    "number": int | float,
+    "text": str,
+    "list": list,
+    "mapping": dict,
+    "any": object,
+}
+"""Kinds of values that a key may have."""
 
 
 @dataclass(frozen=True)
@@ -21,23 +36,54 @@ class Foreign:
     """Reason why the key has no effect; with a way out, also why other values are refused. A clause without a full stop."""
     same: tuple[object, ...] | None = None
     """The values that are accepted; `"${a.b}"` is the value of another key. None = every value."""
+    refused: tuple[object, ...] | str = "any"
+    """The values that `reason` is about, or their kind, one of `KINDS`. Any other is unknown."""
+    read_with: tuple[str, object] | None = None
+    """Key and value beside which alone the key has an effect."""
     way_out: str = ""
     """Way out at another value. Empty only if every value is accepted."""
     is_section: bool = False
     """The entry stands for every key below it, too."""
 
+    def refuses(self, value: object) -> bool:
+        """Tells whether `reason` is about a value; else it is unknown."""
+        if not isinstance(self.refused, str):
+            return value in self.refused
+        return isinstance(value, KINDS[self.refused]) and (not isinstance(value, bool) or self.refused in ("boolean", "any"))
+
+    @property
+    def known(self) -> str:
+        """The accepted and refused values as a message names them."""
+        refused = (f"a {self.refused}",) if isinstance(self.refused, str) else self.refused
+        return ", ".join(spell(value) for value in (*(self.same or ()), *refused))
+
 
 _TABLES = yaml.load(Path(__file__).with_name("tables.yaml").read_bytes(), Loader=SAFE_LOADER)
+
+
+def _entry(entry: Mapping[str, Any], reason: str, *, is_section: bool = False) -> Foreign:
+    accepted, refused, beside = entry.get("accepted"), entry.get("refused"), entry.get("read_with")
+    if refused is None:
+        kinds = [kind for kind, of_kind in KINDS.items() for value in accepted or () if value is not None and isinstance(value, of_kind)]
+        refused = kinds[0] if kinds else "any"
+        assert refused != "text", f"say which values are refused: {entry}"
+    return Foreign(
+        reason,
+        None if accepted is None else tuple(accepted),
+        refused if isinstance(refused, str) else tuple(refused),
+        None if beside is None else (beside[0], beside[1]),
+        entry.get("way_out", ""),
+        is_section,
+    )
 
 
 def _foreign(title: str) -> dict[str, Foreign]:
     found: dict[str, Foreign] = {}
     for entry in _TABLES[title]:
-        same = tuple(entry["accepted"]) if "accepted" in entry else None
         for group in ("keys", "sections"):
             for key in entry.get(group, []):
                 assert key not in found, key
-                found[key] = Foreign(entry["reason"], same, entry.get("way_out", ""), is_section=group == "sections")
+                found[key] = _entry(entry, entry["reason"], is_section=group == "sections")
     return found
 
 
@@ -50,7 +96,7 @@ def _needing_gpu() -> tuple[dict[str, Foreign], dict[tuple[str, object], Foreign
     keys: dict[str, Foreign] = {}
     values: dict[tuple[str, object], Foreign] = {}
     for entry in _TABLES["needs_gpu"]:
-        found = Foreign(f"{entry['what']} {NEEDS_GPU}", tuple(entry.get("accepted", ())), entry["way_out"])
+        found = _entry(entry, f"{entry['what']} {NEEDS_GPU}")
         keys |= dict.fromkeys(entry.get("keys", ()), found)
         values |= {(key, value): found for key, value in entry.get("values", ())}
     return keys, values

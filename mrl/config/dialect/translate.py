@@ -16,7 +16,8 @@ from pathlib import Path
 from mrl import env
 from mrl.config.dialect.rules import REWRITTEN, TRANSLATED_SECTIONS, Translation, is_gyms, translate
 from mrl.config.dialect.tables import FOREIGN, GPU_VALUES, NO_EFFECT, RENAMED, TRANSLATED, VALUES, Foreign
-from mrl.config.files import COMMAND_LINE, Key, Setting, Settings, describe, packaged_configs, split_key
+from mrl.config.errors import COMMAND_LINE
+from mrl.config.files import Key, Setting, Settings, describe, packaged_configs, split_key
 from mrl.config.schema.data import DATASETS, DatasetConfig
 from mrl.config.schema.run import LIKE_POLICY
 from mrl.config.texts import counted
@@ -143,7 +144,8 @@ def entry_of(key: Key) -> Foreign | None:
     if found is not None or key[0] not in LIKE_POLICY or (found := entry_of(as_policy(key))) is None:
         return found
     same = [accepted.replace("${policy.", f"${{{key[0]}.") if isinstance(accepted, str) else accepted for accepted in found.same or ()]
-    return replace(found, same=None if found.same is None else tuple(same))
+    beside = found.read_with and (_moved(found.read_with[0], key[0]), found.read_with[1])
+    return replace(found, same=None if found.same is None else tuple(same), read_with=beside)
 
 
 def is_foreign(key: Key, value: object) -> bool:
@@ -188,10 +190,16 @@ def migrate(settings: Settings, value_of: Callable[[str], object], problems: lis
         # A key without effect at any value may have an expression that cannot be resolved here.
         value = value if entry.same is None else value_of(".".join(key))
         same = [value_of(other[2:-1]) if isinstance(other, str) and other.startswith("${") else other for other in entry.same or ()]
-        if entry.same is None or value in same:
+        described = describe(key, Setting(value, setting.origin))
+        if entry.read_with is not None and value_of(entry.read_with[0]) != entry.read_with[1]:
+            beside, needed = entry.read_with
+            report.without_effect.append((key, setting, f"read only with {beside}={needed}"))
+        elif entry.same is None or value in same:
             report.without_effect.append((key, setting, entry.reason))
+        elif entry.refuses(value):
+            problems.append(f"{described}: {entry.reason}; {entry.way_out}")
         else:
-            problems.append(f"{describe(key, Setting(value, setting.origin))}: {entry.reason}; {entry.way_out}")
+            problems.append(f"{described}: no such value; known are {entry.known}; {entry.way_out}")
     return kept | translation.settings, report
 
 

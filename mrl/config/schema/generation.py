@@ -59,9 +59,14 @@ class VllmConfig:
     """Type of the engine's weights."""
     kv_cache_dtype: Literal["auto", "float16", "bfloat16"] = "auto"
     """Type of cached keys and values; auto = `precision`, the only one without GPUs. 8-bit caches need scales, which no refit brings."""
-    logprobs_mode: Annotated[str, Only("processed_logprobs", "logprobs of another distribution than that of the tokens are no use")] = (
-        "processed_logprobs"
-    )
+    logprobs_mode: Annotated[
+        str,
+        Only(
+            "processed_logprobs",
+            "logprobs of another distribution than that of the tokens are no use",
+            ("raw_logits", "raw_logprobs", "processed_logits"),
+        ),
+    ] = "processed_logprobs"
     """Logprobs of the distribution that tokens are drawn from, after temperature, top-k and top-p, with which the trainer compares."""
     env_vars: dict[str, str] | None = None
     """Environment variables of the engine processes. They win over mrl's own, as those of `policy.megatron_cfg.env_vars` do."""

@@ -10,12 +10,15 @@ from mrl.config.fields import AtLeastTwo, Count, NotNegative, Only, Positive, Pr
 from mrl.config.schema.megatron import MegatronConfig
 from mrl.config.schema.policy import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
 
+OF_GROUPS = ("grpo", "gdpo", "reinforce_plus_plus", "opd")
+"""Estimators of advantages without a critic."""
+
 
 @dataclass
 class GaeConfig:
     """Generalised advantage estimation (arXiv:1506.02438) over the tokens of each rollout."""
 
-    name: Annotated[str, Only("gae", "no other estimator gives returns to train a critic on")] = "gae"
+    name: Annotated[str, Only("gae", "no other estimator gives returns to train a critic on", OF_GROUPS)] = "gae"
     """The one estimator that uses a critic."""
     gae_lambda: Share = 0.95
     """Horizon of an advantage past the critic's next value: 0 = one token, 1 = to the reward."""

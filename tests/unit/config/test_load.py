@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from mrl.config.errors import ConfigError
-from mrl.config.files import find_config, packaged_configs
+from mrl.config.files import find_config, packaged_configs, read_settings
 from mrl.config.load import TRL_NAMES, load_config
+from mrl.config.overrides import apply_overrides, quoted
 from mrl.config.schema.run import KEYS, RunConfig
 from tests.sources import ROOT
 
@@ -79,7 +80,7 @@ def test_derived_values_follow(tmp_path: Path):
     [("mul:3,4", 12), ("add:3,4", 7), ("div:12,4", 3), ("max:3,4", 4), ("mul:${add:1,2},${grpo.seed}", 126), ("grpo.seed", 42)],
 )
 def test_resolvers(tmp_path: Path, expression: str, value: int):
-    assert load(tmp_path, REQUIRED, f"grpo.max_num_steps=${{{expression}}}").grpo.max_num_steps == value
+    assert load(tmp_path, REQUIRED, f"grpo.max_num_steps='${{{expression}}}'").grpo.max_num_steps == value
 
 
 def test_defaults_are_inherited_depth_first(tmp_path: Path):
@@ -238,11 +239,17 @@ def test_a_dot_at_the_top_of_a_file_stands_for_a_level(tmp_path: Path):
         ("+policy.generation.vllm_kwargs.x=", ""),
         ("+policy.generation.vllm_kwargs.x=null", None),
         ("++policy.generation.vllm_kwargs.x=1e-3", 1e-3),
-        # Checked against hydra-core 1.3.2, but for texts with " #", ": " or a new line, which it refuses.
         ("+policy.generation.vllm_kwargs.x='one\ntwo'", "one\ntwo"),
-        ("+policy.generation.vllm_kwargs.x=one\n# two", "one\n# two"),
-        ("+policy.generation.vllm_kwargs.x=Solve problem #1: now", "Solve problem #1: now"),
+        ("+policy.generation.vllm_kwargs.x='Solve problem #1: now'", "Solve problem #1: now"),
         ("+policy.generation.vllm_kwargs.x=Answer: a number", "Answer: a number"),
+        (r"+policy.generation.vllm_kwargs.x=Hello\, world", "Hello, world"),
+        (r"+policy.generation.vllm_kwargs.x=[a\,b]", ["a,b"]),
+        ("+policy.generation.vllm_kwargs.x={mode: on}", {"mode": "on"}),
+        ("+policy.generation.vllm_kwargs.x=off", "off"),
+        (r'+policy.generation.vllm_kwargs.x=["\n"]', [r"\n"]),
+        ("+policy.generation.vllm_kwargs.x=NULL", None),
+        ("+policy.generation.vllm_kwargs.x=TRUE", True),
+        ("+policy.generation.vllm_kwargs.x=int('3')", 3),
         ("+policy.generation.vllm_kwargs.x='it\\'s'", "it's"),
         (
             "+policy.generation.vllm_kwargs.x={a:'hi,b:c',d:/opt/x,e:[{f:1},{g:h:2}]}",
@@ -259,6 +266,55 @@ def test_a_dot_at_the_top_of_a_file_stands_for_a_level(tmp_path: Path):
 )
 def test_values_of_overrides_are_hydra_s(tmp_path: Path, override: str, value: object):
     assert load(tmp_path, REQUIRED, override).policy.generation.vllm_kwargs["x"] == value
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["x=a #1", "x=one\ntwo", "x=a,b", "x=range(1,3)", "x=extend_list(1)", "x=${mul:${a},2}", "x=[1", "x={a}", "x@y=1", "x/y=1", "x[0]=1"],
+)
+def test_an_override_that_hydra_refuses_or_gives_several_values_is_one_problem(tmp_path: Path, override: str):
+    (problem,) = problems(tmp_path, REQUIRED, f"logger.wandb.{override}")
+    assert problem.startswith(f"override logger.wandb.{override}: ") and "write " in problem
+
+
+def test_an_override_is_read_within_seconds(tmp_path: Path):
+    assert "write at most 10,000" in problems(tmp_path, REQUIRED, f"logger.wandb.tags=[{'1,' * 20_000}1]")[0]
+
+
+@pytest.mark.parametrize("text", ["it's", "a\\", "a, b", "{x: 1}", "", "\\'", "0123", "${not.a.key", "é #1\n"])
+def test_a_quoted_text_is_that_text(tmp_path: Path, text: str):
+    settings = read_settings(write(tmp_path, "config.yaml", REQUIRED))
+    assert apply_overrides(settings, [f"x={quoted(text)}"]) == [] and settings["x",].value == text
+
+
+WRITTEN = ("0123", "12:30:00", "1e5", "1_000", "0x1F", "1.50", "true", "2026-01-02", ".5", "1e400", "007")
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+def test_a_key_of_a_text_keeps_what_is_written(tmp_path: Path, text: str):
+    file = f"logger: {{wandb: {{name: {text}, tags: [{text}], group: '{text}', notes: '${{logger.wandb.name}}'}}}}\n"
+    file += f"env: {{own: {{functions: {{f: {text}}}}}}}\n"
+    config = load(tmp_path, REQUIRED + file)
+    wandb = config.logger.wandb
+    assert (wandb.name, wandb.tags, wandb.group, wandb.notes, config.env.own.functions) == (text, [text], text, text, {"f": text})
+    overrides = [f"logger.wandb.name={text}", f"logger.wandb.tags=[{text}, x]", f"++env.own.functions={{f: {text}}}"]
+    config = load(tmp_path, REQUIRED, *overrides)
+    wandb = config.logger.wandb
+    assert (wandb.name, wandb.tags, config.env.own.functions) == (text, [text, "x"], {"f": text})
+
+
+def test_what_is_written_is_kept_in_lists_of_sections_choices_and_nemo_rl_s_keys(tmp_path: Path):
+    text = "policy: {model_name: 0123, dtensor_cfg: {enabled: true, env_vars: {X: 0123}}}\ndata: {train: [{data_path: 1e5, seed: 1_0}]}\n"
+    config = load(tmp_path, text + "logger: {wandb: {name: off, project: null}}\n", "logger.wandb.project=on")
+    assert (config.policy.model_name, config.policy.tokenizer.name, config.logger.wandb.name) == ("0123", "0123", "off")
+    (rows,) = config.data.train.datasets or []
+    assert (rows.data_path, rows.seed, config.policy.megatron_cfg.env_vars) == ("1e5", 10, {"X": "0123"})
+
+
+def test_what_is_written_of_a_secret_is_one(tmp_path: Path):
+    secrets: set[str] = set()
+    load_config(write(tmp_path, "config.yaml", REQUIRED + "env: {nemo_gym: {policy_api_key: 0123456701234567}}\n"), secrets=secrets)
+    assert "0123456701234567" in secrets
 
 
 def test_a_key_is_removed_if_it_has_the_value_that_is_written(tmp_path: Path):

@@ -54,7 +54,7 @@ def test_what_comes_from_the_environment_is_a_secret_unless_it_is_a_place(monkey
         monkeypatch.setenv(name, value)
     overrides = [
         "policy.model_name=/models/${oc.env:COMPANY_PLACE}",
-        "policy.tokenizer.name=${oc.env:ABSENT,${oc.env:PROXY}}",
+        "policy.tokenizer.name='${oc.env:ABSENT,${oc.env:PROXY}}'",
         "checkpointing.checkpoint_dir=${oc.env:SCRATCH}/${oc.env:RUN_NAME}-${oc.env:SHORT}",
     ]
     config = load_config("grpo_tiny.yaml", overrides)

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from mrl.config.dialect.tables import FOREIGN, NO_EFFECT, REFUSED, RENAMED, TRANSLATED
-from mrl.config.dialect.translate import DIALECT_KEYS, is_foreign
+from mrl.config.dialect.translate import DIALECT_KEYS, is_foreign, migrate
 from mrl.config.errors import ConfigError
-from mrl.config.files import packaged_configs
+from mrl.config.files import Setting, packaged_configs, split_key
 from mrl.config.load import load_config, load_run
 from mrl.config.schema.run import KEYS, RunConfig
 from tests.sources import ROOT
@@ -122,9 +122,57 @@ def test_what_needs_a_gpu_is_refused_with_one_reason(refused: Callable[..., str]
         ("policy.quant_cfg", "nvfp4.yaml"),
         ("policy.generation.quant_cfg", "nvfp4.yaml"),
     ]:
-        said = refused("", f"{key}={value}")
+        said = refused("", f"{key}={value}", f"{megatron}.moe_token_dispatcher_type=flex")
         assert f"{key}={value} (command line): " in said and said.count(" needs a GPU to be built honestly; ") == 1
         assert "Invalid value" not in said
+
+
+UNKNOWN = {"boolean": "maybe", "number": "many", "text": 7, "list": 7, "mapping": 7}
+KNOWN = {"boolean": [True, False], "number": [3, 0.5], "text": ["a"], "list": [["a"]], "mapping": [{"a": 1}], "any": ["a", 3]}
+
+
+@pytest.mark.parametrize("key", [key for key, entry in FOREIGN.items() if entry.same is not None])
+def test_a_reason_is_given_for_the_values_that_it_is_about(key: str):
+    entry = FOREIGN[key]
+    assert entry.same is not None
+    values = dict([entry.read_with] if entry.read_with else [])
+
+    def said(value: object) -> list[str]:
+        problems: list[str] = []
+        settings = {split_key(key): Setting(value, "a.yaml:1")}
+        migrate(settings, lambda dotted: value if dotted == key else values.get(dotted), problems)
+        return problems
+
+    refused = KNOWN[entry.refused] if isinstance(entry.refused, str) else entry.refused
+    for value in refused:
+        assert value in entry.same or [entry.reason in problem for problem in said(value)] == [True]
+    for value in entry.same:
+        assert isinstance(value, str) and "${" in value or said(value) == []
+    if entry.refused != "any":
+        (problem,) = said(UNKNOWN[entry.refused] if isinstance(entry.refused, str) else "unheard_of")
+        assert "no such value; known are " in problem and entry.reason not in problem and problem.endswith(entry.way_out)
+
+
+def test_a_key_that_is_read_beside_another_value_only_has_no_effect_elsewhere(load: Callable[..., RunConfig], refused: Callable[..., str]):
+    key, dispatcher = "policy.megatron_cfg.moe_flex_dispatcher_backend", "policy.megatron_cfg.moe_token_dispatcher_type"
+    for value in ("alltoall", "hybridep", "deepep"):
+        load("", f"{key}={value}", f"{dispatcher}=alltoall")
+    said = refused("", f"{key}=alltoall", f"{dispatcher}=flex")
+    assert f"{key}=alltoall (command line): no such value; known are deepep, null, hybridep; set it to deepep" in said
+    assert "HybridEP" not in said
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("ppo.adv_estimator.name=gea", "no such value; use gae"),
+        ("ppo.adv_estimator.name=grpo", "no other estimator gives returns"),
+        ("policy.generation.vllm_cfg.logprobs_mode=raw_logprob", "no such value; use processed_logprobs"),
+        ("policy.generation.vllm_cfg.logprobs_mode=raw_logprobs", "logprobs of another distribution"),
+    ],
+)
+def test_one_value_of_a_text_is_told_from_slips(refused: Callable[..., str], override: str, reason: str):
+    assert f"{override} (command line): {reason}" in refused("", override)
 
 
 def test_dtensor_is_translated(load: Callable[..., RunConfig]):

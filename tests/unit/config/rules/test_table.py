@@ -318,7 +318,7 @@ OVERRIDES.moe_router_fusion=true & policy.router_replay.enabled=true => OVERRIDE
 OVERRIDES.moe_router_fusion=true -> fine
 VARIABLES.MASTER_PORT=1 => VARIABLES.MASTER_PORT -> remove it
 VARIABLES.RAY_ADDRESS=x => VARIABLES.RAY_ADDRESS -> remove it
-VARIABLES={'A B': x} => VARIABLES.A B -> correct it
+VARIABLES={A\\ B: x} => VARIABLES.A B -> correct it
 KWARGS={mamba_ssm_cache_dtype: float32, compilation_config: {backend: eager}} -> fine
 KWARGS.compilation_config={mode: 0, cudagraph_mode: NONE, cudagraph_capture_sizes: [1, 2]} -> fine
 KWARGS.max_num_queued_reqs=null -> fine
