@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import ray
 from ray.exceptions import RayError
 
+from mrl import numa
 from mrl.cluster.calls import ask, start_actor
 from mrl.cluster.environment import importing, own_temporary_folder, start_actor_process
 from mrl.cluster.policies import hold_port
@@ -24,6 +26,8 @@ from mrl.rollout.environment import EngineNodes
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
+
+logger = logging.getLogger(__name__)
 
 LOOK_S = 60.0
 """A part runs as long as its engine: the wait for its end begins anew after this long."""
@@ -45,6 +49,8 @@ class EnginePartActor:
     def run(self, config: RunConfig, device_ids: Sequence[int], nodes: EngineNodes) -> None:
         """Runs the workers of this node; ends as soon as one of them ends."""
         self._temporary = own_temporary_folder()
+        if device_ids and config.cluster.bind_to_numa:
+            logger.info("%s", numa.bind(numa.gpu_nodes(device_ids)))
         meet_at_the_first_node()
         with importing():
             from mrl.rollout.engine import run_part

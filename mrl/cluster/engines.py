@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import ray
 
-from mrl import spans
+from mrl import numa, spans
 from mrl.cluster.book import GENERATION, MAX_FRUITLESS_RESTARTS, RequestBook
 from mrl.cluster.calls import Actors, answered, ask, start_actor, wait_all
 from mrl.cluster.engine_parts import EnginePart, EngineParts, engine_settings
@@ -67,6 +67,8 @@ class EngineActor:
         if config.cluster.num_nodes > 1:
             self._temporary = own_temporary_folder()
         self._parts = EngineParts(config, parts, self._secrets) if parts else None
+        if device_ids and config.cluster.bind_to_numa:
+            logger.info("%s", numa.bind(numa.gpu_nodes(device_ids)))
         # Imported here: the driver holds this class too, and must not import vllm.
         with importing():
             from mrl.rollout.engine import Engine
@@ -82,6 +84,8 @@ class EngineActor:
             num_tokens=num_choices(config),
             nodes=self._parts.nodes if self._parts else None,
         )
+        if len(device_ids) > 1 and config.cluster.bind_to_numa:
+            self.engine.bind_workers(device_ids)
         self.verbs: EngineVerbs = self.engine
         self.fetch_timeout_s = config.deadlines.reward_s
         self.engine.die_with_workers()

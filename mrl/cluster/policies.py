@@ -22,7 +22,7 @@ import ray
 from conversion.cache import cached_mcore, check_entry, discard, mcore_in_use, read_entry, root_of
 from conversion.families.common import MegatronParallel
 from conversion.files.owners import PATIENCE_S, answer_canary, is_answered, release_canary, retire_canary
-from mrl import env, spans, startup
+from mrl import env, numa, spans, startup
 from mrl.cluster.calls import Actors, ask, put, start_actor, wait_all
 from mrl.cluster.environment import importing, policy_variables, start_actor_process
 from mrl.cluster.errors import ActorName
@@ -73,6 +73,8 @@ class PolicyActor:
             # For what Megatron compiles in a backward pass. In a shared folder a rank that is killed meanwhile leaves a lock for ever.
             self._extensions = Scratch()
             os.environ["TORCH_EXTENSIONS_DIR"] = str(self._extensions.path)
+        if config.cluster.gpus_per_node and config.cluster.bind_to_numa and not self.models:
+            logger.info("%s", numa.bind(numa.gpu_nodes([rank % config.cluster.gpus_per_node])))
         # Imported here: the driver holds this class too, and must not import megatron.
         with importing():
             from mrl.policy.megatron_import import import_megatron

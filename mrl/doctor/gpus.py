@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mrl
+from mrl.numa import gpu_nodes
 
 PACKAGE = Path(mrl.__file__).parent
 PROBE_TIMEOUT_S = 180.0
@@ -29,6 +30,8 @@ class HostGpu:
     name: str
     total_bytes: int
     used_bytes: int
+    numa_node: int | None = None
+    """The NUMA node to which it is attached; None where the host has one, or does not say."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +79,16 @@ def read_gpus() -> Gpus | None:
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            gpus.append(HostGpu(str(pynvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.used)))
+            gpus.append(HostGpu(str(pynvml.nvmlDeviceGetName(handle)), int(memory.total), int(memory.used), _numa_node(index)))
         version = str(pynvml.nvmlSystemGetDriverVersion())
     except pynvml.NVMLError as error:
         return Gpus(None, f"the driver does not answer: {error}", probe_cuda())
     return Gpus(Driver(version, (newest // 1000, newest % 1000 // 10), tuple(gpus)), "", probe_cuda())
+
+
+def _numa_node(index: int) -> int | None:
+    (node,) = gpu_nodes([index], visible="")
+    return None if node is None else node.number
 
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:

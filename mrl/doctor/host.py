@@ -84,12 +84,24 @@ def _gpus(gpus: Gpus, torch_cuda: str | None) -> list[Finding]:
         right = f"{num_gpus} x {driver.gpus[0].name if num_gpus else 'none'}, NCCL {probe.nccl}"
         findings.append(Finding("torch on GPUs", "problem" if wrong else "ok", wrong or right, remedy))
         findings += [_libraries(probe.libraries)] if probe.libraries else []
+    findings += _numa([gpu.numa_node for gpu in driver.gpus])
     busy = [(index, gpu) for index, gpu in enumerate(driver.gpus) if gpu.used_bytes > IDLE_GPU_BYTES]
     used = [f"GPU {index}: {gpu.used_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB" for index, gpu in busy]
     if used:
         remedy = "nvidia-smi shows the processes; end those of an earlier run, or wait for others"
         return [*findings, Finding("GPU memory", "problem", f"in use before the run: {', '.join(used)}", remedy)]
     return [*findings, Finding("GPU memory", "ok", "free on all GPUs")]
+
+
+def _numa(nodes: Sequence[int | None]) -> list[Finding]:
+    """Finding about the places to which ranks and engine workers are bound; none on a host with one NUMA node."""
+    known = sorted({node for node in nodes if node is not None})
+    if not known:
+        return []
+    of_node = [f"node {node}: GPU {', '.join(str(gpu) for gpu, of in enumerate(nodes) if of == node)}" for node in known]
+    lost = [str(gpu) for gpu, node in enumerate(nodes) if node is None]
+    found = "; ".join([*of_node, *([f"not known: GPU {', '.join(lost)}"] if lost else [])])
+    return [Finding("NUMA nodes", "ok", f"{found}; ranks and engine workers are bound to theirs (cluster.bind_to_numa)")]
 
 
 def _libraries(paths: Sequence[str]) -> Finding:

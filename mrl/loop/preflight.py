@@ -23,7 +23,9 @@ from mrl.config.model import (
 from mrl.config.rules.checks import find_problems
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import RunConfig
+from mrl.plan.deadlines import describe_engine_start
 from mrl.plan.hardware import local_gpu, local_memory
+from mrl.plan.memory import with_limits
 from mrl.plan.plan import prediction
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,8 @@ def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
     if trains and local.cluster.gpus_per_node:
         gpu = local_gpu()
         logger.info("%s", prediction(local, gpu, local_memory() if gpu else None))
+        if local.has_engines:
+            logger.info("%s", describe_engine_start(local, with_limits(local, gpu).policy.generation.vllm_cfg.max_num_seqs or 1))
     if missing := [problem for problem in find_missing_weights(config) if not is_downloaded(problem)]:
         raise ConfigError(missing)
     download_weights(config)

@@ -73,6 +73,27 @@ def start_deadline(config: RunConfig) -> Deadline:
     return _deadline("start", config.deadlines.start_s, parts, rest)
 
 
+def describe_engine_start(config: RunConfig, num_seqs: int) -> str:
+    """Describes the longest part of the start of engines that sample `num_seqs` rollouts at once; "" where there are no GPUs or engines.
+
+    vLLM captures graphs for 1, 2, 4, each 8 up to 256 and each 16 up to twice that number, 512 at most, and a few more with speculation or
+    on Blackwell (`_set_cudagraph_sizes` of vllm/config/vllm.py). A first start on an H100 took more than 60 s for a tiny model.
+    """
+    vllm = config.policy.generation.vllm_cfg
+    if not (config.has_engines and config.cluster.gpus_per_node):
+        return ""
+    if vllm.enforce_eager:
+        return "Engines start without CUDA graphs (vllm_cfg.enforce_eager)"
+    compilation = config.policy.generation.vllm_kwargs.get("compilation_config") or {}
+    given = compilation.get("cudagraph_capture_sizes") if isinstance(compilation, dict) else None
+    most = min(512, 2 * num_seqs)
+    sizes = given or [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)) if size <= most]
+    return (
+        f"Engines compile the model and capture CUDA graphs of about {len(sizes)} batch sizes: minutes at the first start, less later, as "
+        "compiled code is kept (no start is measured to its end yet)"
+    )
+
+
 def train_deadline(config: RunConfig) -> Deadline:
     """The deadline of each logprob pass, train step and switch of phases: deadlines.train_s, or by the operations of the longest one."""
     return max((_train_deadline(config.of_model(model)) for model in config.sections), key=lambda found: found.seconds)

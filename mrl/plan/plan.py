@@ -12,6 +12,7 @@ from mrl.config.model import model_folder, with_value
 from mrl.config.rules.checks import find_problems
 from mrl.config.schema.run import RunConfig
 from mrl.phases import Phase
+from mrl.plan.deadlines import describe_engine_start
 from mrl.plan.facts import IMBALANCE, PlanModel, read_model
 from mrl.plan.hardware import GIB, GPUS, Gpu
 from mrl.plan.longest_rows import describe_longest, section_at_work, with_least_rows
@@ -194,7 +195,7 @@ def describe(plan: Plan) -> list[str]:
         mark = "  <- does not fit" if sum(parts.values()) > gpu.memory else ""
         lines.append(f"  {phase:<11}{sum(parts.values()) / GIB:6.1f}  {spell_parts(parts)}{mark}")
     if plan.engine:
-        lines += _engine_lines(plan, plan.engine)
+        lines += [*_engine_lines(plan, plan.engine), describe_engine_start(config, plan.engine.limits.num_seqs)]
     held = ", ".join(f"{name} {size / GB:.0f}" for name, size in plan.host.items())
     lines.append(f"Host memory of the first node, GB: {sum(plan.host.values()) / GB:.0f} ({held})")
     saved, (disk, kept) = sum(saved_bytes(config, plan.model).values()), disk_bytes(config, plan.model)

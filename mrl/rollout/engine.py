@@ -191,6 +191,10 @@ class Engine:
         self._finished = [rollout for rollout in self._finished if rollout.request.request_id not in request_ids]
         self.llm.abort_request([request_id for request_id in request_ids if self._unfinished.pop(request_id, None)])
 
+    def bind_workers(self, device_ids: Sequence[int]) -> None:
+        """Binds each worker to the NUMA node of its GPU. Workers on other nodes have GPUs of the same numbers."""
+        logger.info("Workers: %s", "; ".join(self._workers("bind_to_gpu", list(device_ids))))
+
     def live_digest(self) -> list[dict[Slot, int]]:
         """Per worker: checksum of every parameter and persistent buffer of the live model."""
         return self._workers("live_digest")

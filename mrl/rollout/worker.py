@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from conversion.boxes import Slot
 from conversion.families.common import DRAFTER, EngineDtypes
+from mrl import numa
 from mrl.refit import RefitError
 from mrl.refit.checksum import digest
 from mrl.refit.exchange import Exchange
@@ -39,6 +40,7 @@ class RefitWorker:
 
     # vLLM's worker has these; a definition here would be refused as a conflict.
     rank: int
+    local_rank: int
     get_model: Callable[[], nn.Module]
     get_draft_model: Callable[[], nn.Module | None]
     model_runner: GPUModelRunner
@@ -56,6 +58,10 @@ class RefitWorker:
         """Name and dtype of each live tensor. vLLM chooses some by the GPU's capability: gates of nemotron_h are bfloat16 on 9.0."""
         tensors = self._tensors()
         return tuple((slot.name, str(tensor.dtype).removeprefix("torch.")) for slot, tensor in tensors.items())
+
+    def bind_to_gpu(self, device_ids: Sequence[int]) -> str:
+        """Binds this worker to the NUMA node of its GPU, of those of the engine on this node."""
+        return numa.bind(numa.gpu_nodes([device_ids[self.local_rank]]))
 
     def memory_facts(self) -> tuple[str, dict[str, int]]:
         """Memory that this process holds, with its process id."""

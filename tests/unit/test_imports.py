@@ -21,6 +21,7 @@ LAYERS = {
     "mrl.config": 0,
     "mrl.env": 0,
     "mrl.metrics": 0,
+    "mrl.numa": 0,
     "mrl.phases": 0,
     "mrl.signals": 0,
     "mrl.spans": 0,
@@ -39,7 +40,13 @@ LAYERS = {
 }
 ENTRY_LAYER = 4
 # Within layer 0, settings are checked against the sizes in the conversion tables, and name the models of a rank.
-ALLOWED_BESIDE = {("mrl.config", "conversion"), ("mrl.config", "mrl.env"), ("mrl.config", "mrl.phases"), ("mrl.startup", "mrl.env")}
+ALLOWED_BESIDE = {
+    ("mrl.config", "conversion"),
+    ("mrl.config", "mrl.env"),
+    ("mrl.config", "mrl.phases"),
+    ("mrl.startup", "mrl.env"),
+    ("mrl.numa", "mrl.env"),
+}
 
 HOMES = {"megatron": "mrl.policy", "vllm": "mrl.rollout", "ray": "mrl.cluster"}
 # The files of conversion/ that touch bytes; all others are tables and need the standard library only.

@@ -89,6 +89,8 @@ class ClusterConfig:
     Ranks of one node meet in a file."""
     master_port_range_high: PortEnd | None = None
     """End of that range, not itself in it."""
+    bind_to_numa: bool = True
+    """Bind policy ranks and engine workers to the CPUs and the memory of their GPU's NUMA node, as far as the host says which it is."""
     cpu_units_per_node: Positive = 1
     """Policy ranks per host on hosts without GPUs."""
 

@@ -51,6 +51,13 @@ def test_the_readme_asks_for_what_is_looked_at():
     assert (int(asked[1]), int(asked[2]) * 1e9) == (MIN_CORES, MIN_MEMORY_BYTES)
 
 
+def test_the_numa_nodes_of_gpus_are_told(gpu_host: HostFacts, wanted: Wanted):
+    gpus = tuple(HostGpu("H100", 80 * GIB, GIB // 2, node) for node in (0, 1, 1, None))
+    (found,) = [finding for finding in judge(change(gpu_host, "gpus.driver", gpus=gpus), wanted) if finding.check == "NUMA nodes"]
+    assert found.status == "ok" and found.found.startswith("node 0: GPU 0; node 1: GPU 1, 2; not known: GPU 3; ranks and engine workers")
+    assert not [finding for finding in judge(gpu_host, wanted) if finding.check == "NUMA nodes"]
+
+
 def used(num_bytes: int) -> tuple[HostGpu, ...]:
     return (HostGpu("H100", 80 * GIB, GIB), *(HostGpu("H100", 80 * GIB, num_bytes) for _ in range(7)))
 

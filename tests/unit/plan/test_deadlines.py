@@ -6,7 +6,7 @@ import pytest
 
 from mrl.config.load import load_config
 from mrl.config.schema.run import RunConfig
-from mrl.plan.deadlines import all_deadlines, checkpoint_deadline, start_deadline, train_deadline, weight_bytes
+from mrl.plan.deadlines import all_deadlines, checkpoint_deadline, describe_engine_start, start_deadline, train_deadline, weight_bytes
 from tests.sources import ROOT
 
 NANO3 = ROOT / "scripts/bench/models/nemotron3_nano_30b_a3b.config.json"
@@ -117,3 +117,14 @@ def test_without_the_model_no_deadline_is_shorter_than_the_fixed_part(tmp_path: 
     assert [train_deadline(config).seconds, checkpoint_deadline(config).seconds] == [600, 600]
     assert "the time to compute is added once" in str(train_deadline(config))
     assert "the time to write is added once" in str(checkpoint_deadline(config))
+
+
+def test_an_engines_start_says_what_it_captures():
+    """Counts as vLLM 0.32 does; 51 sizes were seen for 512 sequences."""
+    config = load_config("grpo_math_1B.yaml")
+    assert [f"about {number} batch" in describe_engine_start(config, seqs) for seqs, number in ((128, 35), (512, 51), (1, 2))] == [True] * 3
+    config.policy.generation.vllm_kwargs["compilation_config"] = {"cudagraph_capture_sizes": [1, 8]}
+    assert "about 2 batch" in describe_engine_start(config, 128)
+    config.policy.generation.vllm_cfg.enforce_eager = True
+    assert "without CUDA graphs" in describe_engine_start(config, 128)
+    assert describe_engine_start(load_config("grpo_tiny.yaml"), 128) == ""
