@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from conversion.files.reading import read_file
+from conversion.files.reading import parse_json, read_file
 from mrl.config.texts import aligned, safe_text
 from mrl.metrics import METRICS as SHOWN
 from mrl.metrics import repeats
@@ -151,11 +151,12 @@ def rolled_back(ledger: Path) -> Iterator[str]:
     state = LedgerState()
     for line in read_file(ledger).decode(errors="replace").splitlines() if ledger.exists() else []:
         try:
-            event = json.loads(line)
+            event = parse_json(line)
+            assert isinstance(event, dict)
             if event["event"] == "rolled_back":
                 yield (f"to step {event['to_step']} after step {len(state.trained)} was trained; prompts asked again: {len(state.taken)}")
             apply_event(state, event)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
             yield "the ledger is damaged from here on"
             return
 

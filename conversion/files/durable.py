@@ -116,6 +116,20 @@ def publish(aside: Path, final: Path) -> bool:
     return True
 
 
+def give_new_modes(folder: Path) -> None:
+    """Gives a folder, and the files and folders in it, the modes that the umask gives new ones. Links stay as they are.
+
+    safetensors and `tempfile` write what only its owner may read.
+    """
+    probe = folder / f".mode.{secrets.token_hex(8)}"
+    probe.mkdir()
+    mode = probe.stat().st_mode & 0o777
+    probe.rmdir()
+    for path in (*folder.rglob("*"), folder):
+        if not path.is_symlink():
+            path.chmod(mode if path.is_dir() else mode & 0o666)
+
+
 @contextmanager
 def built_aside(out: Path, plan: Mapping[str, object]) -> Iterator[Path]:
     """Yields a folder to fill, which becomes `out`, a folder that must not exist, when the `with` block ends without error.
@@ -145,6 +159,7 @@ def built_aside(out: Path, plan: Mapping[str, object]) -> Iterator[Path]:
     try:
         with heartbeat(aside):
             yield folder
+            give_new_modes(folder)
             sync_tree(folder)
             if not publish(folder, out):
                 raise ValueError(f"--out {out} exists by now: another process has written it; remove it or choose another")

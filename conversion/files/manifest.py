@@ -12,10 +12,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 from conversion.files.crc32 import crc32
 from conversion.files.durable import IO_TIMEOUT_S, remove_file, sync_file, write_atomic
-from conversion.files.reading import name_inside, open_file, read_file
+from conversion.files.reading import name_inside, open_file, parse_json, read_file
 from conversion.texts import listed
 
 logger = logging.getLogger(__name__)
@@ -194,7 +195,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         text = read_file(path).decode()
-        content = json.loads(text)
+        content = cast(dict, parse_json(text))
         plain = text.replace(f'"sha256": "{content["sha256"]}"', _NO_CHECKSUM, 1)
         if hashlib.sha256(plain.encode()).hexdigest() != content["sha256"]:
             raise ValueError("its own checksum differs")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import stat
@@ -21,6 +22,8 @@ MAX_SMALL_BYTES = 256 << 20
 """Far more than the index of the largest model has."""
 # A file that changes within one tick of the clock after it was hashed keeps its times (as in git's "racy" index).
 SETTLED_S = 2.0
+MAX_DIGITS = 300
+"""Of an integer that a float can hold."""
 MAX_THREADS = 8
 ANNOUNCED_BYTES = 10**9
 
@@ -52,6 +55,29 @@ def read_file(path: Path, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
     if len(content) > max_bytes:
         raise ValueError(f"{path} has more than {max_bytes >> 20} MiB, and is read only up to that; put the right file there")
     return content
+
+
+def parse_json(text: bytes | str, *, allows_nan: bool = False) -> object:
+    """The value of a JSON text. ValueError: there is none, it is nested too deeply, or has a number that is no finite float.
+
+    JSON has no NaN and no Infinity, but Python's reader takes them, and makes infinity of 1e400, which no integer equals. `allows_nan` is
+    for files of ours with metrics that are not finite.
+    """
+
+    def number(digits: str) -> float:
+        if not math.isfinite(value := float(digits)) and not allows_nan:
+            raise ValueError(f"{digits[:40]} is no finite number")
+        return value
+
+    def whole(digits: str) -> int:
+        if len(digits) > MAX_DIGITS:
+            raise ValueError(f"an integer of {len(digits)} digits")
+        return int(digits)
+
+    try:
+        return json.loads(text, parse_float=number, parse_int=whole, parse_constant=number)
+    except RecursionError as error:
+        raise ValueError("nested too deeply to be read") from error
 
 
 def read_json(path: Path) -> object:

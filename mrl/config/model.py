@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeVar
 
 from conversion.families.registry import FAMILIES, family
+from conversion.files.durable import give_new_modes
 from conversion.files.hf_folder import COMPANIONS, INDEX_FILE, SINGLE_FILE, files_to_hide, read_config, weight_files
 from conversion.files.hf_weights import check_hf, read_model_config
 from conversion.files.reading import read_json
@@ -410,11 +411,11 @@ def overridden_folder(folder: Path, overrides: Mapping[str, object], *, beside: 
     beside.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=beside.absolute(), prefix=".model-"))
     try:
-        made.chmod(0o755)
         for path in folder.absolute().iterdir():
             if path.name not in ("config.json", *hidden):
                 (made / path.name).symlink_to(path)
         (made / "config.json").write_text(text, encoding="utf-8")
+        give_new_modes(made)
         os.replace(made, target)
     except OSError:
         shutil.rmtree(made, ignore_errors=True)

@@ -16,8 +16,10 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from datetime import datetime
+from pathlib import Path
 from typing import Literal, TextIO
 
+from conversion.files.durable import write_atomic
 from mrl import env
 from mrl.config.errors import REDACTED
 from mrl.config.texts import safe_text
@@ -25,6 +27,7 @@ from mrl.config.texts import safe_text
 LogStyle = Literal["plain", "text", "terminal", "actor", "json"]
 """plain: a report; text: a run's log, which in a terminal is `terminal`; actor: the log of one process; json: an object a line."""
 PREFIXES: dict[LogStyle, str] = {"text": "{time:%F %T} {level} ", "terminal": "{time:%T} ", "actor": "{time:%F %T.%f} {level} {name}: "}
+TRACEBACK = "traceback.txt"
 STORY = "story"
 """The logger of what tutorials show, which has no times in a terminal."""
 
@@ -116,14 +119,26 @@ def start_logging(style: LogStyle = "plain", stream: TextIO | None = None) -> se
 
 
 def run_entry(main: Callable[[], int]) -> int:
-    """Returns the exit code of `main`. A fatal error goes to stderr, without secrets, with its reason as the last line, and gives 1."""
+    """Returns the exit code of `main`. A fatal error goes to stderr, without secrets, with its reason first and last, and gives 1."""
     try:
         return main()
     except Exception as error:
-        formatters = [handler.formatter for handler in logging.getLogger().handlers]
-        formatter = next((found for found in formatters if isinstance(found, SecretsFormatter)), SecretsFormatter())
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        for text in ("".join(traceback.format_exception(error)), f"The attempt ended: {reason}"):
-            record = logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, None, None)
-            sys.stderr.write(formatter.format(record).rstrip("\n") + "\n")
+        reason = f"The attempt ended: {type(error).__name__}: {' '.join(str(error).split())}"
+        for text in (reason, "".join(traceback.format_exception(error)), reason):
+            sys.stderr.write(_formatted(text) + "\n")
         return 1
+
+
+def note_traceback(error: Exception, folder: Path) -> None:
+    """Writes the traceback of an error, without secrets, to a file in a folder, or to stderr if that cannot be written."""
+    text = _formatted("".join(traceback.format_exception(error))) + "\n"
+    try:
+        write_atomic(folder / TRACEBACK, text)
+    except OSError:
+        sys.stderr.write(text)
+
+
+def _formatted(text: str) -> str:
+    formatters = [handler.formatter for handler in logging.getLogger().handlers]
+    formatter = next((found for found in formatters if isinstance(found, SecretsFormatter)), SecretsFormatter())
+    return formatter.format(logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, None, None)).rstrip("\n")

@@ -17,9 +17,11 @@ from mrl.cluster.nodes import watch_hosts
 from mrl.config.files import find_config
 from mrl.config.load import load_run
 from mrl.config.schema.run import RunConfig
+from mrl.config.secrets import note_traceback
 from mrl.loop import examples, rollouts
 from mrl.loop.rollouts import NoSignal
 from mrl.loop.run import Budget, Run, Supplier, TooManySkipped, Training
+from mrl.loop.saving import SaveFailed
 from mrl.signals import ENDED_EARLY, LISTENER
 from mrl.store.checkpoints import Checkpoint, NoWholeCheckpoint, find_damage
 from mrl.store.console import outlook
@@ -121,7 +123,14 @@ def main(train: Train, arguments: Sequence[str] | None = None) -> int:
     except (NoSignal, TooManySkipped, Disagreement, NoWholeCheckpoint) as error:
         logger.error("%s", error)
         return 2
-    except (ActorLost, DeadlineExceeded, FolderLost, NoCluster, TimeoutError) as error:
+    except FolderLost as error:
+        logger.error("The attempt ended: %s.%s", error, " The same command resumes." if folder.path.is_dir() else "")
+        return 1
+    except SaveFailed as error:
+        note_traceback(error, folder.log_folder / "actors")
+        logger.error("The attempt ended: %s. Logs of the actors: %s. The same command resumes.", error, folder.log_folder / "actors")
+        return 1
+    except (ActorLost, DeadlineExceeded, NoCluster, TimeoutError) as error:
         logger.error("The attempt ended: %s. Logs of the actors: %s. The same command resumes.", error, folder.log_folder / "actors")
         return 1
     if not is_done:

@@ -34,6 +34,10 @@ POLL_INTERVAL_S = 0.5
 ABANDON_S = 10.0
 
 
+class SaveFailed(RuntimeError):
+    """The last checkpoint of a run cannot be written; the message says why."""
+
+
 class CheckpointSaver:
     """Makes at most one save at a time. Until it is published, the checkpoint before it is the newest one."""
 
@@ -78,14 +82,14 @@ class CheckpointSaver:
     def begin(self, state: RunState, *, waits: bool = False) -> None:
         """Publishes the save before, and begins to save `state` and the weights as they are now; `waits` until it is published.
 
-        A checkpoint that cannot be written is reported, and the newest one stays. RuntimeError: with `waits`, because it is the run's last.
+        A checkpoint that cannot be written is reported, and the newest one stays. SaveFailed: with `waits`, because it is the run's last.
         """
         self.finish()
         logger.info("Saving checkpoint for step %d...", state.step)
         with self._may_fail(state.step, is_needed=waits):
             models = self._session.trained_models
             checkpoint = self._folder.checkpoints.begin(state, models)
-            self._folder.ledger.copy_to(checkpoint.ledger)
+            self._folder.ledger.copy_to(checkpoint.ledger, checkpoint.mark)
             self._folder.copy_identity(checkpoint)
             for model in models:
                 self._folder.copy_tokenizer(checkpoint, model)
@@ -154,7 +158,8 @@ class CheckpointSaver:
         self._folder.ledger.flush()
         if self._kept is not None:
             self._kept.prepare(pending.step, ends=ends)
-        self._folder.checkpoints.commit(pending, files)
+        self._folder.sync()
+        self._folder.note_saved(self._folder.checkpoints.commit(pending, files))
         if self._kept is not None:
             self._kept.published(pending.step)
         self._saved_step = pending.step
@@ -172,9 +177,9 @@ class CheckpointSaver:
                 return
             self._folder.checkpoints.remove_unfinished()
             text = f"the checkpoint of step {step} cannot be written: {error}; the one before it stays"
-            if is_needed:
-                raise RuntimeError(text) from error
             logger.error("%s", text)
+            if is_needed:
+                raise SaveFailed(text) from error
 
     def abandon(self) -> None:
         """Leaves the save under way as it is: the attempt fails, and its folder may soon be another's."""

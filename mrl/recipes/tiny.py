@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from conversion.files.durable import publish
+from conversion.files.durable import give_new_modes, publish
 from mrl.recipes.additions import Kind, split_additions, write_splits
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def prepare_tiny(out: Path, *, seed: int, kind: Kind = "tiny") -> None:
     try:
         write_tiny(aside, seed=seed, kind=kind)
         (aside / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
-        aside.chmod(0o755)
+        give_new_modes(aside)
         is_ours = publish(aside, out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -14,11 +14,11 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from conversion.files.durable import IO_TIMEOUT_S, put_aside, remove_any, sync_file, write_atomic
+from conversion.files.durable import IO_TIMEOUT_S, sync_file, write_atomic
 from conversion.files.limits import within
 from conversion.files.manifest import RUN_CONFIG_FILE, FileRecord, file_record
 from conversion.files.reading import find_difference, name_inside, read_file, read_json, sha256_file
@@ -26,22 +26,37 @@ from mrl.config.schema.run import CheckpointingConfig, RunConfig
 from mrl.env import kill_point
 from mrl.metrics import NEMO_RL_RANKS
 from mrl.phases import ModelName
+from mrl.store.ledger import Ledger
+from mrl.store.marks import (
+    MARK,
+    MARKER,
+    STATE,
+    STEP_FOLDER,
+    Mark,
+    find_mark,
+    left_by_kills,
+    new_id,
+    put_marked_aside,
+    remove_marked,
+    unreadable,
+    write_mark,
+)
 from mrl.store.ownership import unowned
 from mrl.types import RunState
+from mrl.view.rows import METRIC_KEYS, METRICS, read_rows
 
 logger = logging.getLogger(__name__)
 
 RUN_CONFIG = "config.yaml"
 MANIFEST = "manifest.json"
-MARKER = "COMPLETE"
-STATE = "training_info.json"
 LEDGER = "ledger.jsonl"
 """File of the run's ledger; a checkpoint holds the part up to its step."""
+SAVE_TIME = "time/checkpoint"
+"""Metric of each step that saved."""
 DAMAGED, REMOVED = "damaged_", "tmp_old_"
 """Begin the names of folders that are no checkpoints any more."""
 MODEL_FOLDERS: Mapping[ModelName, str] = {"policy": "policy", "critic": "value"}
 """Folders of the trained models in a checkpoint. Names as in NeMo RL."""
-STEP_FOLDER = re.compile(r"step_(\d+)")
 SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 """The file of a rank: nearly all bytes of a checkpoint are in these."""
 
@@ -75,6 +90,11 @@ class Checkpoint:
         """The ledger up to this step; checkpoints of older versions have none."""
         return self.folder / LEDGER
 
+    @property
+    def mark(self) -> Mark | None:
+        """The run, step and save that it says it is of; None if its folder is not there."""
+        return find_mark(self.folder)
+
     def state(self) -> RunState:
         return RunState(**json.loads(read_file(self.folder / STATE)))
 
@@ -89,6 +109,8 @@ class CheckpointStore:
     def __init__(self, folder: Path, settings: CheckpointingConfig, *, check_owner: Callable[[], None] = unowned) -> None:
         """`settings` say which checkpoints to keep. `check_owner` raises if another process owns the folder by now."""
         self.folder = folder
+        self.run = ""
+        """Id of the run, which its checkpoints are marked with."""
         self._check_owner = check_owner
         self.keep_top_k = settings.keep_top_k
         self.keep_latest_k = settings.ft_keep_latest_k or 1
@@ -105,13 +127,16 @@ class CheckpointStore:
             logger.warning("step %d has %s (checkpointing.metric_name): its checkpoint ranks last", state.step, found)
         pending = Checkpoint(state.step, self.folder / f"tmp_step_{state.step}")
         text = json.dumps(dataclasses.asdict(state), indent=1)
+        self._check_owner()
         within(IO_TIMEOUT_S, f"begin of {pending.folder}", self._lay_out, pending, tuple(models), text)
         return pending
 
     def _lay_out(self, pending: Checkpoint, models: Iterable[ModelName], state: str) -> None:
         # Under another name first: a file server may keep a part of it for a while.
         if os.path.lexists(pending.folder):
-            remove_any(put_aside(pending.folder, REMOVED))
+            remove_marked(put_marked_aside(pending.folder, REMOVED))
+        pending.folder.mkdir(parents=True)
+        write_mark(pending.folder, Mark(self.run, pending.step, new_id()))
         for model in models:
             pending.weights_of(model).mkdir(parents=True)
         (pending.folder / STATE).write_text(state, encoding="utf-8")
@@ -140,13 +165,13 @@ class CheckpointStore:
         self._check_owner()
         final = self.folder / f"step_{pending.step}"
         # What has this name already is damaged: no run resumes from before a whole checkpoint.
-        replaced = put_aside(final, REMOVED) if os.path.lexists(final) else None
+        replaced = put_marked_aside(final, REMOVED) if os.path.lexists(final) else None
         kill_point("commit")
         pending.folder.rename(final)
         sync_file(self.folder)
         kill_point("commit")
         if replaced is not None:
-            remove_any(replaced)
+            remove_marked(replaced)
         try:
             self._prune(pending.step)
         except (OSError, ValueError) as error:
@@ -174,7 +199,7 @@ class CheckpointStore:
     def set_aside(self, checkpoint: Checkpoint, damage: str) -> None:
         """Renames a damaged checkpoint, for good; warns. Only the run that owns the folder may call this."""
         kill_point("fallback")
-        aside = put_aside(checkpoint.folder, DAMAGED)
+        aside = put_marked_aside(checkpoint.folder, DAMAGED)
         logger.warning("passing over %s: %s. It is set aside as %s; remove that if nobody needs it", checkpoint.folder, damage, aside.name)
         kill_point("fallback")
 
@@ -183,10 +208,9 @@ class CheckpointStore:
         within(IO_TIMEOUT_S, f"removal of interrupted saves in {self.folder}", self._remove_unfinished)
 
     def _remove_unfinished(self) -> None:
-        for pattern in ("tmp_step_*", f"{REMOVED}*"):
-            for folder in self.folder.glob(pattern):
-                logger.info("removing %s, left by an interrupted save", folder)
-                remove_any(folder)
+        for folder in left_by_kills(self.folder, self.run):
+            logger.info("removing %s, left by an interrupted save", folder)
+            remove_marked(folder)
 
     def _value(self, state: RunState) -> float | None:
         value = None if self.metric_name is None else state.metrics.get(self.metric_name)
@@ -203,6 +227,8 @@ class CheckpointStore:
 
         whole: list[Checkpoint] = []
         for checkpoint in checkpoints_in(self.folder):
+            if (mark := checkpoint.mark) is None or mark.run not in ("", self.run) or mark.step not in (-1, checkpoint.step):
+                continue  # put there while the run goes on
             if checkpoint.step < newest_step and (damage := find_damage(checkpoint.folder, with_shards=False)) is not None:
                 self.set_aside(checkpoint, damage)
             elif checkpoint.step <= newest_step:
@@ -212,9 +238,9 @@ class CheckpointStore:
         for checkpoint in whole:
             if checkpoint not in kept:
                 kill_point("prune")
-                removed = put_aside(checkpoint.folder, REMOVED)
+                removed = put_marked_aside(checkpoint.folder, REMOVED)
                 kill_point("prune")
-                remove_any(removed)
+                remove_marked(removed)
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
@@ -239,8 +265,33 @@ def find_lost_run(folder: Path, *, before: float = math.inf) -> str:
     return (
         f"checkpointing.checkpoint_dir={folder}: none of its checkpoints is whole, and a start at step 0 would train over the run that "
         f"they are of. {'; '.join(lost)}. Restore one of them as step_N, or choose another checkpointing.checkpoint_dir; to begin this "
-        "run anew, with its ledger and metrics, move these folders out of it"
+        "run anew, with its ledger and metrics, move these folders out of it, and set checkpointing.allow_changes=[checkpoints]"
     )
+
+
+def find_gone(folder: Path, ledger: Ledger, *, allowed: Collection[str]) -> str:
+    """Reason not to begin a run at step 0: its ledger names checkpoints, and all of them are gone; "" if that is not so, or allowed.
+
+    Of a ledger that is damaged, lost, or of an older version, the metrics tell it: a step that saved has a time for it.
+    """
+    if "checkpoints" in allowed or checkpoints_in(folder):
+        return ""
+    saved = sorted(ledger.state.saved)
+    if not saved and (ledger.damage or not (folder / MARK).exists() or not ledger.path.exists()) and (folder / METRICS).is_file():
+        saved = sorted(row["step"] for row in read_rows(folder / METRICS, {*METRIC_KEYS, SAVE_TIME})[0])
+    if not saved:
+        return ""
+    return (
+        f"checkpointing.checkpoint_dir={folder}: its checkpoints are gone, of step {', '.join(map(str, saved[-3:]))} for instance, and a "
+        f"start at step 0 would train {max(saved[-1], len(ledger.state.trained))} steps again. Put one of them back as step_N, or choose "
+        "another checkpointing.checkpoint_dir; to begin this run anew, set checkpointing.allow_changes=[checkpoints], which keeps a copy "
+        "of its metrics"
+    )
+
+
+def is_damaged(folder: Path) -> bool:
+    """True if a checkpoint's folder, apart from its shards' content, differs from its manifest."""
+    return find_damage(folder, with_shards=False) is not None
 
 
 def _was_complete(folder: Path) -> bool:
@@ -304,8 +355,7 @@ def find_damage(folder: Path, *, with_shards: bool = True) -> str | None:
     except TimeoutError:
         raise
     except PermissionError as error:
-        way_out = f"start as its user, or let this one read it: chmod -R u+rwX {folder}"
-        raise ValueError(f"{folder} may be whole, and this user may not read it: {error}; {way_out}") from error
+        raise unreadable(folder, error) from error
     except (OSError, ValueError) as error:
         return f"it cannot be read: {error}"
 
@@ -318,7 +368,7 @@ def _find_damage(folder: Path, *, with_shards: bool) -> str | None:
         return f"{MANIFEST} differs from the completion marker"
     try:
         files = _listed(folder)
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, OverflowError) as error:
         return f"{MANIFEST} lists no files: {error!r}"
     for path, (size, _) in files.items():
         if not path.is_file():

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from conversion.files.durable import WRITE_TIMEOUT_S, put_aside, read_whole, sync_descriptor, write_atomic
 from conversion.files.limits import within
-from conversion.files.reading import read_file
+from conversion.files.reading import parse_json, read_file
 from mrl.env import kill_point
+from mrl.store.marks import Mark
 from mrl.store.ownership import unowned
 from mrl.types import PromptKey
 
@@ -37,6 +38,8 @@ class LedgerState:
     """Prompts taken and not consumed yet -> the step that was next then."""
     consumed: set[PromptKey] = field(default_factory=set)
     """All prompts of `trained` and `dropped`."""
+    saved: dict[int, Mark] = field(default_factory=dict)
+    """Step -> the mark of its checkpoint, for every checkpoint of the lineage, kept or not."""
 
     def steps(self, last: int) -> dict[int, tuple[tuple[PromptKey, ...], tuple[PromptKey, ...]]]:
         """Step -> the prompts that it trained on and those that it left out, up to a last step."""
@@ -74,20 +77,49 @@ class Ledger:
         self._append(_trained(step, trained, dropped))
         kill_point("rollouts")
 
-    def copy_to(self, path: Path) -> None:
-        """Writes the ledger of a run that only made the steps trained so far: the part that a checkpoint of now holds."""
+    def save(self, mark: Mark) -> None:
+        """Records that a checkpoint with this mark is published. A thread may call it while the loop goes on."""
+        if self.state.saved.get(mark.step) != mark:
+            self._append(_saved(mark))
+
+    def copy_to(self, path: Path, mark: Mark | None = None) -> None:
+        """Writes the ledger of a run that only made the steps trained so far: the part that the checkpoint with this mark holds."""
         events: list[dict[str, object]] = []
+        saved = self.state.saved | ({mark.step: mark} if mark is not None else {})
         for step, (trained, dropped) in self.state.steps(len(self.state.trained)).items():
             events += [{"event": "taken", "step": step, "prompts": (*trained, *dropped)}, _trained(step, trained, dropped)]
+            events += [_saved(saved[step])] if step in saved else []
         text = "".join(json.dumps(event) + "\n" for event in events)
         within(WRITE_TIMEOUT_S, f"write of {path}", path.write_text, text, encoding="utf-8")
 
     def find_obstacle(self, to_step: int, copy: Path | None) -> str:
         """Reason not to resume from the checkpoint of `to_step`, whose copy of the ledger is at `copy` (None: it has none); else ""."""
+        if stranger := self.find_stranger(to_step, copy):
+            return stranger
         if not to_step or (copy is not None and copy.exists()) or not (problem := self._find_problem(to_step, None)):
             return ""
         way_out = "move it away to go on from the one before it, or start in an empty checkpointing.checkpoint_dir"
         return f"{problem}; the checkpoint of step {to_step} holds no copy of the ledger: restore both, {way_out}"
+
+    def find_stranger(self, to_step: int, copy: Path | None) -> str:
+        """Reason why a checkpoint is of another run than this ledger, which is whole; "" if it is not."""
+        if self.damage or copy is None or not copy.exists():
+            return ""
+        theirs, ours = replay(copy), self.state
+        parted = [step for step, mark in theirs.saved.items() if step in ours.saved and mark.run == ours.saved[step].run != ""]
+        parted = [step for step in parted if theirs.saved[step].save != ours.saved[step].save]
+        if parted:
+            return self._other_run(to_step, f"another save of step {parted[0]}: it is of a copy of this run")
+        # Of checkpoints of older versions nothing but their prompts tells the run.
+        if not theirs.saved and any(prompts != ours.trained.get(step, prompts) for step, prompts in theirs.trained.items()):
+            return self._other_run(to_step, "other prompts: it is of another run")
+        return ""
+
+    def _other_run(self, to_step: int, why: str) -> str:
+        return (
+            f"{self.path} and the ledger in the checkpoint of step {to_step} name {why}; move step_{to_step} out of {self.path.parent}, "
+            f"or choose another checkpointing.checkpoint_dir (if {self.path.name} is what was exchanged, move that away)"
+        )
 
     def roll_back(self, to_step: int, copy: Path | None = None) -> None:
         """Records that the weights of step `to_step` were loaded: later steps no longer count, and taken prompts will be asked again.
@@ -115,8 +147,12 @@ class Ledger:
         steps = self.state.steps(to_step)
         if sorted(steps) != list(range(1, to_step + 1)):
             return f"{self.path} ends at trained step {len(self.state.trained)}, the checkpoint is of step {to_step}: not the same run"
-        if copy is not None and copy.exists() and steps != replay(copy).steps(to_step):
-            return f"{self.path} names other prompts than the checkpoint of step {to_step}: not one run"
+        if copy is not None and copy.exists():
+            theirs = replay(copy)
+            if steps != theirs.steps(to_step):
+                return f"{self.path} names other prompts than the checkpoint of step {to_step}: not one run"
+            if any(self.state.saved.get(step, mark) != mark for step, mark in theirs.saved.items()):
+                return f"{self.path} names other saves than the checkpoint of step {to_step}: not one run"
         return ""
 
     def _append(self, event: dict[str, object]) -> None:
@@ -174,10 +210,17 @@ def replay(path: Path, *, mends: bool = True) -> LedgerState:
         within(WRITE_TIMEOUT_S, f"write of {path}", os.truncate, path, len(whole))
     for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
         try:
-            apply_event(state, json.loads(line.decode()))
+            apply_event(state, _object(line))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: {error!r}; the ledger is damaged") from error
     return state
+
+
+def _object(line: bytes) -> dict:
+    event = parse_json(line)
+    if not isinstance(event, dict):
+        raise ValueError("no event")
+    return event
 
 
 def apply_event(state: LedgerState, event: dict) -> None:
@@ -205,13 +248,24 @@ def apply_event(state: LedgerState, event: dict) -> None:
         for steps in (state.trained, state.dropped):
             for step in [step for step in steps if step > event["to_step"]]:
                 state.consumed.difference_update(steps.pop(step))
+        for step in [step for step in state.saved if step > event["to_step"]]:
+            del state.saved[step]
         state.taken.clear()
+    elif kind == "saved":
+        mark = Mark.of(event)
+        if mark.step not in state.trained:
+            raise ValueError(f"step {mark.step} saved after trained step {len(state.trained)}")
+        state.saved[mark.step] = mark
     else:
         raise ValueError(f"unknown event {kind!r}")
 
 
 def _trained(step: int, trained: Sequence[PromptKey], dropped: Sequence[PromptKey]) -> dict[str, object]:
     return {"event": "trained", "step": step, "prompts": trained, **({"dropped": dropped} if dropped else {})}
+
+
+def _saved(mark: Mark) -> dict[str, object]:
+    return {"event": "saved", **mark.as_json()}
 
 
 def _keys(prompts: Iterable[Sequence]) -> tuple[PromptKey, ...]:

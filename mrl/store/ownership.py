@@ -127,6 +127,11 @@ class Ownership:
     def check(self) -> None:
         """Raises FolderLost if another attempt has taken the folder over: this one must leave it alone."""
         owner = self._read(self._file)
+        if owner is None and not self._file.parent.is_dir():
+            raise FolderLost(
+                f"{self._file.parent} is not there any more: it was moved or removed while this attempt ran. Move it back, or set "
+                "checkpointing.checkpoint_dir to where it is: a start without it begins at step 0"
+            )
         if owner != self._mine:
             raise FolderLost(
                 f"{self._file.parent} belongs to {owner or 'nobody'} now: this attempt was taken for dead, and writes nothing more"

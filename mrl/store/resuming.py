@@ -11,9 +11,20 @@ from pathlib import Path
 from conversion.files.reading import known_hash, sha256_file
 from mrl.config.errors import Unprovided
 from mrl.config.schema.run import RunConfig
-from mrl.store.checkpoints import LEDGER, Checkpoint, check_models, checkpoints_in, find_damage, newest_step
+from mrl.store.checkpoints import (
+    LEDGER,
+    Checkpoint,
+    check_models,
+    checkpoints_in,
+    find_damage,
+    find_gone,
+    find_lost_run,
+    is_damaged,
+    newest_step,
+)
 from mrl.store.identity import IDENTITY, KEYS, UNKNOWN, find_changes, memory_of, models_of
 from mrl.store.ledger import Ledger
+from mrl.store.marks import find_run, find_strangers
 from mrl.store.ownership import Ownership
 from mrl.view.run_data import OWNER
 
@@ -48,11 +59,23 @@ def look_at_folder(config: RunConfig, data: Sequence[Data], *, is_strict: bool) 
     except (OSError, ValueError) as error:
         found.problems.append(str(error))
     try:
+        ledger = Ledger(path / LEDGER, mends=False)
+        run = find_run(path, ledger.state.saved)
+        refusals = (
+            lambda: find_strangers(path, run, ledger.state.saved, is_damaged),
+            lambda: find_lost_run(path),
+            lambda: find_gone(path, ledger, allowed=config.checkpointing.allow_changes),
+        )
+        if refusal := next(filter(None, (look() for look in refusals)), ""):
+            found.problems.append(refusal)
+            return found
         newest, step = _newest_whole(path, key, found), newest_step(path)
+        if newest is None and ledger.state.trained:
+            num_trained = len(ledger.state.trained)
+            found.doubts.append(f"{key}: {LEDGER} has {num_trained} trained steps, and no checkpoint is here: the run starts at step 0")
         if step:
             check_models(Checkpoint(step, path / f"step_{step}"), config)
             _compare(config, path / IDENTITY, step, data, found, is_strict=is_strict)
-        ledger = Ledger(path / LEDGER, mends=False)
         place = (newest.step, newest.ledger) if newest is not None else (0, None)
         if obstacle := ledger.find_obstacle(*place):
             found.problems.append(obstacle)
@@ -71,8 +94,6 @@ def _newest_whole(path: Path, key: str, found: Folder) -> Checkpoint | None:
             found.unseen.append(f"{key}: the shards of {checkpoint.folder.name}, which the ranks compare with their checksums")
             return checkpoint
         found.doubts.append(f"{key}: a start passes over {checkpoint.folder.name}: {damage}, and sets it aside")
-    if found.doubts:
-        found.doubts.append(f"{key}: no checkpoint is whole, and the run starts at step 0")
     return None
 
 

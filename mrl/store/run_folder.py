@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S, make_folder, put_aside, read_whole, write_atomic
+from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S, make_folder, put_aside, read_whole, sync_file, write_atomic
 from conversion.files.hf_folder import OF_THE_MODEL, copy_companions
 from conversion.files.limits import is_waiting, within
 from mrl import spans
@@ -37,19 +37,22 @@ from mrl.store.checkpoints import (
     CheckpointStore,
     NoWholeCheckpoint,
     check_models,
+    find_gone,
     find_lost_run,
+    is_damaged,
     newest_step,
 )
 from mrl.store.console import step_header, step_lines, story, supervised_lines
 from mrl.store.identity import IDENTITY, TOKENIZER_FILES, Identity, check_identity
 from mrl.store.ledger import Ledger
 from mrl.store.loggers.group import Loggers, check_loggers
+from mrl.store.marks import Mark, find_run, find_strangers, new_id, write_mark
 from mrl.store.ownership import FolderLost, Ownership
 from mrl.store.samples import Split, append_report_samples, best_and_worst, drop_old_step_data, sample_lines, token_rows, write_step_data
 from mrl.types import RolloutGroup, TokenSamples, TrainSequence
 from mrl.view.advisories import Advisor
 from mrl.view.page import write_report
-from mrl.view.rows import METRIC_KEYS, METRICS, SAMPLES, read_rows
+from mrl.view.rows import METRIC_KEYS, METRICS, SAMPLES, parse_row, read_rows
 from mrl.view.run_data import ABOUT, OWNER, REFIT, State, facts_of
 
 if TYPE_CHECKING:
@@ -107,6 +110,7 @@ class RunFolder:
             self._ownership.take()
             kill_point("start")
             self._check_start()
+            write_mark(self.path, Mark(self.checkpoints.run, 0))
             kill_point("start")
             within(WRITE_TIMEOUT_S, f"mkdir of {self.log_folder}", self._make_log_folder)
             self.checkpoints.remove_unfinished()
@@ -173,7 +177,12 @@ class RunFolder:
                 link.symlink_to(os.path.relpath(self.log_folder.resolve(), self._attempts.resolve()))
 
     def _check_start(self) -> None:
-        """Refuses a folder of another run, unchanged; else sets damaged checkpoints aside and opens the ledger."""
+        """Refuses a folder of another run, unchanged; else opens the ledger and sets damaged checkpoints aside."""
+        self.ledger = Ledger(self.path / LEDGER, check_owner=self._ownership.check)
+        self.checkpoints.run = run = find_run(self.path, self.ledger.state.saved)
+        if strangers := find_strangers(self.path, run, self.ledger.state.saved, is_damaged):
+            raise ValueError(strangers)
+        self.checkpoints.run = run or new_id()
         self._refuse_to_begin_anew()
         for name in (RUN_CONFIG, ABOUT, IDENTITY):
             read_or_set_aside(self.path / name)
@@ -181,14 +190,16 @@ class RunFolder:
             if resumes_at := newest_step(self.path):
                 check_models(Checkpoint(resumes_at, self.path / f"step_{resumes_at}"), self.config)
             check_identity(self.path / IDENTITY, self._identity, allowed=self.config.checkpointing.allow_changes, resumes_at=resumes_at)
-        newest = self.checkpoints.newest(sets_aside=True)
-        self.ledger = Ledger(self.path / LEDGER, check_owner=self._ownership.check)
-        if self.ledger.damage and (obstacle := self.ledger.find_obstacle(*_place(newest))):
+        place = _place(self.checkpoints.newest(sets_aside=True))
+        obstacle = self.ledger.find_obstacle(*place) if self.ledger.damage else self.ledger.find_stranger(*place)
+        if obstacle:
             raise ValueError(obstacle)
 
     def _refuse_to_begin_anew(self, *, before: float = math.inf) -> None:
         if lost := find_lost_run(self.path, before=before):
             raise NoWholeCheckpoint(lost)
+        if gone := find_gone(self.path, self.ledger, allowed=self.config.checkpointing.allow_changes):
+            raise NoWholeCheckpoint(gone)
 
     def pass_over(self, checkpoint: Checkpoint, damage: str) -> Checkpoint | None:
         """Sets a damaged checkpoint aside and finds the newest one before it."""
@@ -198,13 +209,13 @@ class RunFolder:
     def newest_checkpoint(self, *, before: float = math.inf) -> Checkpoint | None:
         """Finds the newest complete checkpoint, sets damaged ones before it aside, and opens the metrics.
 
-        The content of its shards is for those who load it to check; `resume_from` comes then. RuntimeError: the ledger is of another run.
-        NoWholeCheckpoint: all that there are turn out to be damaged.
+        The content of its shards is for those who load it to check; `resume_from` comes then. NoWholeCheckpoint: all that there are turn
+        out to be damaged, or of another run than the ledger.
         """
         self._refuse_to_begin_anew(before=before)
         newest = self.checkpoints.newest(before=before, sets_aside=True)
         if obstacle := self.ledger.find_obstacle(*_place(newest)):
-            raise RuntimeError(obstacle)
+            raise NoWholeCheckpoint(obstacle)
         if self._metrics is None:
             self._last_logged_step = last_step_in(self.path / METRICS)
             self._metrics = JsonlLogger(self.path / METRICS)
@@ -213,17 +224,45 @@ class RunFolder:
     def resume_from(self, checkpoint: Checkpoint | None) -> None:
         """Takes ledger, metrics and samples back to a checkpoint of which every byte has been compared; None: to the start."""
         assert self._metrics is not None, "newest_checkpoint comes first"
-        if checkpoint is None and self.ledger.state.trained:
-            logger.warning("%s has %d steps without a checkpoint", self.ledger.path, len(self.ledger.state.trained))
+        if checkpoint is None:
+            self._keep_earlier()
         self.ledger.roll_back(*_place(checkpoint))
+        if checkpoint is not None:
+            self.note_saved(checkpoint)
         kill_point("fallback")
         last_step = checkpoint.step if checkpoint else -1
         drop_later_steps(self.path / SAMPLES, last_step)
         self._metrics.close()
-        has_metrics = drop_later_steps(self.path / METRICS, last_step)
+        logged = drop_later_steps(self.path / METRICS, last_step)
         self._metrics = JsonlLogger(self.path / METRICS)
-        if checkpoint is not None and not has_metrics:  # killed between the checkpoint and its line
+        if checkpoint is not None and checkpoint.step not in logged:  # killed between the checkpoint and its line
             self._metrics.log(checkpoint.state().metrics, checkpoint.step)
+        if lost := sorted(set(range(1, last_step)) - logged):
+            steps = f"{lost[0]} to {lost[-1]}"
+            logger.warning("%s has no lines of %d steps, %s: they are lost", self.path / METRICS, len(lost), steps)
+
+    def _keep_earlier(self) -> None:
+        """Copies the metrics and samples of steps that the run makes again from its start into the log folder."""
+        if self.ledger.state.trained:
+            logger.warning("%s has %d steps without a checkpoint", self.ledger.path, len(self.ledger.state.trained))
+        for path in (self.path / METRICS, self.path / SAMPLES):
+            if path.is_file() and path.stat().st_size:
+                kept = self.log_folder / f"earlier_{path.name}"
+                within(IO_TIMEOUT_S, f"copy of {path}", shutil.copyfile, path, kept)
+                sync_file(kept)
+                logger.warning("The run begins at step 0; a copy of %s is kept: %s", path, kept)
+
+    def note_saved(self, checkpoint: Checkpoint) -> None:
+        """Records a published checkpoint in the ledger, by its mark."""
+        if (mark := checkpoint.mark) is not None:
+            self.ledger.save(replace(mark, run=self.checkpoints.run, step=checkpoint.step))
+
+    def sync(self) -> None:
+        """Forces to disk what the run has appended, and the names of its texts, before a checkpoint of these steps is published."""
+        for path in (self.path / METRICS, self.path / SAMPLES, self.log_folder):
+            with self._may_fail(path.name):
+                if path.exists():
+                    sync_file(path)
 
     @contextmanager
     def open_loggers(self) -> Iterator[Loggers]:
@@ -417,18 +456,18 @@ def _place(checkpoint: Checkpoint | None) -> tuple[int, Path | None]:
     return (checkpoint.step, checkpoint.ledger) if checkpoint is not None else (0, None)
 
 
-def drop_later_steps(path: Path, step: int) -> bool:
-    """Drops lines of steps after `step`, which run again, and torn lines. Returns whether `step` itself has a line."""
+def drop_later_steps(path: Path, step: int) -> set[int]:
+    """Drops lines of steps after `step`, which run again, and torn lines. Returns the steps that have a line."""
     lines = _lines(path)
-    kept = [line for found, line in lines if found <= step]
+    kept = {number: found for number, (found, _) in enumerate(lines) if found is not None and found <= step}
     if len(kept) < len(lines):
-        write_atomic(path, "".join(line + "\n" for line in kept))
-    return any(found == step for found, _ in lines)
+        write_atomic(path, "".join(lines[number][1] + "\n" for number in kept))
+    return set(kept.values())
 
 
 def last_step_in(path: Path) -> int:
     """The last step with a whole line; -1 if there is none."""
-    return int(max((step for step, _ in _lines(path) if step < math.inf), default=-1))
+    return max((step for step, _ in _lines(path) if step is not None), default=-1)
 
 
 def read_or_set_aside(path: Path) -> bytes:
@@ -445,11 +484,7 @@ def read_or_set_aside(path: Path) -> bytes:
         return b""
 
 
-def _lines(path: Path) -> list[tuple[float, str]]:
-    found: list[tuple[float, str]] = []
-    for line in read_or_set_aside(path).decode("ascii", errors="replace").splitlines():
-        try:
-            found.append((int(json.loads(line)["step"]), line))
-        except (ValueError, KeyError, TypeError, RecursionError):
-            found.append((math.inf, line))
-    return found
+def _lines(path: Path) -> list[tuple[int | None, str]]:
+    """Step and text of each line; None: it is torn, or no line of ours."""
+    lines = read_or_set_aside(path).decode("ascii", errors="replace").splitlines()
+    return [(row["step"] if (row := parse_row(line)) is not None else None, line) for line in lines]

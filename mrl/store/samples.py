@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from isal import igzip
 
+from conversion.files.durable import sync_file
 from mrl.config.schema.logger import LoggerConfig
 from mrl.store.loggers.sink import Sample
 from mrl.types import RolloutGroup, RolloutInfo, TokenSample, TrainSequence, Verdict
@@ -86,6 +87,7 @@ def write_step_data(
                 row |= {"weight_version": rollout.weight_version, "num_turns": rollout.num_turns, "idx": index}
                 row |= (token_rows or {}).get(rollout.request_id, {})
                 file.write((json.dumps(row) + "\n").encode("ascii"))
+        sync_file(aside)  # after a loss of power the name would be that of an empty file
         aside.rename(path)
     except OSError:
         aside.unlink(missing_ok=True)

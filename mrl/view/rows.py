@@ -3,21 +3,37 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
-from conversion.files.reading import open_file
+from conversion.files.reading import open_file, parse_json
 
 Row: TypeAlias = Mapping[str, float | None]
 """The metrics of one step; None where the value was not finite."""
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
+MAX_STEPS = 2**53
 METRIC_KEYS = {"step"}
 SAMPLE_KEYS = {"step", "split", "prompt", "text", "extracted", "expected", "reward", "status"}
+
+
+def parse_row(line: bytes | str) -> dict | None:
+    """The object of a line whose `step` counts steps; None for any other line."""
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None
+    # True is an int.
+    is_row = isinstance(row, dict) and type(step := row.get("step")) is int and 0 <= step < MAX_STEPS
+    return cast(dict, row) if is_row else None
+
+
+def is_value(value: object) -> bool:
+    """True for the value of a metric."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def read_rows(path: Path, keys: Set[str], *, last_bytes: int | None = None) -> tuple[list[dict], int]:
@@ -29,12 +45,9 @@ def read_rows(path: Path, keys: Set[str], *, last_bytes: int | None = None) -> t
             file.seek(start)
             lines = file.read().splitlines()[1 if start else 0 :]
     for line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict) and keys <= row.keys():
-            found.append(row)
+        row = parse_row(line)
+        if row is not None and keys <= row.keys():
+            found.append(row if keys == SAMPLE_KEYS else {name: value for name, value in row.items() if is_value(value)})
         else:
             num_torn += 1
     return found, num_torn

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 import time
@@ -15,7 +14,7 @@ from typing import Literal, cast
 
 import yaml
 
-from conversion.files.reading import read_file
+from conversion.files.reading import parse_json, read_file
 from mrl.config.dialect.tables import SAFE_LOADER
 from mrl.config.files import MAX_FILE_BYTES, check_yaml
 from mrl.phases import PHASES
@@ -118,8 +117,8 @@ def read_config(path: Path) -> Json:
 
 def read_json(path: Path) -> Json:
     try:
-        found = json.loads(read_file(path))
-    except (OSError, ValueError, RecursionError):
+        found = parse_json(read_file(path))
+    except (OSError, ValueError):
         found = None
     return found if isinstance(found, dict) else {}
 

@@ -65,8 +65,9 @@ class CheckpointingConfig:
     """Save optimizer state; without it a run cannot resume exactly."""
     keep_rollouts_gb: NotNegative = 16.0
     """Rollouts that a resumed run would else sample again are kept, in a folder of at most so many GB; 0 = none are."""
-    allow_changes: list[Literal["model", "tokenizer", "data", "teacher", "critic"]] = field(default_factory=list)
-    """Changes with which a run may resume. Data: also their order, which files, split, seed and shuffle decide."""
+    allow_changes: list[Literal["model", "tokenizer", "data", "teacher", "critic", "checkpoints"]] = field(default_factory=list)
+    """Changes with which a run may resume. Data: also their order, which files, split, seed and shuffle decide. Checkpoints: the run begins
+    at step 0 if all that it has saved are gone."""
     checkpoint_must_save_by: str | None = None
     """DD:HH:MM:SS after the start of the Slurm job or process: the run saves and ends before a step that would end later; null = never."""
 

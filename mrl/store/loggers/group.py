@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from conversion.files.durable import read_whole, write_atomic
+from conversion.files.durable import put_aside, read_whole, write_atomic
+from conversion.files.reading import parse_json
 from mrl.config.schema.logger import LoggerConfig
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import redact
@@ -47,8 +48,7 @@ class Loggers:
         """`last_step` is the last step of which the run folder has metrics, those after the newest checkpoint included; -1 if none."""
         self._file = run_folder / MEMORY
         self._lock = threading.Lock()
-        is_resumed = self._file.exists()
-        self._memory = Memory(**json.loads(read_whole(self._file))) if is_resumed else Memory(time.time())
+        self._memory = _memory_in(self._file) if self._file.exists() else Memory(time.time())
         self._memory.last_step = max(self._memory.last_step, last_step)
         plain = redact(asdict(config), config.facts.secrets)
         assert isinstance(plain, dict)
@@ -112,6 +112,18 @@ class Loggers:
             write_atomic(self._file, json.dumps(asdict(self._memory), indent=1))
         except OSError as error:
             logger.warning("%s cannot be written (%s): after a restart the loggers begin new runs", self._file, error)
+
+
+def _memory_in(file: Path) -> Memory:
+    try:
+        found = parse_json(read_whole(file))
+        if isinstance(found, dict) and isinstance(found["started_at"], float) and type(found["last_step"]) is int:
+            return Memory(found["started_at"], found["last_step"], dict(found["run_ids"]))
+        raise ValueError("it is of another form")
+    except (ValueError, KeyError, TypeError) as error:
+        aside = put_aside(file, "damaged_").name
+        logger.warning("%s is damaged (%s), and set aside as %s: the loggers begin new runs", file, error, aside)
+        return Memory(time.time())
 
 
 def switched_on(config: LoggerConfig) -> list[str]:

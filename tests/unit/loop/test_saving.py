@@ -361,11 +361,6 @@ def break_marker(folder: Path) -> None:
     (folder / "COMPLETE").symlink_to("/proc/self/mem")
 
 
-def become_a_file(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.touch()
-
-
 def goes_on(attempt: Callable[[], Attempt], first: int) -> None:
     """Two attempts train one step each."""
     for step in (first, first + 1):
@@ -376,7 +371,7 @@ def goes_on(attempt: Callable[[], Attempt], first: int) -> None:
             pass
 
 
-@pytest.mark.parametrize("break_", [lose_marker, lose_manifest, truncate_shard, break_marker, become_a_file])
+@pytest.mark.parametrize("break_", [lose_marker, lose_manifest, truncate_shard, break_marker])
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(attempt: Callable[[], Attempt], tmp_path: Path, break_: Callable):
     now, path = attempt(), tmp_path / "run"
     with now.folder:
@@ -406,20 +401,29 @@ def test_a_run_whose_last_checkpoints_the_ranks_find_damaged_is_not_begun_anew(a
     with pytest.raises(NoWholeCheckpoint, match=r"damaged_step_1: .*; damaged_step_2: "):
         attempt()
     assert not now.ranks.loaded and now.folder.ledger.path.read_bytes() == before
-    # The other way out: all of them are moved away.
+    # The other way out: all of them are moved away, and the run is begun anew.
     for folder in path.glob("damaged_step_*"):
         folder.rename(tmp_path / folder.name)
+    with pytest.raises(NoWholeCheckpoint, match=r"gone, of step 1, 2 .* set checkpointing\.allow_changes=\[checkpoints\]"):
+        attempt()
+    now.folder.config.checkpointing.allow_changes = ["checkpoints"]
     goes_on(attempt, 1)
 
 
-@pytest.mark.parametrize("name", ["tmp_step_1", "step_1"])
-def test_a_run_whose_first_save_was_interrupted_begins_at_step_0(attempt: Callable[[], Attempt], tmp_path: Path, name: str):
-    now, path = attempt(), tmp_path / "run"
+def test_a_run_whose_first_save_was_interrupted_begins_at_step_0(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    settings = config(tmp_path)
+    settings.checkpointing.metric_name, settings.checkpointing.save_period = None, 1
+
+    def attempt() -> Attempt:
+        folder = RunFolder(settings)
+        folder.open()
+        return Attempt(folder)
+
+    now = attempt()
     with now.folder:
-        for step in (1, 2):
-            shutil.rmtree(path / f"step_{step}")
-    (path / name / "policy/weights").mkdir(parents=True)
-    (path / name / "policy/weights/__0_0.distcp").write_bytes(b"half")
+        pending = now.folder.checkpoints.begin(now.train(1))
+        (pending.weights / "__0_0.distcp").write_bytes(b"half")
     goes_on(attempt, 1)
 
 

@@ -90,7 +90,7 @@ def test_the_metrics_and_the_samples_of_the_report(folder: RunFolder, monkeypatc
     [
         (lambda folder: folder.note_refit({}), (durable, "WRITE_TIMEOUT_S"), "write_text", "refit.json"),
         (lambda folder: folder.checkpoints.begin(RunState(step=1)), (checkpoints, "IO_TIMEOUT_S"), "write_text", "tmp_step_1"),
-        (lambda folder: folder.checkpoints.remove_unfinished(), (checkpoints, "IO_TIMEOUT_S"), "glob", "/run"),
+        (lambda folder: folder.checkpoints.remove_unfinished(), (checkpoints, "IO_TIMEOUT_S"), "iterdir", "/run"),
         (lambda folder: RunFolder(folder.config).open(), (durable, "WRITE_TIMEOUT_S"), "mkdir", "/run"),
         (lambda folder: folder.give_back(), (durable, "WRITE_TIMEOUT_S"), "unlink", "owner.json"),
     ],

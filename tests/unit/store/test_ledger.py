@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mrl.store.ledger import Ledger, replay
+from mrl.store.marks import Mark
 from tests.unit.store.conftest import Synced
 
 
@@ -149,7 +150,9 @@ def test_what_is_damaged_or_lost_is_restored_from_the_copy_and_stays_so(
     ledger.train(1, [(0, "a:1")], dropped=[(0, "b:1")])
     ledger.take(2, [(0, "a:2")])
     ledger.train(2, [(0, "a:2")])
-    ledger.copy_to(copy)
+    mark = Mark("run", 2, "save")
+    ledger.copy_to(copy, mark)
+    ledger.save(mark)
     expected = replay(copy)
     assert expected == ledger.state
     ledger.take(3, [(0, "a:3")])

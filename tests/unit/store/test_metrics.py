@@ -28,9 +28,9 @@ def test_lines_beyond_the_checkpoint_and_torn_lines_are_dropped(tmp_path: Path):
 
 def test_a_step_without_a_line_is_noticed(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    assert not drop_later_steps(path, 2)
+    assert drop_later_steps(path, 2) == set()
     path.write_text('{"step": 1}\n')
-    assert not drop_later_steps(path, 2)
+    assert drop_later_steps(path, 2) == {1}
 
 
 def test_the_last_step_of_a_file(tmp_path: Path):

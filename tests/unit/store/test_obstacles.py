@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from conversion.files import durable
 from mrl.store import checkpoints, ownership
 from mrl.store.identity import Identity
 from mrl.store.run_folder import METRICS, SAMPLES, RunFolder
@@ -81,24 +80,29 @@ def dangling(path: Path) -> None:
     path.symlink_to("/nowhere")
 
 
-@pytest.mark.parametrize(("name", "make"), [("tmp_step_3", Path.touch), ("tmp_step_3", dangling), ("tmp_old_tmp_step_1", Path.mkdir)])
-def test_what_has_the_name_of_an_interrupted_save_is_removed(folder: Path, name: str, make: Callable[[Path], None]):
-    make(folder / name)
-    assert_goes_on(folder)
-
-
 @pytest.mark.parametrize("make", [Path.touch, dangling])
-def test_what_has_the_name_of_a_checkpoint_and_is_none_is_passed_over(folder: Path, make: Callable[[Path], None]):
-    make(folder / "step_9")
+@pytest.mark.parametrize("name", ["step_9", "tmp_step_3"])
+def test_what_has_the_name_of_a_checkpoint_and_no_mark_is_refused_and_left_alone(folder: Path, name: str, make: Callable[[Path], None]):
+    make(folder / name)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"run: mrl did not write {name}\. mrl leaves .* choose another folder, or move that out"):
+            run(folder.parent, 1)
+        assert os.path.lexists(folder / name) and not (folder / "owner.json").exists()
+    (folder / name).unlink()
     assert_goes_on(folder)
-    assert os.path.lexists(folder / "damaged_step_9")
+
+
+@pytest.mark.parametrize("name", ["tmp_step_3", "tmp_old_tmp_step_1"])
+def test_folders_without_any_file_that_a_save_may_have_left_are_removed(folder: Path, name: str):
+    (folder / name / "policy/weights").mkdir(parents=True)
+    assert_goes_on(folder)
+    assert not (folder / name).exists()
 
 
 def test_a_part_that_a_file_server_keeps_for_a_while_is_in_no_ones_way(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """NFS keeps a file that is removed while it is open, in its folder."""
     (folder / "tmp_step_3/policy/weights").mkdir(parents=True)
-    for module in (durable, checkpoints):
-        monkeypatch.setattr(module, "remove_any", lambda _: None)
+    monkeypatch.setattr(checkpoints, "remove_marked", lambda _: None)
     for last in (3, 4):
         run(folder.parent, 1)
         assert (folder / f"step_{last}/COMPLETE").exists()

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Marks: a run folder and its checkpoints are known by what lies in them, not by names. mrl renames and removes only what it has marked."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from conversion.files.durable import put_aside, write_atomic
+from conversion.files.reading import parse_json, read_file
+from conversion.texts import listed
+
+MARK = "run.json"
+"""The mark: in a run folder, and the first file of each checkpoint."""
+STATE = "training_info.json"
+MARKER = "COMPLETE"
+_MARKS = (MARK, STATE, MARKER)
+"""Files by which a checkpoint is known. They are removed last."""
+STEP_FOLDER = re.compile(r"step_(0|[1-9][0-9]{0,17})")
+_LEFT = re.compile(r"tmp_(old_)*(tmp_)?step_[0-9]+(\.[0-9]+)?")
+"""What an interrupted save or removal leaves."""
+_PENDING = re.compile(r"tmp_step_[0-9]+")
+_NUMBERED = re.compile(r"(.*[^a-z])?(global_?)?(steps?|iter|iteration|checkpoint|ckpt|epoch)[-_=]?[0-9]+(\.[a-z]+)?", re.IGNORECASE)
+"""Checkpoints of Megatron (iter_0000020), verl (global_step_20), transformers and TRL (checkpoint-20), torchtitan, Lightning and others."""
+_OVERWRITTEN = ("config.yaml", "about.json", "identity.json", "ledger.jsonl", "metrics.jsonl", "samples.jsonl", "report.html", "refit.json")
+_TRACKERS = ("latest_checkpointed_iteration.txt", "trainer_state.json")
+_RUN_STATE = {"step", "weight_version", "metrics"}
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The run, the step and the save that a checkpoint is of. That of a run folder has step 0 and no save."""
+
+    run: str
+    """Id of the run; "": an older version has written this checkpoint."""
+    step: int
+    """-1: nothing says it."""
+    save: str = ""
+    """Id of the save: two copies of a run that both go on have equal runs and steps."""
+
+    def as_json(self) -> dict[str, object]:
+        return {**dataclasses.asdict(self), "sum": self._sum()}
+
+    @classmethod
+    def of(cls, found: object) -> Mark:
+        """ValueError: this is no mark, or a damaged one."""
+        if isinstance(found, Mapping) and isinstance(step := found.get("step"), int) and not isinstance(step, bool):
+            mark = cls(str(found.get("run")), step, str(found.get("save")))
+            if found.get("sum") == mark._sum():
+                return mark
+        raise ValueError(f"no mark of a run: {str(found)[:100]}")
+
+    def _sum(self) -> str:
+        return hashlib.sha256(f"{self.run} {self.step} {self.save}".encode()).hexdigest()[:8]
+
+
+def new_id() -> str:
+    """An id that no other run or save has."""
+    return secrets.token_hex(8)
+
+
+def write_mark(folder: Path, mark: Mark) -> None:
+    """Marks a folder. TimeoutError: as `write_atomic`."""
+    write_atomic(folder / MARK, json.dumps(mark.as_json()))
+
+
+def find_mark(folder: Path) -> Mark | None:
+    """The mark of a checkpoint, whole, damaged or unfinished, of older versions too; None: mrl has not written this folder.
+
+    ValueError: this user may not read what may be its mark.
+    """
+    refused: PermissionError | None = None
+    for read in (_mark_in, _mark_by_state, _mark_by_marker):
+        try:
+            return read(folder)
+        except TimeoutError:
+            raise
+        except PermissionError as error:
+            refused = error
+        except (OSError, ValueError):
+            continue
+    if refused is not None:
+        raise unreadable(folder, refused) from refused
+    return None
+
+
+def unreadable(folder: Path, error: PermissionError) -> ValueError:
+    """Refuses a checkpoint of which this user may not read a part."""
+    way_out = f"start as its user, or let this one read it: chmod -R u+rwX {folder}"
+    return ValueError(f"{folder} may be whole, and this user may not read it: {error}; {way_out}")
+
+
+def _mark_in(folder: Path) -> Mark:
+    return Mark.of(parse_json(read_file(folder / MARK)))
+
+
+def _mark_by_state(folder: Path) -> Mark:
+    found = parse_json(read_file(folder / STATE), allows_nan=True)
+    # NeMo RL's file of this name has other keys.
+    if not isinstance(found, dict) or not {"step", "weight_version"} <= found.keys() <= _RUN_STATE or type(found["step"]) is not int:
+        raise ValueError(f"{folder / STATE} is none of mrl")
+    return Mark("", found["step"])
+
+
+def _mark_by_marker(folder: Path) -> Mark:
+    if re.fullmatch(rb"[0-9a-f]{64}", read_file(folder / MARKER)) is None:
+        raise ValueError(f"{folder / MARKER} is none of mrl")
+    return Mark("", -1)
+
+
+def is_unmarked(path: Path) -> bool:
+    """True for what mrl leaves alone. A folder without any file in it is free to take."""
+    if find_mark(path) is not None:
+        return False
+    return path.is_symlink() or not path.is_dir() or any(files for _, _, files in os.walk(path))
+
+
+def put_marked_aside(path: Path, prefix: str) -> Path:
+    """As `put_aside`, of a checkpoint that is marked; OSError: mrl has not written it."""
+    if is_unmarked(path):
+        raise FileExistsError(f"{path} was not written by mrl, which leaves it alone; move it away")
+    return put_aside(path, prefix)
+
+
+def remove_marked(path: Path) -> None:
+    """Removes a marked folder, or a link to one, as far as it can. The marks go last: what a kill leaves of it is marked."""
+    if path.is_symlink() or not path.is_dir():
+        with suppress(OSError):
+            path.unlink()
+        return
+    for marks in (False, True):
+        for entry in path.iterdir():
+            if (entry.name in _MARKS) == marks:
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    with suppress(OSError):
+                        entry.unlink()
+        if not marks and any(entry.name not in _MARKS for entry in path.iterdir()):  # as a file server keeps it for a while
+            return
+    with suppress(OSError):
+        path.rmdir()
+
+
+def left_by_kills(folder: Path, run: str) -> list[Path]:
+    """Folders in the folder of a run that its interrupted saves and removals have left."""
+    paths = [path for path in sorted(folder.iterdir()) if _LEFT.fullmatch(path.name) and not is_unmarked(path)]
+    return [path for path in paths if (mark := find_mark(path)) is None or mark.run in ("", run)]
+
+
+def find_run(folder: Path, saved: Mapping[int, Mark]) -> str:
+    """Id of the run that a run folder is of, which has these saves in its ledger; "" where nothing says it."""
+    with suppress(OSError, ValueError):
+        return _mark_in(folder).run
+    runs = {mark.run for mark in saved.values()} or {mark.run for _, mark in _checkpoints(folder) if mark is not None}
+    return runs.pop() if len(runs) == 1 else ""
+
+
+def find_strangers(folder: Path, run: str, saved: Mapping[int, Mark], is_damaged: Callable[[Path], bool]) -> str:
+    """Reason to leave a folder alone: it holds checkpoints that are not of this run, or not of the step of their name; "" if none.
+
+    `run` is that of `find_run`, `saved` the saves in the ledger. `is_damaged` tells whether a checkpoint differs from its manifest.
+    """
+    names, said, runs = list[str](), list[str](), {run} - {""}
+    for path, mark in _checkpoints(folder):
+        match = STEP_FOLDER.fullmatch(path.name)
+        if match is None:
+            names += [path.name] if is_unmarked(path) else []
+            continue
+        if mark is None:
+            names.append(path.name)
+            continue
+        step, known = int(match[1]), saved.get(int(match[1]))
+        runs |= {mark.run} - {""}
+        if mark.step not in (-1, step) and (mark.run or not is_damaged(path)):
+            said.append(f"{path.name} is the checkpoint of step {mark.step}, copied or renamed: give it the name step_{mark.step}")
+        elif run and mark.run not in ("", run):
+            said.append(f"{path.name} is of another run")
+        elif known is not None and known.run == run and mark.step == step and mark.save != known.save and not is_damaged(path):
+            said.append(f"{path.name} is not the save that the ledger names: of a copy of this run, or of another run")
+    if len(runs) > 1 and not run:
+        said.append("its checkpoints are of several runs, and nothing says whose this folder is")
+    if not _is_run_folder(folder):
+        names += [path.name for path in folder.iterdir() if not STEP_FOLDER.fullmatch(path.name) and _is_of_others(path.name)]
+    if names:
+        said.insert(0, f"mrl did not write {listed(sorted(set(names)))}")
+    if not said:
+        return ""
+    return (
+        f"checkpointing.checkpoint_dir={folder}: {'; '.join(said)}. mrl leaves what is not this run's alone: choose another folder, or "
+        "move that out of this one (`python -m mrl.convert mcore-to-hf` makes a folder for policy.model_name of Megatron's weights)"
+    )
+
+
+def _checkpoints(folder: Path) -> list[tuple[Path, Mark | None]]:
+    """What has the name of a checkpoint, or of a save under way."""
+    paths = [path for path in sorted(folder.iterdir()) if STEP_FOLDER.fullmatch(path.name) or _PENDING.fullmatch(path.name)]
+    return [(path, find_mark(path)) for path in paths]
+
+
+def _is_of_others(name: str) -> bool:
+    return name in _OVERWRITTEN or name in _TRACKERS or (_NUMBERED.fullmatch(name) is not None and not _LEFT.fullmatch(name))
+
+
+def _is_run_folder(folder: Path) -> bool:
+    """True if mrl has begun a run here, of older versions too."""
+    tests: tuple[Callable[[], bool], ...] = (
+        lambda: bool(_mark_in(folder)),
+        lambda: any(mark is not None for _, mark in _checkpoints(folder)),
+        lambda: {"model", "tokenizer", "data"} <= _object(folder / "identity.json").keys(),
+        lambda: "mrl" in _object(folder / "about.json"),
+        lambda: b'{"event": ' == read_file(folder / "ledger.jsonl")[:10],
+    )
+    for test in tests:
+        with suppress(OSError, ValueError):
+            if test():
+                return True
+    return False
+
+
+def _object(path: Path) -> Mapping[str, object]:
+    found = parse_json(read_file(path))
+    return found if isinstance(found, dict) else {}

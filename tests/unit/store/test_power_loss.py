@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loss of power leaves of each file what was forced to disk. Steps before a checkpoint keep their lines, and two attempts go on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mrl.store.run_folder import METRICS, SAMPLES, RunFolder
+from tests.unit.loop.test_saving import Attempt
+from tests.unit.store.test_run_folder import config
+from tests.unit.store.test_samples import group_of
+
+pytestmark = pytest.mark.usefixtures("no_report")
+
+
+class Disk:
+    """What a disk holds of the files of a folder if the power goes: by inode, their size when they were forced to disk."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.sizes: dict[int, int] = {}
+        sync = os.fsync
+
+        def noted(descriptor: int) -> None:
+            sync(descriptor)
+            status = os.fstat(descriptor)
+            self.sizes[status.st_ino] = status.st_size
+
+        patch.setattr(os, "fsync", noted)
+
+    def lose_power(self, folder: Path) -> list[str]:
+        """Cuts off what is not on the disk; ext4 keeps the names. Returns the names of files that lose something. Ranks sync their own."""
+        lost = []
+        for path in sorted(set(folder.rglob("*")) - set(folder.rglob("*.distcp"))):
+            if path.is_file() and not path.is_symlink() and (size := self.sizes.get(path.stat().st_ino, 0)) < path.stat().st_size:
+                os.truncate(path, size)
+                lost.append(path.name)
+        return lost
+
+
+def train(now: Attempt, step: int) -> None:
+    state = now.train(step)
+    now.folder.log_samples(step, "train", [group_of("math", 1.0)])
+    now.folder.finish_texts()
+    if step % 4 == 0:
+        now.saver.save_last(state)
+
+
+def start(tmp_path: Path) -> Attempt:
+    settings = config(tmp_path)
+    settings.checkpointing.metric_name, settings.logger.rollouts = None, "all"
+    folder = RunFolder(settings)
+    folder.open()
+    return Attempt(folder)
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_the_steps_of_a_checkpoint_keep_their_lines_and_two_attempts_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "model").mkdir()
+    disk, folder = Disk(monkeypatch), tmp_path / "run"
+    for attempt in (1, 2, 3):
+        now = start(tmp_path)
+        assert now.saver.load(now.newest, last_step=99).step == 4 * (attempt - 1)
+        for step in range(4 * attempt - 3, 4 * attempt + 3):
+            train(now, step)
+        with now.folder:
+            pass
+        lost = disk.lose_power(folder)
+        assert METRICS in lost and SAMPLES in lost, "of two steps after the checkpoint"
+        for name in (METRICS, SAMPLES):
+            assert steps_in(folder / name)[: 4 * attempt] == list(range(1, 4 * attempt + 1))
+        for text in folder.glob("logs/exp_*/*.jsonl.gz"):
+            assert gzip.decompress(text.read_bytes()).count(b"\n") == 1, "no empty file has the name of a step"
+
+
+def test_steps_that_lost_their_lines_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "model").mkdir()
+    now = start(tmp_path)
+    for step in range(1, 5):
+        train(now, step)
+    with now.folder:
+        (tmp_path / "run" / METRICS).write_bytes(b"")
+    for _ in (1, 2):
+        caplog.clear()
+        now = start(tmp_path)
+        assert now.saver.load(now.newest, last_step=99).step == 4
+        assert f"{METRICS} has no lines of 3 steps, 1 to 3: they are lost" in caplog.text
+        assert steps_in(tmp_path / "run" / METRICS) == [4], "which the checkpoint has"
+        with now.folder:
+            pass
+
+
+MESS = b"[" * 100_000 + b"\n" + b'{"step": 1, "trai\n'
+MESS += (
+    b'\n[1,2]\nnull\n{"step":"a"}\n{"step":1e400}\n{"step":-3}\n{"step":true}\n{"step":2.5}\n{"step":NaN}\n{"step":1' + b"0" * 5000 + b"}\n"
+)
+
+
+@pytest.mark.parametrize("name", [METRICS, SAMPLES, "ledger.jsonl", "loggers.json", "run.json", "identity.json", "about.json"])
+def test_numbers_that_no_one_can_count_end_no_start(tmp_path: Path, name: str):
+    (tmp_path / "model").mkdir()
+    now = start(tmp_path)
+    for step in range(1, 5):
+        train(now, step)
+    with now.folder:
+        pass
+    for step in (4, 8):
+        path = tmp_path / "run" / name
+        path.write_bytes((path.read_bytes() if path.exists() and step == 4 else b"") + MESS)
+        now = start(tmp_path)
+        assert now.saver.load(now.newest, last_step=99).step == step
+        assert now.folder.measured("time/total", num_steps=3) is None
+        for later in range(step + 1, step + 5):
+            train(now, later)
+        with now.folder, now.folder.open_loggers():
+            pass
+        if name == METRICS:
+            assert steps_in(path)[-4:] == list(range(step + 1, step + 5))
