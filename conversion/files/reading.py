@@ -23,7 +23,7 @@ MAX_SMALL_BYTES = 256 << 20
 # A file that changes within one tick of the clock after it was hashed keeps its times (as in git's "racy" index).
 SETTLED_S = 2.0
 MAX_DIGITS = 300
-"""Of an integer that a float can hold."""
+"""Digits of the largest integers that a float can hold."""
 MAX_THREADS = 8
 ANNOUNCED_BYTES = 10**9
 

@@ -85,6 +85,7 @@ class CheckpointSaver:
         A checkpoint that cannot be written is reported, and the newest one stays. SaveFailed: with `waits`, because it is the run's last.
         """
         self.finish()
+        self._folder.check_owner()  # a folder that was moved away is not made again
         logger.info("Saving checkpoint for step %d...", state.step)
         with self._may_fail(state.step, is_needed=waits):
             models = self._session.trained_models

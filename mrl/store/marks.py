@@ -27,7 +27,7 @@ _MARKS = (MARK, STATE, MARKER)
 """Files by which a checkpoint is known. They are removed last."""
 STEP_FOLDER = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 _LEFT = re.compile(r"tmp_(old_)*(tmp_)?step_[0-9]+(\.[0-9]+)?")
-"""What an interrupted save or removal leaves."""
+"""Names that an interrupted save or removal leaves."""
 _PENDING = re.compile(r"tmp_step_[0-9]+")
 _NUMBERED = re.compile(r"(.*[^a-z])?(global_?)?(steps?|iter|iteration|checkpoint|ckpt|epoch)[-_=]?[0-9]+(\.[a-z]+)?", re.IGNORECASE)
 """Checkpoints of Megatron (iter_0000020), verl (global_step_20), transformers and TRL (checkpoint-20), torchtitan, Lightning and others."""
@@ -125,7 +125,7 @@ def is_unmarked(path: Path) -> bool:
 
 
 def put_marked_aside(path: Path, prefix: str) -> Path:
-    """As `put_aside`, of a checkpoint that is marked; OSError: mrl has not written it."""
+    """Renames a marked folder as `put_aside` does; OSError: mrl has not written it."""
     if is_unmarked(path):
         raise FileExistsError(f"{path} was not written by mrl, which leaves it alone; move it away")
     return put_aside(path, prefix)
@@ -173,11 +173,8 @@ def find_strangers(folder: Path, run: str, saved: Mapping[int, Mark], is_damaged
     names, said, runs = list[str](), list[str](), {run} - {""}
     for path, mark in _checkpoints(folder):
         match = STEP_FOLDER.fullmatch(path.name)
-        if match is None:
+        if match is None or mark is None:
             names += [path.name] if is_unmarked(path) else []
-            continue
-        if mark is None:
-            names.append(path.name)
             continue
         step, known = int(match[1]), saved.get(int(match[1]))
         runs |= {mark.run} - {""}
@@ -202,7 +199,7 @@ def find_strangers(folder: Path, run: str, saved: Mapping[int, Mark], is_damaged
 
 
 def _checkpoints(folder: Path) -> list[tuple[Path, Mark | None]]:
-    """What has the name of a checkpoint, or of a save under way."""
+    """Paths with the name of a checkpoint, or of a save under way, and their marks."""
     paths = [path for path in sorted(folder.iterdir()) if STEP_FOLDER.fullmatch(path.name) or _PENDING.fullmatch(path.name)]
     return [(path, find_mark(path)) for path in paths]
 

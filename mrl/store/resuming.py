@@ -18,7 +18,6 @@ from mrl.store.checkpoints import (
     checkpoints_in,
     find_damage,
     find_gone,
-    find_lost_run,
     is_damaged,
     newest_step,
 )
@@ -63,7 +62,6 @@ def look_at_folder(config: RunConfig, data: Sequence[Data], *, is_strict: bool) 
         run = find_run(path, ledger.state.saved)
         refusals = (
             lambda: find_strangers(path, run, ledger.state.saved, is_damaged),
-            lambda: find_lost_run(path),
             lambda: find_gone(path, ledger, allowed=config.checkpointing.allow_changes),
         )
         if refusal := next(filter(None, (look() for look in refusals)), ""):

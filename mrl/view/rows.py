@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Set
 from pathlib import Path
@@ -23,7 +24,7 @@ SAMPLE_KEYS = {"step", "split", "prompt", "text", "extracted", "expected", "rewa
 def parse_row(line: bytes | str) -> dict | None:
     """The object of a line whose `step` counts steps; None for any other line."""
     try:
-        row = parse_json(line)
+        row = parse_json(line, allows_nan=True)
     except ValueError:
         return None
     # True is an int.
@@ -31,9 +32,10 @@ def parse_row(line: bytes | str) -> dict | None:
     return cast(dict, row) if is_row else None
 
 
-def is_value(value: object) -> bool:
-    """True for the value of a metric."""
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+def _metrics(row: Row) -> dict:
+    """The numbers of a row; None where one is not finite."""
+    numbers = {name: value for name, value in row.items() if value is None or (isinstance(value, int | float) and value is not True)}
+    return {name: value if value is not None and math.isfinite(value) else None for name, value in numbers.items()}
 
 
 def read_rows(path: Path, keys: Set[str], *, last_bytes: int | None = None) -> tuple[list[dict], int]:
@@ -47,7 +49,7 @@ def read_rows(path: Path, keys: Set[str], *, last_bytes: int | None = None) -> t
     for line in lines:
         row = parse_row(line)
         if row is not None and keys <= row.keys():
-            found.append(row if keys == SAMPLE_KEYS else {name: value for name, value in row.items() if is_value(value)})
+            found.append(row if keys == SAMPLE_KEYS else _metrics(row))
         else:
             num_torn += 1
     return found, num_torn

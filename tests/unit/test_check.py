@@ -115,7 +115,7 @@ def test_where_the_run_starts_and_what_changed_since_the_last_attempt(said, work
     for step, is_complete in ((20, True), (160, True), (180, False)):
         (run / f"step_{step}").mkdir(parents=True)
         if is_complete:
-            (run / f"step_{step}/COMPLETE").write_text("")
+            (run / f"step_{step}/COMPLETE").write_text("0" * 64)
     (run / "config.yaml").write_text(resolved_yaml(load_config("grpo_tiny.yaml")))
     output = said("grpo_tiny.yaml")[1]
     assert "run folder    results/grpo_tiny: resumes at step 160 of 160\n" in output and "Changed" not in output

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_report")
 
 
 class Disk:
-    """What a disk holds of the files of a folder if the power goes: by inode, their size when they were forced to disk."""
+    """Sizes of files when they were last forced to disk, by inode: all that a disk holds of them if the power goes."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.sizes: dict[int, int] = {}

@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """That of another run, of equal prompts: with another learning rate, say."""
+    """The run folder of another run with equal prompts, of another learning rate, say."""
     (tmp_path / "other/model").mkdir(parents=True)
     run(tmp_path / "other", 3)
     return tmp_path / "other/run"
