@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -291,11 +291,21 @@ class Verdict:
     """Reason why the rollout is not valid, or how its text made its grader fail."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further numbers, by name, which are no part of the reward."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Further texts of its line in the table of samples, by name."""
 
     @property
     def has_reward(self) -> bool:
         """True when `reward` counts in the baseline of its group: that of a flagged rollout does, although the rollout is masked."""
         return self.is_valid or self.status == "flagged"
+
+    def adjusted(self, factor: float, added: float = 0.0) -> Verdict:
+        """The verdict with `factor * reward + added` as its reward. Components change alike, each by an equal share of `added`.
+
+        All that changes a reward goes through here, so that components still add up to it: GDPO looks at these alone.
+        """
+        parts = {name: factor * value + added / len(self.components) for name, value in self.components.items()}
+        return replace(self, reward=factor * self.reward + added, components=parts)
 
 
 @dataclass(frozen=True)

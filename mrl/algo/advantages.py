@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from mrl.algo.rewards import num_out_of_range, scale_reward, shaped_rewards, shaped_rewards_of
-from mrl.config.own import find
+from mrl.algo.rewards import num_out_of_range, shaped, shaped_rewards, shaped_rewards_of
+from mrl.config.own import ESTIMATOR, find_fitting
 from mrl.types import FixedAdvantage, FlawKind, RolloutGroup, RolloutInfo, TrainSequence, Verdict
 
 if TYPE_CHECKING:
@@ -140,7 +140,8 @@ def batch_advantages(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list
 
 
 def _by_own_estimator(path: str, groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[list[float]]:
-    returned, rows = find(path)([shaped_rewards(group, config) for group in groups], groups), list[list[float]]()
+    estimator, rows = find_fitting(path, ESTIMATOR), list[list[float]]()
+    returned = estimator(rewards=[shaped_rewards(group, config) for group in groups], groups=groups)
     with suppress(TypeError, ValueError):
         rows = [[float(value) for value in row] for row in cast("Sequence[Sequence[float]]", returned)]
     are_finite = all(math.isfinite(value) for row in rows for value in row)
@@ -172,8 +173,9 @@ def _gdpo(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[Tensor]:
     totals = []
     for group in groups:
         total_G = torch.zeros(len(group.verdicts), dtype=torch.float64)
+        verdicts = shaped(group, config)
         for name, weight in zip(names, weights, strict=True):
-            rewards = [scale_reward(verdict.components.get(name, 0.0), config.reward_scaling) for verdict in group.verdicts]
+            rewards = [verdict.components.get(name, 0.0) for verdict in verdicts]
             total_G += weight * _against_group(group, rewards, config)
         totals.append(total_G)
     has_reward = [_has_reward(group) for group in groups]

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from mrl.algo.ratios import KlType, Segments, correction_weight, extremes, importance_weights, is_bounded, kl_divergence, log_weights, ratio
-from mrl.config.own import find
+from mrl.config import own
 
 if TYPE_CHECKING:
     from mrl.config.schema.algo import LossConfig
@@ -179,11 +179,11 @@ def reinforce(tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: 
 
 def own_loss(path: str) -> Callable[[Tokens, Tensor, Tensor, LossConfig], tuple[Tensor, Tensor]]:
     """`loss_fn.token_loss`, which is called as the losses above; a ValueError says that it does not return what they do."""
-    function = find(path)
+    function = own.find_fitting(path, own.LOSS)
 
     def token_loss(tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
-        returned = function(tokens, ratio_T, clipped_ratio_T, config)
-        parts = returned if isinstance(returned, tuple) else (returned,)
+        returned = function(tokens=tokens, ratio_T=ratio_T, clipped_ratio_T=clipped_ratio_T, config=config)
+        parts = cast("tuple[Tensor, Tensor]", returned if isinstance(returned, tuple) else (returned,))
         if len(parts) != 2 or not all(isinstance(part, Tensor) and part.shape == ratio_T.shape for part in parts):
             shapes = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
             raise ValueError(

@@ -30,21 +30,19 @@ def scale_reward(reward: float, scaling: RewardScalingConfig) -> float:
     return scaling.target_min + share * (scaling.target_max - scaling.target_min)
 
 
-def shape_reward(reward: float, rollout: RolloutInfo, shaping: RewardShapingConfig) -> float:
+def shape(verdict: Verdict, rollout: RolloutInfo, shaping: RewardShapingConfig) -> Verdict:
     """Lowers the reward of a rollout that is too long.
 
     With `stop_properly_penalty_coef`, a rollout that was cut off keeps that share of its reward. Otherwise DAPO's soft overlong punishment
     (arXiv:2503.14476, eq. 13) without its cap: nothing up to `max_response_length - overlong_buffer_length` tokens, then in proportion
     to the tokens beyond.
     """
-    if not shaping.enabled:
-        return reward
     if shaping.stop_properly_penalty_coef is not None:
-        return reward * shaping.stop_properly_penalty_coef if rollout.finish_reason == "length" else reward
+        return verdict.adjusted(shaping.stop_properly_penalty_coef) if rollout.finish_reason == "length" else verdict
     buffer, penalty, longest = shaping.overlong_buffer_length, shaping.overlong_buffer_penalty, shaping.max_response_length
     assert buffer is not None and penalty is not None and longest is not None
     excess = max(0, rollout.num_trained - (longest - buffer))
-    return reward - excess / buffer * penalty
+    return verdict.adjusted(1.0, -excess / buffer * penalty)
 
 
 def shape_effort(group: RolloutGroup, effort: EffortConfig) -> RolloutGroup:
@@ -59,21 +57,30 @@ def shape_effort(group: RolloutGroup, effort: EffortConfig) -> RolloutGroup:
         if not verdict.has_reward or not set(PENALTIES).isdisjoint(verdict.flags):
             return verdict
         bonus = min(1.0, effort.low_weight * (1 - (rollout.length - rollout.last_turn_start) / effort.low_ub))
-        reward = verdict.reward * (1 + max(bonus, 0.0)) + effort.low_penalty * min(bonus, 0.0)
-        return replace(verdict, reward=reward, metrics={**verdict.metrics, "effort_bonus": bonus})
+        changed = verdict.adjusted(1 + max(bonus, 0.0), effort.low_penalty * min(bonus, 0.0))
+        return replace(changed, metrics={**verdict.metrics, "effort_bonus": bonus})
 
     return replace(group, verdicts=tuple(map(shaped, group.verdicts, group.rollouts)))
 
 
-def scaled_rewards(group: RolloutGroup, config: GrpoConfig) -> list[float]:
-    """The rewards of a group after scaling, before shaping."""
-    return [scale_reward(reward, config.reward_scaling) for reward in group.rewards]
+def scaled(group: RolloutGroup, config: GrpoConfig) -> list[Verdict]:
+    """The verdicts of a group after scaling, before shaping. Each component is scaled by itself, as in NeMo RL."""
+    scaling = config.reward_scaling
+    if not scaling.enabled:
+        return list(group.verdicts)
+    parts = [{name: scale_reward(value, scaling) for name, value in verdict.components.items()} for verdict in group.verdicts]
+    return [replace(v, reward=scale_reward(v.reward, scaling), components=own) for v, own in zip(group.verdicts, parts, strict=True)]
+
+
+def shaped(group: RolloutGroup, config: GrpoConfig) -> list[Verdict]:
+    """The verdicts of a group after scaling and shaping, from which advantages are computed."""
+    found, shaping = scaled(group, config), config.reward_shaping
+    return [shape(*pair, shaping) for pair in zip(found, group.rollouts, strict=True)] if shaping.enabled else found
 
 
 def shaped_rewards(group: RolloutGroup, config: GrpoConfig) -> list[float]:
-    """The rewards of a group after scaling and shaping, from which advantages are computed."""
-    scaled = scaled_rewards(group, config)
-    return [shape_reward(reward, rollout, config.reward_shaping) for reward, rollout in zip(scaled, group.rollouts, strict=True)]
+    """The rewards of a group after scaling and shaping."""
+    return [verdict.reward for verdict in shaped(group, config)]
 
 
 def shaped_rewards_of(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[float]:
@@ -108,9 +115,14 @@ def without_lone(groups: Sequence[RolloutGroup], agents: Container[str]) -> list
 
 
 def has_signal(group: RolloutGroup, config: GrpoConfig) -> bool:
-    """Tells whether the rewards of a group differ, as float32, after scaling and before shaping by length.
+    """Tells whether the rewards of a group differ, as float32, after scaling and before shaping by length; for GDPO a component of them.
 
     Without a difference every advantage is 0, or comes from lengths alone (dynamic sampling, arXiv:2503.14476).
     """
-    rewards = [reward for reward, verdict in zip(scaled_rewards(group, config), group.verdicts, strict=True) if verdict.has_reward]
-    return len(np.unique(np.asarray(rewards, dtype=np.float32))) > 1
+    judged = [verdict for verdict in scaled(group, config) if verdict.has_reward]
+    rows = [[verdict.reward] for verdict in judged]
+    if config.adv_estimator.name == "gdpo":
+        weights = config.adv_estimator.reward_weights
+        rows = [[value for _, value in sorted(verdict.components.items())] for verdict in judged]
+        rows = [[v for v, weight in zip(row, weights, strict=False) if weight] for row in rows] if weights is not None else rows
+    return len({tuple(np.float32(value).item() for value in row) for row in rows}) > 1

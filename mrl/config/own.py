@@ -9,34 +9,87 @@ import inspect
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-REWARD_VALUES = ("prompt", "response", "reference_answer", "turns", "row", "data_source", "solution_str", "ground_truth", "extra_info")
-"""Parameter names of a reward function; each gets the value that its name says. The last four are verl's."""
-POSITIONAL = REWARD_VALUES[:3]
+_NONE = inspect.Parameter.empty
+QUESTIONS = ("question", "problem")
+ANSWERS = ("answer", "expected_answer", "solution", "gold", "gold_answer", "label", "target", "reference")
+"""Names under which libraries and data sets give the answer of a row. Where the row has such a column too, they mean that."""
+REPLIES = ("completion", "generation", "prediction", "predict_str")
+BATCHED = {"prompts": "prompt", "completions": "response"}
+"""TRL's names. A reward function that takes one of them gets lists of one rollout, and returns one."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Call signature of a user's object."""
+    """A hook's values by name, which its function takes as parameters in any order."""
 
     parameters: tuple[str, ...]
     returns: str = ""
     methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Methods that an instance needs, with their parameters, if the object is a class."""
     is_async: bool = False
+    synonyms: Mapping[str, str] = field(default_factory=dict)
+    """Name in another library -> ours. A parameter with a default that is not None or empty keeps it."""
+    needs: tuple[str, ...] = ()
+    """Values of which a function has to take one."""
+    takes_columns: bool = False
+    """True when any other parameter names a column of the row."""
 
 
+REWARD = Kind(
+    ("prompt", "response", "reference_answer", "turns", "row")
+    + ("data_source", "solution_str", "ground_truth", "extra_info")  # verl's
+    + ("log_extra", "log_metric"),  # TRL's
+    "float",
+    synonyms={
+        **BATCHED,
+        **dict.fromkeys(QUESTIONS, "prompt"),
+        **dict.fromkeys(REPLIES, "response"),
+        **dict.fromkeys(ANSWERS, "reference_answer"),
+    },
+    needs=("response", "turns", "solution_str"),
+    takes_columns=True,
+)
 ESTIMATOR = Kind(("rewards", "groups"), "list[list[float]]")
-AGENT = Kind(("client", "row"), "float", is_async=True)
+AGENT = Kind(("client", "row"), "float", is_async=True, needs=("client",))
 LOSS = Kind(("tokens", "ratio_T", "clipped_ratio_T", "config"), "tuple[Tensor, Tensor]")
 PROCESSOR = Kind(("row",), "dict")
 LOGGER = Kind(
     ("config", "run"),
     methods={"log": ("metrics", "step"), "log_host": ("metrics", "seconds"), "log_samples": ("samples", "step"), "close": ()},
 )
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A user's function, called with values by the names of its parameters."""
+
+    function: Callable[..., object]
+    signature: inspect.Signature
+    names: Mapping[str, str]
+    """Parameter -> name of its value."""
+    columns: tuple[str, ...]
+    """Parameters without a default that no value is called after: a row has to have columns of these names."""
+    optional: tuple[str, ...]
+    """Parameters with a default that a column of the row takes the place of."""
+    rest: str | None
+    """Name of the `**` parameter."""
+
+    def __call__(self, **values: object) -> object:
+        """Calls the function with the values that its parameters name, and with all others if it has a `**` parameter."""
+        return self.call({parameter: values[name] for parameter, name in self.names.items()}, values)
+
+    def call(self, arguments: Mapping[str, object], others: Mapping[str, object]) -> object:
+        """Calls the function with arguments by parameter; its `**` parameter gets those of `others` that it has no parameter for."""
+        bound = self.signature.bind_partial()
+        bound.apply_defaults()
+        bound.arguments.update(arguments)
+        if self.rest is not None:
+            bound.arguments[self.rest] = {name: value for name, value in others.items() if name not in self.signature.parameters}
+        return self.function(*bound.args, **bound.kwargs)
 
 
 def is_path(name: str) -> bool:
@@ -63,19 +116,73 @@ def find(path: str) -> Callable[..., object]:
 
 
 def find_fitting(path: str, kind: Kind) -> Callable[..., object]:
-    """Finds an object that accepts mrl's arguments. A ValueError names the signature."""
+    """Finds an object that accepts mrl's arguments, to be called by their names. A ValueError names the signature."""
     found = find(path)
-    if bool(kind.methods) != isinstance(found, type):
-        raise ValueError(f"is a {'class' if isinstance(found, type) else 'function'}; write {_signature(path, kind)}")
-    if kind.is_async and not inspect.iscoroutinefunction(found):
-        raise ValueError(f"is no async function; write {_signature(path, kind)}")
+    if not kind.methods:
+        return bind(found, kind)
+    if not isinstance(found, type):
+        raise ValueError(f"is a function; write {_wanted(found, kind)}")
     if not _takes(found, kind.parameters):
-        raise ValueError(f"takes {inspect.signature(found)}; write {_signature(path, kind)}")
+        raise ValueError(f"takes {_signature(found)}; write {_wanted(found, kind)}")
     for name, parameters in kind.methods.items():
         method = getattr(found, name, None)
-        if not callable(method) or not _takes(method, ("self", *parameters)):
+        if not callable(method) or not _takes(method, parameters, "self"):
             raise ValueError(f"has no {name}({', '.join(parameters)}); write a method of that name, or inherit mrl.api.Sink")
     return found
+
+
+@functools.cache
+def find_reward(path: str) -> Hook:
+    """A reward function by its path. ValueError: see `find_fitting`."""
+    return bind(find(path), REWARD)
+
+
+def missing_columns(path: str, columns: Collection[str], *, has_answer: bool) -> list[str]:
+    """Parameters of a reward function for which a row has no column, though they have no default and are no value of mrl's."""
+    hook = find_reward(path)
+    answers = [] if has_answer else [name for name in hook.names if name in ANSWERS and hook.signature.parameters[name].default is _NONE]
+    return [name for name in (*hook.columns, *answers) if name not in columns]
+
+
+def bind(found: Callable[..., object], kind: Kind) -> Hook:
+    """Binds a function's parameters to the values of its kind by their names. A ValueError says which names it may take.
+
+    A parameter without a default has to name a value, in whatever place it stands. The only one of a hook of one value is that value.
+    `*args` stays empty. What `functools.partial` has set stays as it is.
+    """
+    if isinstance(found, type):
+        raise ValueError(f"is a class; write {_wanted(found, kind)}")
+    if inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004
+        if not kind.is_async:
+            way_out = ", which may use asyncio.run, or an agent (env.own.agents)" if kind is REWARD else ""
+            raise ValueError(f"is an async function; write {_wanted(found, kind)}{way_out}")
+    elif kind.is_async:
+        raise ValueError(f"is no async function; write {_wanted(found, kind)}")
+    signature = _signature(found)
+    fixed = found.keywords if isinstance(found, functools.partial) else {}
+    taken = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in fixed]
+    rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+    names = {name: value for p in taken if (value := _value(name := p.name, p.default, kind)) is not None}
+    needed = [p.name for p in taken if p.default is p.empty and p.name not in names]
+    if len(kind.parameters) == 1 and len(needed) == 1 and not names:
+        names, needed = {needed[0]: kind.parameters[0]}, []
+    if needed and not kind.takes_columns:
+        raise ValueError(f"takes {signature}, and mrl has no {', '.join(needed)}; write {_wanted(found, kind)}")
+    if not taken and any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):
+        raise ValueError(f"takes {signature}, which names nothing; put functools.wraps into its decorator, or write {_wanted(found, kind)}")
+    if not rest and set(names.values()).isdisjoint(kind.needs or kind.parameters):
+        lacks = f"nothing of {', '.join(kind.needs or kind.parameters)}"
+        raise ValueError(f"takes {signature}, {lacks}; write {_wanted(found, kind)}")
+    optional = tuple(p.name for p in taken if p.name not in names and p.name not in needed) if kind.takes_columns else ()
+    return Hook(found, signature, names, tuple(needed), optional, rest)
+
+
+def _value(name: str, default: object, kind: Kind) -> str | None:
+    """The value that a parameter of this name gets."""
+    if name in kind.parameters:
+        return name
+    is_open = default is _NONE or default is None or default == ""
+    return kind.synonyms.get(name) if is_open else None
 
 
 def code_digest(path: str) -> str:
@@ -90,38 +197,32 @@ def code_digest(path: str) -> str:
     return hashlib.sha256(b"\0".join(Path(file).read_bytes() for file in beside if os.path.isfile(file))).hexdigest()
 
 
-def reward_parameters(function: Callable[..., object]) -> dict[str, str]:
-    """Parameter -> name in `REWARD_VALUES`; three parameters without defaults of other names get `POSITIONAL`.
-
-    A ValueError names the signature.
-    """
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-        raise ValueError("is an async function; write a plain one, which may use asyncio.run, or an agent (env.own.agents)")
-    parameters = list(inspect.signature(function).parameters.values())
-    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    unknown = [parameter for parameter in needed if parameter not in REWARD_VALUES]
-    known = [p.name for p in parameters if p.name in REWARD_VALUES and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if not unknown and known:
-        return dict(zip(known, known, strict=True))
-    if len(needed) == len(POSITIONAL) == len([p for p in plain if p.default is p.empty]):
-        return dict(zip(needed, POSITIONAL, strict=True))
-    raise ValueError(
-        f"takes {inspect.signature(function)}, of which mrl does not know {', '.join(unknown or needed)}; "
-        f"take three parameters, {', '.join(POSITIONAL)}, or any of {', '.join(REWARD_VALUES)}"
-    )
-
-
-def _takes(function: Callable[..., object], parameters: tuple[str, ...]) -> bool:
+def _signature(found: Callable[..., object]) -> inspect.Signature:
+    """The signature of a callable: its own, or that of what its decorator wraps where its own has no names. ValueError: it has none."""
     try:
-        inspect.signature(function).bind(*parameters)
-    except TypeError:
+        own = inspect.signature(found, follow_wrapped=False)
+        is_open = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own.parameters.values())
+        return inspect.signature(found) if is_open else own
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"has no signature that Python can read ({error}); call it in a function of your own") from error
+
+
+def _takes(function: Callable[..., object], parameters: tuple[str, ...], *first: object) -> bool:
+    try:
+        _signature(function).bind(*first, **dict.fromkeys(parameters))
+    except (TypeError, ValueError):
         return False
     return True
 
 
-def _signature(path: str, kind: Kind) -> str:
-    name = path.replace(":", ".").rpartition(".")[2]
+def _wanted(found: object, kind: Kind) -> str:
+    name = getattr(found, "__name__", None) or type(found).__name__
+    name = name if name.isidentifier() else "name"
     if kind.methods:
         return f"class {name} with __init__(self, {', '.join(kind.parameters)})"
-    return f"{'async ' if kind.is_async else ''}def {name}({', '.join(kind.parameters)}) -> {kind.returns}"
+    if not kind.takes_columns:
+        return f"{'async ' if kind.is_async else ''}def {name}({', '.join(kind.parameters)}) -> {kind.returns}"
+    return (
+        f"def {name}({', '.join(kind.parameters[:3])}) -> {kind.returns}, or with any of {', '.join(kind.parameters[3:])}, "
+        f"their other names ({', '.join(kind.synonyms)}), and columns of the row"
+    )

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from conversion.files.hf_folder import read_config
-from mrl.config.rules.data import NEMO_GYM, environment_names, is_agent, route_of
+from mrl.config.own import REWARD, missing_columns
+from mrl.config.rules.data import NEMO_GYM, environment_names, is_agent, own_function, route_of
 from mrl.config.schema.data import GYM_PROCESSOR, known_dataset
 from mrl.config.schema.env import NEED_ANSWER
 from mrl.config.texts import safe_text
@@ -134,6 +135,8 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
             raise RowError(f"no teacher: {taught_as} is not in on_policy_distillation.teacher_model_by_agent_name")
         if env_name in NEED_ANSWER:
             _check_answer(row.answer, fields, dataset, env_name)
+        if (reward := own_function(env_name, config.env)) is not None:
+            _check_columns(reward, row)
         text = "" if tokenizer is None else rendered(row, tokenizer)
         rest = row.rest | ({"tools": row.tools} if row.tools else {})
         if is_agent(env_name, config.env) and row.agent is not None:
@@ -178,6 +181,15 @@ def _check_answer(answer: str, fields: Fields, dataset: DatasetConfig, env_name:
         raise RowError(f"the answer is {answer}, as NuminaMath writes where none was given; give one, or remove the row")
     if GOLD_MARK in answer:
         raise RowError(f"{GOLD_MARK} in the answer is followed by no line, or by different ones; give the answer as expected_answer")
+
+
+def _check_columns(path: str, row: ParsedRow) -> None:
+    """Raises RowError if a reward function takes what is neither a value of mrl nor a column of the row."""
+    if missing := missing_columns(path, row.rest, has_answer=bool(row.answer)):
+        raise RowError(
+            f"{path} takes {', '.join(missing)}, and the row has no such column{'' if row.answer else ', and no answer'}; beside question "
+            f"and answer it has {', '.join(row.rest) or 'none'}, and mrl has {', '.join((*REWARD.parameters, *REWARD.synonyms))}"
+        )
 
 
 def sampling_params(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:

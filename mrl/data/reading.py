@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 from conversion.files.durable import write_atomic
 from mrl.config.errors import ConfigError
-from mrl.config.own import find
+from mrl.config.own import PROCESSOR, find_fitting
 from mrl.config.schema.data import PROCESSORS
 from mrl.config.texts import counted, safe_text
 from mrl.data.fields import Fields, RowError, json_object
@@ -86,11 +86,11 @@ def with_processor(processor: str, parse: Callable[[Fields], Parsed[Value]]) -> 
     """Wraps `parse` so that the user's processor converts each row first; NeMo RL's names change nothing."""
     if processor in PROCESSORS:
         return parse
-    function = find(processor)
+    function = find_fitting(processor, PROCESSOR)
 
     def parse_processed(fields: Fields) -> Parsed[Value]:
         try:
-            row = json.loads(json.dumps(function(fields)))
+            row = json.loads(json.dumps(function(row=fields)))
         except Exception as error:  # the user's code
             raise RowError(f"processor {processor} failed with {type(error).__name__}: {error}") from error
         if not isinstance(row, dict):

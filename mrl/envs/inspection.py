@@ -132,6 +132,5 @@ def _has_broken_call(answer: str, rules: Rules) -> bool:
 def amend(verdict: Verdict, remarks: Remarks) -> Verdict:
     """The verdict with its flaws; reward and its components are 0 if there is a penalty, which becomes a flag."""
     if remarks.penalties and verdict.has_reward:
-        nothing = dict.fromkeys(verdict.components, 0.0)
-        verdict = replace(verdict, reward=0.0, components=nothing, flags=(*verdict.flags, *remarks.penalties))
+        verdict = replace(verdict.adjusted(0.0), flags=(*verdict.flags, *remarks.penalties))
     return replace(verdict, flaws=remarks.flaws)

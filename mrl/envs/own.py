@@ -3,52 +3,79 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import inspect
 import json
 import numbers
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mrl import env
-from mrl.config.own import find, reward_parameters
+from mrl.config.own import ANSWERS, BATCHED, QUESTIONS, REWARD, Hook, find_reward
 from mrl.envs.task import MASK_SAMPLE, Environment, Outcome, Score, Task
 
 if TYPE_CHECKING:
     from mrl.config.schema.env import EnvConfig
 
+MAX_COLUMN_CHARACTERS = 1000
 TOTALS = ("reward", "score")
 """Keys of a returned dict that hold the reward itself. `score` is verl's."""
 
-VALUES: dict[str, Callable[[Task], object]] = {
-    "prompt": lambda task: task.prompt,
-    "response": lambda task: task.text,
-    "reference_answer": lambda task: task.expected,
-    "turns": lambda task: list(task.turns),
-    "row": lambda task: task.fields,
-    "data_source": lambda task: task.fields.get("data_source", ""),
-    "solution_str": lambda task: task.text,
-    "ground_truth": lambda task: _held(task.fields.get("reward_model"), "ground_truth", task.expected),
-    "extra_info": lambda task: _held(task.fields, "extra_info", task.fields),
-}
-"""The value of a parameter, by its name: those of `REWARD_VALUES`."""
+COLUMN_FIRST = (*QUESTIONS, *ANSWERS, "ground_truth")
+"""Names of which a row's column of that name is meant, if it has one beside question and answer."""
+SHARED = ("log_extra", "log_metric")
+"""Values that TRL does not put into lists."""
+
+
+def values_of(task: Task, log: Log) -> dict[str, object]:
+    """The values of `REWARD`, by name, and by their names in other libraries; then the columns of the row."""
+    fields = task.fields
+    values: dict[str, object] = {
+        "prompt": task.prompt,
+        "response": task.text,
+        "reference_answer": task.expected,
+        "turns": list(task.turns),
+        "row": fields,
+        "data_source": fields.get("data_source", ""),
+        "solution_str": task.text,
+        "ground_truth": _held(fields.get("reward_model"), "ground_truth", task.expected),
+        "extra_info": _held(fields, "extra_info", fields),
+        "log_extra": log.extra,
+        "log_metric": log.metric,
+    }
+    values |= {name: values[value] for name, value in REWARD.synonyms.items()}
+    return values | {name: value for name, value in fields.items() if name in COLUMN_FIRST or name not in values}
+
+
+@dataclass
+class Log:
+    """What a reward function logs beside its reward."""
+
+    columns: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def extra(self, column: str, values: object) -> None:
+        """Adds a column to the table of samples: a value, or as in TRL a list of one."""
+        self.columns[column] = str(_only(values))[:MAX_COLUMN_CHARACTERS]
+
+    def metric(self, name: str, value: object) -> None:
+        """Adds a number that is no part of the reward."""
+        self.metrics[name] = _number(value, f"metric {name!r}")
 
 
 def environment(name: str, config: EnvConfig, endpoints: Path | None) -> Environment:
     """Declares one of `env.own.functions`, or a function that an installed package offers; `endpoints` as `build_environment` has it."""
     # Here, so that children import no config.
-    from mrl.config.rules.data import ENTRY_POINT_GROUP
+    from mrl.config.rules.data import own_function
 
     own = config.own
-    installed = {point.name: f"{point.module}:{point.attr}" for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
     return Environment(
         "mrl.envs.own:make",
-        {"function": own.functions.get(name) or installed.get(name, name)},
+        {"function": own_function(name, config) or name},
         timeout_s=own.timeout_s,
         # Children find a user's module where Python finds it here: Ray gives its processes the driver's folders.
         search_path=tuple(os.path.abspath(path) for path in sys.path),
@@ -60,16 +87,15 @@ def environment(name: str, config: EnvConfig, endpoints: Path | None) -> Environ
 def make(function: str) -> Score:
     """The reward function `pkg.mod:fn`; a ValueError says that it is not there, or that its parameters are not known."""
     try:
-        found = find(function)
-        names, signature = reward_parameters(found), inspect.signature(found)
+        hook = find_reward(function)
     except ValueError as error:
         raise ValueError(f"reward function {function!r} {error}") from error
 
     def score(task: Task) -> Outcome:
         try:
-            bound = signature.bind_partial()
-            bound.arguments.update({name: VALUES[value](task) for name, value in names.items()})
-            return outcome(found(*bound.args, **bound.kwargs))
+            log = Log()
+            found = outcome(judged(hook, task, log))
+            return replace(found, columns={**found.columns, **log.columns}, metrics=log.metrics)
         except Exception as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, PermissionError | socket.gaierror):
@@ -83,12 +109,25 @@ def make(function: str) -> Score:
     return score
 
 
+def judged(hook: Hook, task: Task, log: Log) -> object:
+    """Calls a reward function with values by their names, in TRL's lists if it takes those. TypeError: the row lacks a column."""
+    values, columns = values_of(task, log), task.fields
+    is_batched = any(name in BATCHED for name in hook.names)
+    if is_batched:
+        values = {name: value if name in SHARED else [value] for name, value in values.items()}
+    if missing := [name for name in hook.columns if name not in columns]:
+        raise TypeError(f"the function takes {', '.join(missing)}, which is no column of the row")
+    taken = {*hook.names, *hook.columns, *(name for name in hook.optional if name in columns)}
+    returned = hook.call({name: values[name] for name in taken}, values)
+    return _only(returned) if is_batched else returned
+
+
 def outcome(returned: object) -> Outcome:
     """The outcome of a returned value: a number; or a dict with `reward` or `score`, else with components that add up to the reward.
 
-    Of a dict's other entries, numbers are components, `extracted` or verl's `pred` is text, `mask_sample` masks, and `observation` is what
-    the environment answers: a text, which the user says, or messages. Beside a reward there may be anything else. The pool refuses what is
-    no finite number.
+    Of a dict's other entries, numbers are components, `extracted` or verl's `pred` is the answer found, other texts are columns of the
+    table of samples, `mask_sample` masks, and `observation` is what the environment answers: a text, which the user says, or messages.
+    Beside a reward there may be anything else. The pool refuses what is no finite number.
     """
     if not isinstance(returned, Mapping):
         return Outcome(_number(returned, "the reward"))
@@ -97,6 +136,7 @@ def outcome(returned: object) -> Outcome:
         raise TypeError(f"the returned dict has two rewards, {' and '.join(f'{key}={returned[key]!r:.40}' for key in TOTALS)}")
     special = {*TOTALS, "extracted", "observation", MASK_SAMPLE}
     others = {str(key): value for key, value in returned.items() if key not in special}
+    columns = {key: str(others.pop(key))[:MAX_COLUMN_CHARACTERS] for key in [*others] if isinstance(others[key], str)}
     components = {
         key: _number(value, f"component {key!r}") for key, value in others.items() if total is None or _as_number(value) is not None
     }
@@ -106,9 +146,17 @@ def outcome(returned: object) -> Outcome:
         reward=sum(components.values()) if total is None else _number(returned[total], f"{total!r}"),
         extracted=str(returned.get("extracted", returned.get("pred", ""))),
         components=components,
+        columns={key: text for key, text in columns.items() if key != "pred"},
         flags=(MASK_SAMPLE,) if _number(returned.get(MASK_SAMPLE) or 0, MASK_SAMPLE) else (),
         observation=_messages(returned.get("observation")),
     )
+
+
+def _only(value: object) -> object:
+    """The entry of a list, array or tensor of one."""
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 1:
+        return value[0]
+    return value
 
 
 def _number(value: object, what: str) -> float:

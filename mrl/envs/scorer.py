@@ -58,6 +58,7 @@ LONG_CHARACTERS = 20_000
 # A child that computed for this share of its deadline was not held up by the machine.
 GUILTY_CPU_SHARE = 0.5
 MAX_EXTRACTED_CHARACTERS = 1_000
+MAX_COLUMNS = 32
 
 TEXT_FAULT = "text_fault"
 """Flag of a rollout whose text made its grader fail: its reward is 0."""
@@ -377,13 +378,15 @@ def _verdict(environment: Environment, task: Task, answer: dict[str, object]) ->
         if culprit == "row":
             reason += f"; {environment} reads {', '.join(environment.row_fields)} of a row"
         return _failed("error", task, reason)
-    reward, components = answer.get("reward"), answer.get("components")
+    reward, components, metrics = answer.get("reward"), answer.get("components"), answer.get("metrics")
     if not _is_number(reward):
         return _failed("error", task, f"the reward is {reward!r:.100}, not a finite number")
-    if not isinstance(components, dict) or not all(map(_is_number, components.values())):
-        return _failed("error", task, f"the components of the reward are {components!r:.100}, not finite numbers")
-    extracted, flags, observation = (answer.get(name) for name in ("extracted", "flags", "observation"))
-    if not isinstance(extracted, str) or not isinstance(flags, list) or not _are_messages(observation):
+    for numbers, what in ((components, "components of the reward"), (metrics, "metrics")):
+        if not isinstance(numbers, dict) or not all(map(_is_number, numbers.values())):
+            return _failed("error", task, f"the {what} are {numbers!r:.100}, not finite numbers")
+    assert isinstance(components, dict) and isinstance(metrics, dict)
+    extracted, flags, observation, columns = (answer.get(name) for name in ("extracted", "flags", "observation", "columns"))
+    if not isinstance(extracted, str) or not isinstance(flags, list) or not _are_messages(observation) or not isinstance(columns, dict):
         return _failed("error", task, f"the answer {str(answer):.100} is no outcome")
     return Verdict(
         reward=float(reward),
@@ -394,6 +397,8 @@ def _verdict(environment: Environment, task: Task, answer: dict[str, object]) ->
         components={safe_text(name): float(value) for name, value in components.items()},
         flags=tuple(safe_text(str(flag)) for flag in flags),
         observation=tuple({key: safe_text(value) for key, value in message.items()} for message in observation),
+        metrics={safe_text(name): float(value) for name, value in metrics.items()},
+        columns={safe_text(name): safe_text(str(text), MAX_EXTRACTED_CHARACTERS) for name, text in [*columns.items()][:MAX_COLUMNS]},
     )
 
 

@@ -81,6 +81,10 @@ class Outcome:
     """Names to count besides the reward; `mask_sample` keeps the rollout out of the loss."""
     observation: tuple[Mapping[str, str], ...] = ()
     """Messages (`role`, `content`) that continue the conversation if turns are left. `reward` stands if none are."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Further columns of the table of samples."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers, which are no part of the reward."""
 
 
 Score = Callable[[Task], Outcome]

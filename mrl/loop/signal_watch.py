@@ -26,13 +26,14 @@ class SignalWatch:
     def note(self, step: int, groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence]) -> str | None:
         """Warns if a step has no signal; returns why the run must end if too many in a row had none."""
         counted = [sequence for sequence in sequences if sequence.is_valid]
-        rewards = {sequence.reward for sequence in counted}
+        # Of equal rewards, the components may differ, with which GDPO makes advantages.
+        rewards = {(sequence.reward, sequence.advantage) for sequence in counted}
         if len(rewards) > 1 or any(sequence.fixed_advantages for sequence in counted):
             self.num_steps = 0
             return None
         self.num_steps += 1
         if rewards:
-            what = f"all {len(counted)} rewards are {rewards.pop():g}"
+            what = f"all {len(counted)} rewards are {rewards.pop()[0]:g}"
         else:
             reasons = Counter(verdict.reason or verdict.status for group in groups for verdict in group.verdicts if not verdict.is_valid)
             commonest = f", most often because of: {reasons.most_common(1)[0][0]:.200}" if reasons else " as overlong"

@@ -33,7 +33,8 @@ from mrl.signals import die_with_parent, shield_process
 MAX_TASK_BYTES = 64 * 2**20
 JOIN_S = 60.0
 NUM_POOLS = 32
-AgentFunction = Callable[[AsyncOpenAI, dict[str, object]], Awaitable[object]]
+AgentFunction = Callable[..., Awaitable[object]]
+"""Called as `agent(client=..., row=...)`."""
 logger = logging.getLogger(__name__)
 
 
@@ -70,7 +71,7 @@ def make_app(agent: AgentFunction) -> Starlette:
         client = AsyncOpenAI(base_url=task["base_url"], api_key=task["api_key"], http_client=next(pools), max_retries=0, timeout=deadline_s)
         try:
             async with asyncio.timeout(left_s) as limit:
-                found = outcome(await agent(client, task["row"]))
+                found = outcome(await agent(client=client, row=task["row"]))
         except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 return _json({"error": f"the agent has taken longer than {deadline_s:g} s (env.agent_timeout_s)", "status": "timeout"})

@@ -84,6 +84,7 @@ def write_step_data(
                 row |= {"prompt_id": prompt.prompt_id, "environment": prompt.env_name, "reward_components": dict(verdict.components)}
                 row |= {"finish_reason": rollout.finish_reason, "masked": _mask_reason(verdict, sequence)}
                 row |= {"expected": prompt.expected_answer, "extracted": verdict.extracted}
+                row |= {"columns": dict(verdict.columns)} if verdict.columns else {}
                 row |= {"weight_version": rollout.weight_version, "num_turns": rollout.num_turns, "idx": index}
                 row |= (token_rows or {}).get(rollout.request_id, {})
                 file.write((json.dumps(row) + "\n").encode("ascii"))

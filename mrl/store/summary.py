@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from mrl import spans
-from mrl.algo.rewards import shaped_rewards_of
+from mrl.algo.rewards import has_signal, shaped_rewards_of
 from mrl.config.schema.algo import GrpoConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data.planning import sequence_cost
@@ -91,7 +91,7 @@ def rollout_metrics(
         "rollout/mean_prompt_length": float(np.mean([rollout.prompt_length for rollout in rollouts])),
         "rollout/truncated_fraction": float(np.mean([rollout.finish_reason == "length" for rollout in rollouts])),
         "rollout/failed": float(sum(not verdict.is_valid for verdict in verdicts)),
-        "rollout/groups_without_signal": float(sum(len(set(map(np.float32, group.rewards))) == 1 for group in groups)),
+        "rollout/groups_without_signal": float(sum(not has_signal(group, grpo) for group in groups)),
         "rollout/engine_restarts": float(num_engine_restarts),
         "rollout/tokens_per_s": float(lengths[[rollout.key not in kept for rollout in rollouts]].sum() / seconds),
         **({"rollout/kept_groups": float(len(kept))} if kept else {}),

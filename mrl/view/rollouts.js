@@ -51,6 +51,7 @@ function card(row) {
   return h("article", { class: row.masked ? "card masked" : row.rewards > 0 ? "card good" : "card" },
     h("small", {}, fact(row)), h("pre", {}, row.content[1]),
     row.extracted !== undefined ? h("small", {}, `extracted ${row.extracted}`) : null,
+    ...Object.entries(row.columns || {}).map(([name, text]) => h("small", {}, `${name} ${text}`)),
     row.token_texts ? h("button", { "data-tokens": row.idx, onclick: () => { looked.token = row; draw(); } }, "token by token") : null);
 }
 

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import get_args
 
 from mrl.config.errors import Problems, spell
-from mrl.config.own import AGENT, ESTIMATOR, LOGGER, LOSS, PROCESSOR, Kind, find, find_fitting, is_path, reward_parameters
+from mrl.config.own import AGENT, ESTIMATOR, LOGGER, LOSS, PROCESSOR, REWARD, Kind, find_fitting, is_path
 from mrl.config.rules.data import key_of
 from mrl.config.rules.layout import DENSE_SIZES
 from mrl.config.schema.algo import Estimator
@@ -226,7 +226,7 @@ def check_own(config: RunConfig, problems: Problems) -> None:
         if config.loss_fn.token_loss is not None:
             _check(problems, "loss_fn.token_loss", config.loss_fn.token_loss, LOSS)
         for name, path in config.env.own.functions.items():
-            _note(problems, f"env.own.functions.{name}={path}", lambda path=path: reward_parameters(find(path)))
+            _check(problems, f"env.own.functions.{name}", path, REWARD)
         for name, path in config.env.own.agents.items():
             _check(problems, f"env.own.agents.{name}", path, AGENT)
     for key, dataset in (config.data.train_sets | config.data.validation_sets).items():
@@ -241,11 +241,7 @@ def _check(problems: Problems, key: str, path: str, kind: Kind, names: Collectio
     if names and not is_path(path):
         problems.add(key, f"no such {what}", f"use one of {', '.join(names)}, or package.module:name of your own")
     else:
-        _note(problems, f"{key}={path}", lambda: find_fitting(path, kind))
-
-
-def _note(problems: Problems, key: str, check: Callable[[], object]) -> None:
-    try:
-        check()
-    except ValueError as error:
-        problems.extend([f"{key}: {error}"])
+        try:
+            find_fitting(path, kind)
+        except ValueError as error:
+            problems.extend([f"{key}={path}: {error}"])

@@ -29,10 +29,16 @@ def environment_names(config: EnvConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*built_in, *config.own.functions, *config.agents, *installed)))
 
 
+def own_function(env_name: str, config: EnvConfig) -> str | None:
+    """Path of the reward function of an environment: the user's own, or that of an installed package. None: it has another grader."""
+    return config.own.functions.get(env_name) or _installed(tuple(sys.path)).get(env_name)
+
+
 @functools.cache
-def _installed(_path: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of the environments of installed packages, read once for a search path: each look reads the files of all packages."""
-    return tuple(entry_point.name for entry_point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
+def _installed(_path: tuple[str, ...]) -> dict[str, str]:
+    """Reward functions of installed packages, by name, read once for a search path: each look reads the files of all packages."""
+    points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    return {point.name: f"{point.module}:{point.attr}" for point in points}
 
 
 def route_of(agent_name: str, config: EnvConfig) -> str | None:

@@ -78,13 +78,13 @@ class Loggers:
         named = nemo_rl_names(metrics)
         for thread in self._threads:
             if thread.name in TAKE_STEPS_AGAIN or step > self._memory.last_step:
-                thread.put(lambda sink: sink.log(named, step))
+                thread.put(lambda sink: sink.log(metrics=named, step=step))
 
     def log_host(self, metrics: Mapping[str, float], sampled_at: float) -> None:
         """Records metrics of the hosts, sampled at a time in seconds since 1970. Any thread may call it."""
         named = {HOST_PREFIX + name: value for name, value in metrics.items()}
         for thread in self._threads:
-            thread.put(lambda sink: sink.log_host(named, int(sampled_at - self._memory.started_at)))
+            thread.put(lambda sink: sink.log_host(metrics=named, seconds=int(sampled_at - self._memory.started_at)))
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Records rollouts as text, each cut to its share of `MAX_SAMPLE_CHARACTERS`."""
@@ -92,7 +92,7 @@ class Loggers:
             limit = MAX_SAMPLE_CHARACTERS // len(samples) // 2
             short = [Sample(sample.prompt[:limit], sample.rollout[:limit], sample.expected[:limit], sample.reward) for sample in samples]
             for thread in self._threads:
-                thread.put(lambda sink: sink.log_samples(short, step))
+                thread.put(lambda sink: sink.log_samples(samples=short, step=step))
 
     def close(self) -> None:
         """Sends what is queued, and ends all loggers within `CLOSE_TIMEOUT_S`."""

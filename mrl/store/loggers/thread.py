@@ -92,7 +92,7 @@ class SinkThread:
 
     def _open(self) -> None:
         def make_sink() -> None:
-            self._sink = cast(Sink, find(self._class)(self._config, self._run))
+            self._sink = cast(Sink, find(self._class)(config=self._config, run=self._run))
 
         self._next_try = time.monotonic() + REOPEN_INTERVAL_S
         if self._attempt(make_sink) and self._sink is not None:

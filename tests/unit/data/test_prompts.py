@@ -237,3 +237,16 @@ def test_questions_that_a_data_set_repeats_are_asked_once(config: RunConfig, tmp
     write(tmp_path / "train.jsonl", [row("1+1", 0), row("0+2", 1), row("1+1", 2)])
     assert [prompt.text for prompt in load_prompts(configured(tmp_path, "data.train.dataset_name=DAPOMath17K")).train] == ["1+1", "0+2"]
     assert len(load_prompts(config).train) == 3
+
+
+def test_a_reward_s_parameter_is_a_column_of_every_row(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "rewards_of_rows.py").write_text("def graded(response, level, solution): ...\ndef ungraded(response, level=1): ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write(tmp_path / "train.jsonl", [{"question": "1+1", "answer": "2", "level": 1}, {"question": "2+2", "answer": "4"}])
+    common = ["data.validation=null", "data.default.env_name=mine"]
+    with pytest.raises(ValueError, match=r"train.jsonl:2: .*graded takes level, and the row has no such column; .* it has none"):
+        load_prompts(configured(tmp_path, *common, "++env.own.functions.mine=rewards_of_rows:graded"))
+    assert len(load_prompts(configured(tmp_path, *common, "++env.own.functions.mine=rewards_of_rows:ungraded")).train) == 2
+    write(tmp_path / "train.jsonl", [{"question": "1+1", "level": 1}])
+    with pytest.raises(ValueError, match="graded takes solution, and the row has no such column, and no answer"):
+        load_prompts(configured(tmp_path, *common, "++env.own.functions.mine=rewards_of_rows:graded"))

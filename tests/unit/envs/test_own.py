@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+import functools
+import inspect
+
 import numpy as np
 import pytest
 import torch
 
-from mrl.envs.own import make, outcome
+from mrl.envs.own import Log, make, outcome, values_of
 from mrl.envs.task import Outcome, Task
 
 TASK = Task(("first", "last"), "gold", "what?", '{"data_source": "gsm8k", "level": 3}')
@@ -21,19 +24,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info={}):  # no
     }
 
 
-def other_names(question, answer, gold):
-    return float((question, answer, gold) == ("what?", "last", "gold"))
-
-
 def by_name(turns, row, weight=2.0):
     return weight * len(turns) + row["level"]
 
 
-def unknown(response, colour):
+def unknown(colour, shade):
     return 0.0
 
 
-@pytest.mark.parametrize(("name", "reward"), [("techpulse_reward", 1.0), ("compute_score", 0.5), ("other_names", 1.0), ("by_name", 7.0)])
+@pytest.mark.parametrize(("name", "reward"), [("techpulse_reward", 1.0), ("compute_score", 0.5), ("by_name", 7.0)])
 def test_parameters_get_what_their_names_say(name: str, reward: float):
     assert make(f"{__name__}:{name}")(TASK).reward == reward
 
@@ -87,7 +86,7 @@ def of_verl(solution_str, ground_truth, method="strict", extra_info=None):
     }
 
 
-def keywords(data_source, *, ground_truth, extra_info):
+def keywords(data_source, solution_str, *, ground_truth, extra_info):
     return {"score": 1.0, "level": extra_info["level"], "is_gold": ground_truth == "gold"}
 
 
@@ -104,3 +103,114 @@ def test_verls_functions_get_verls_values_by_name():
 def test_an_async_reward_is_refused_before_it_judges():
     with pytest.raises(ValueError, match="async"):
         make(f"{__name__}:later")
+
+
+def nothing_of_the_model(question, answer, gold): ...
+
+
+def any_order(gold, completion, question):
+    return float((gold, completion, question) == ("gold", "last", "what?"))
+
+
+def positional_only(row, response, prompt="", /):
+    return float((row["level"], response, prompt) == (3, "last", "what?"))
+
+
+def of_trl(completions, solution, level, prompts=None, missing=None, **kwargs):
+    """TRL's form: each value is a list, the row's columns too."""
+    names = kwargs["data_source"], kwargs["answer"], kwargs["turns"]
+    return [float((completions, solution, level, prompts, missing, *names) == (["last"], ["gold"], [3], ["what?"], None, *EXPECTED))]
+
+
+EXPECTED = ["gsm8k"], ["gold"], [["first", "last"]]
+
+
+def of_verifiers(completion, answer, level=0, weight=2.0, target=100):
+    """A row's column takes a default's place; a default of one's own stays where only a synonym speaks for another value."""
+    return float((completion, answer, level, weight, target) == ("last", "gold", 3, 2.0, 100))
+
+
+def logs(completions, log_extra=None, log_metric=None):
+    assert log_extra is not None and log_metric is not None
+    log_extra("found", ["4"])
+    log_metric("length", 4.0)
+    return [1.0]
+
+
+class Judges:
+    def __init__(self, right: str = "last"):
+        self.right = right
+
+    def __call__(self, reference_answer, response):
+        return float((reference_answer, response) == ("gold", self.right))
+
+    def method(self, reference_answer, response):
+        return self(reference_answer, response)
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def blind(function):
+    return lambda *args, **kwargs: function(*args, **kwargs)
+
+
+def fixed(response, prompt, reference_answer):
+    return float((response, prompt, reference_answer) == ("last", "mine", "gold"))
+
+
+instance, method = Judges(), Judges().method
+wrapped, unnamed = decorated(any_order), blind(any_order)
+partial = functools.partial(fixed, prompt="mine")
+anonymous = lambda gold, response: float((gold, response) == ("gold", "last"))  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["any_order", "positional_only", "of_trl", "of_verifiers", "logs", "instance", "method", "wrapped", "partial", "anonymous"],
+)
+def test_every_callable_gets_values_by_the_names_of_its_parameters(name: str):
+    assert make(f"{__name__}:{name}")(TASK).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing_of_the_model", "nothing of response, turns"),
+        ("unnamed", "functools.wraps"),
+        ("Judges", "is a class"),
+        ("Task", "is a class"),
+    ],
+)
+def test_a_callable_whose_parameters_say_nothing_is_refused(name: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        make(f"{__name__}:{name}")
+
+
+def test_a_c_function_gets_values_if_it_names_them():
+    with pytest.raises(ValueError, match="no signature that Python can read|nothing of response"):
+        make("builtins:max")
+    with pytest.raises(ValueError, match="nothing of response"):
+        make("builtins:len")
+
+
+def test_a_row_s_column_is_meant_where_the_row_has_one_beside_the_answer():
+    task = Task(("last",), "42", "what?", '{"solution": "long text", "prediction": "no"}')
+
+    def reward(solution, prediction, answer): ...
+
+    values = values_of(task, Log())
+    assert {name: values[name] for name in inspect.signature(reward).parameters} == {
+        "solution": "long text", "prediction": "last", "answer": "42",
+    }  # fmt: skip
+
+
+def test_what_a_reward_logs_goes_beside_its_reward():
+    found = make(f"{__name__}:logs")(TASK)
+    assert (found.columns, found.metrics, found.components) == ({"found": "4"}, {"length": 4.0}, {})
+    assert outcome({"reward": 1, "why": "short", "pred": "4"}) == Outcome(1.0, "4", columns={"why": "short"})

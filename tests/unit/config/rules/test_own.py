@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from mrl.config.own import AGENT, ESTIMATOR, LOSS, PROCESSOR, Kind, bind
 from tests.sources import ROOT
 from tests.unit.config.problems import problems_of
 from tests.waiting import HANG_S
@@ -17,6 +21,7 @@ from tests.waiting import HANG_S
 MODULE = """
 from mrl.api import Sink
 
+def swapped(groups, rewards): ...
 def two(a, b): ...
 def three(a, b, c): ...
 def five(a, b, c, d, e): ...
@@ -24,6 +29,7 @@ def one(row): ...
 async def goes(client, row): ...
 async def alone(row): ...
 def four(tokens, ratio_T, clipped_ratio_T, config): ...
+def judges(gold, response, prompt): ...
 def coloured(response, colour): ...
 class NoArguments: ...
 class NoClose:
@@ -33,33 +39,39 @@ class NoClose:
     def log_samples(self, samples, step): ...
 class Good(Sink):
     def __init__(self, config, run): ...
+class Swapped(Sink):
+    def __init__(self, run, config): ...
+    def log(self, step, metrics): ...
+class Renamed(Sink):
+    def __init__(self, config, run): ...
+    def log(self, values, step): ...
 number = 3
 """
 
 FITTING = [
-    "grpo.adv_estimator.name=things_of_mine:two",
-    "grpo.adv_estimator.name=things_of_mine.two",
+    "grpo.adv_estimator.name=things_of_mine:swapped",
+    "grpo.adv_estimator.name=things_of_mine.swapped",
     "loss_fn.token_loss=things_of_mine:four",
     "loss_fn.token_loss=mrl.algo.losses:clipped_surrogate",
     "data.default.processor=things_of_mine:one",
     "data.train.processor=things_of_mine.one",
     "logger.own=[things_of_mine:Good]",
-    "++env.own.functions.mine=things_of_mine.three",
+    "++env.own.functions.mine=things_of_mine.judges",
 ]
 WRONG = [
     ("grpo.adv_estimator.name=grop", "no such estimator; use one of grpo, gdpo, reinforce_plus_plus, opd, or package.module:name"),
-    ("grpo.adv_estimator.name=things_of_mine:one", "takes (row); write def one(rewards, groups) -> list[list[float]]"),
+    ("grpo.adv_estimator.name=things_of_mine:one", "takes (row), and mrl has no row; write def one(rewards, groups) -> list[list[float]]"),
     ("grpo.adv_estimator.name=no_such_module:f", "cannot be imported (ModuleNotFoundError: No module named 'no_such_module'); write"),
     ("grpo.adv_estimator.name=things_of_mine:number", "is a int, not a function or class"),
     ("loss_fn.token_loss=things_of_mine:two", "write def two(tokens, ratio_T, clipped_ratio_T, config) -> tuple[Tensor, Tensor]"),
     ("loss_fn.token_loss=things_of_mine:Good", "is a class; write def Good(tokens, ratio_T, clipped_ratio_T, config)"),
-    ("data.default.processor=things_of_mine:five", "takes (a, b, c, d, e); write def five(row) -> dict"),
+    ("data.default.processor=things_of_mine:five", "takes (a, b, c, d, e), and mrl has no a, b, c, d, e; write def five(row) -> dict"),
     ("logger.own=[things_of_mine:one]", "is a function; write class one with __init__(self, config, run)"),
     ("logger.own=[things_of_mine:NoArguments]", "write class NoArguments with __init__(self, config, run)"),
     ("logger.own=[things_of_mine:NoClose]", "has no close(); write a method of that name, or inherit mrl.api.Sink"),
     (
-        "++env.own.functions.mine=things_of_mine:coloured",
-        "of which mrl does not know colour; take three parameters, prompt, response, reference_answer",
+        "++env.own.functions.mine=things_of_mine:three",
+        "takes (a, b, c), nothing of response, turns, solution_str; write def three(prompt, response, reference_answer) -> float, or with",
     ),
     ("++env.own.functions.mine=things_of_mine:no_such", "cannot be imported (AttributeError"),
 ]
@@ -84,6 +96,48 @@ def test_what_does_not_fit_is_refused_by_its_signature(things: None, override: s
     assert problem.startswith(f"{key}={path.strip('[]')}: ")
 
 
+TOLD = {"tokens": "T", "ratio_T": "r", "clipped_ratio_T": "c", "config": "f", "rewards": [1.0], "groups": ["g"], "row": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "expected"),
+    [
+        (lambda tokens, clipped_ratio_T, ratio_T, config: (tokens, clipped_ratio_T, ratio_T, config), LOSS, ("T", "c", "r", "f")),
+        (lambda ratio_T, tokens, **rest: (ratio_T, tokens, *sorted(rest)), LOSS, ("r", "T", "clipped_ratio_T", "config")),
+        (lambda config, tokens, ratio_T, /: (config, tokens, ratio_T), LOSS, ("f", "T", "r")),
+        (lambda groups, rewards, weight=2: (groups, rewards, weight), ESTIMATOR, (["g"], [1.0], 2)),
+        (lambda example: example, PROCESSOR, {"a": 1}),
+        (lambda example, tokenizer: None, PROCESSOR, "and mrl has no example, tokenizer"),
+        (lambda tokens, ratios, clipped, config: None, LOSS, "and mrl has no ratios, clipped"),
+        (lambda *args: None, ESTIMATOR, "functools.wraps"),
+        (lambda: None, PROCESSOR, "nothing of row"),
+        (dict, PROCESSOR, "is a class"),
+        (getattr, ESTIMATOR, "takes|has no signature"),
+    ],
+)
+def test_every_hook_gets_values_by_name_or_is_refused(function: Callable[..., object], kind: Kind, expected: object):
+    told = {name: TOLD[name] for name in kind.parameters}
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            bind(function, kind)
+    else:
+        assert bind(function, kind)(**told) == expected
+
+
+def test_an_agent_gets_its_client_and_row_in_any_order():
+    async def agent(row: object, client: object) -> object:
+        return client, row
+
+    hook = cast(Callable[..., Coroutine[None, None, object]], bind(agent, AGENT))
+    assert asyncio.run(hook(client="c", row={"a": 1})) == ("c", {"a": 1})
+
+
+def test_a_logger_is_called_by_keyword(things: None):
+    assert problems_of("logger.own=[things_of_mine:Swapped]") == []
+    (problem,) = problems_of("logger.own=[things_of_mine:Renamed]")
+    assert "has no log(metrics, step)" in problem
+
+
 def test_a_console_script_finds_modules_of_the_working_directory(tmp_path: Path):
     (tmp_path / "of_this_folder.py").write_text("def f(): ...")
     (tmp_path / "bin").mkdir()
@@ -97,7 +151,7 @@ def test_a_console_script_finds_modules_of_the_working_directory(tmp_path: Path)
 CHAT = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
 SERVED = "policy.generation.vllm_cfg.expose_http_server=true"
 TWO = "env.own.agents.mine=things_of_mine:two: is no async function; write async def two(client, row) -> float"
-ALONE = "env.own.agents.mine=things_of_mine:alone: takes (row); write async def alone(client, row) -> float"
+ALONE = "env.own.agents.mine=things_of_mine:alone: takes (row), nothing of client; write async def alone(client, row) -> float"
 
 
 @pytest.mark.parametrize(
