@@ -197,9 +197,13 @@ class RolloutInfo:
     epoch: int = 0
     further: tuple[RolloutInfo, ...] = ()
     """The other sequences of an agent's rollout: of sub-agents, retries, compacted conversations. They share its advantage."""
-    is_further: bool = False
-    """True for one of these."""
+    place: int = 0
+    """Place in `sequences`; above 0 for one of these."""
     untrained: tuple[UntrainedTurn, ...] = ()
+
+    @property
+    def is_further(self) -> bool:
+        return self.place > 0
 
     @property
     def sequences(self) -> tuple[RolloutInfo, ...]:

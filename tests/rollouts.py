@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mrl.types import FixedAdvantage, Rollout, RolloutInfo, RolloutRequest, SamplingParams, TeacherTokens, TrainSequence, request_seed
@@ -39,9 +40,10 @@ def pulled(
     reward: float = 0.0,
     fixed_advantages: tuple[FixedAdvantage, ...] = (),
     teacher: TeacherTokens | None = None,
+    place: int = 0,
 ) -> TrainSequence:
     """A sequence as a policy rank packs it."""
-    return TrainSequence(RolloutInfo.of(rollout, rollout), advantage, is_valid, reward, fixed_advantages, teacher)
+    return TrainSequence(replace(RolloutInfo.of(rollout, rollout), place=place), advantage, is_valid, reward, fixed_advantages, teacher)
 
 
 def random_requests(count: int, *, lengths: tuple[int, int] = (3, 60), max_new_tokens: int = 16, seed: int = 0) -> list[RolloutRequest]:

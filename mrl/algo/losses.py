@@ -32,6 +32,8 @@ class BatchSize:
     num_positive_tokens: float
     num_tokens: float = 0
     num_sequences: float = 0
+    num_valid_rollouts: float | None = None
+    """None: each sequence is a rollout."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Tokens:
     positive_mask_T: Tensor
     """1 on the tokens of the mask whose rollout has a reward above 0."""
     cu_seqlens: Tensor
+    rollout_tokens_S: Tensor | None = None
+    """[S], tokens that count of the rollout of each sequence, in the whole batch; None: each sequence is a rollout."""
 
     @classmethod
     def of(
@@ -66,6 +70,7 @@ class Tokens:
         loss_mask_T: Tensor,
         positive_mask_T: Tensor,
         cu_seqlens: Tensor,
+        rollout_tokens_S: Tensor | None = None,
     ) -> Tokens:
         """Selects the tokens that count. Missing old and untruncated logprobs are replaced by the policy's own."""
         old_logprobs_T = logprobs_T if old_logprobs_T is None else old_logprobs_T
@@ -82,6 +87,7 @@ class Tokens:
             loss_mask_T=loss_mask_T,
             positive_mask_T=positive_mask_T,
             cu_seqlens=cu_seqlens,
+            rollout_tokens_S=rollout_tokens_S,
         )
 
 
@@ -114,7 +120,7 @@ def policy_loss(
         token_loss_T = token_loss_T * importance_T
     kl_T = kl_term(tokens, config)
     token_loss_T = token_loss_T + config.kl_in_loss * kl_T
-    weights_T = loss_weights(tokens.loss_mask_T, tokens.cu_seqlens, config, size)
+    weights_T = loss_weights(tokens.loss_mask_T, tokens.cu_seqlens, config, size, tokens.rollout_tokens_S)
     loss = (weights_T * torch.where(tokens.is_valid_T, token_loss_T, 0.0)).sum()
     positive_nll = torch.zeros_like(loss)
     if config.positive_example_nll_weight > 0:
@@ -215,16 +221,22 @@ def kl_term(tokens: Tokens, config: LossConfig) -> Tensor:
     )
 
 
-def loss_weights(loss_mask_T: Tensor, cu_seqlens: Tensor, config: LossConfig, size: BatchSize) -> Tensor:
+def loss_weights(
+    loss_mask_T: Tensor, cu_seqlens: Tensor, config: LossConfig, size: BatchSize, rollout_tokens_S: Tensor | None = None
+) -> Tensor:
     """Weight of each token of a whole row in the loss of the global batch; shape [T], 0 outside the mask.
 
-    With `token_level_loss` every token counts the same; else every sequence, or with `constant_length_normalizer` every token of it.
+    With `token_level_loss` every token counts the same; else every rollout, however many sequences it has, or with
+    `constant_length_normalizer` every token of it. `rollout_tokens_S` as in `Tokens`.
     """
     if config.token_level_loss:
         return loss_mask_T / max(size.num_valid_tokens, 1.0)
-    length = config.constant_length_normalizer
-    in_sequence_T = Segments.of(cu_seqlens, loss_mask_T).weights_T if length is None else loss_mask_T / length
-    return in_sequence_T / max(size.num_valid_sequences, 1.0)
+    num_rollouts = max(size.num_valid_sequences if size.num_valid_rollouts is None else size.num_valid_rollouts, 1.0)
+    if config.constant_length_normalizer is not None:
+        return loss_mask_T / config.constant_length_normalizer / num_rollouts
+    segments = Segments.of(cu_seqlens, loss_mask_T)
+    counts_S = segments.counts_S if rollout_tokens_S is None else rollout_tokens_S.clamp(min=1.0)
+    return loss_mask_T / segments.spread(counts_S) / num_rollouts
 
 
 def token_metrics(new: Tensor, old: Tensor, generator: Tensor, ratios: Tensor, *, kl_type: KlType) -> dict[str, Tensor]:

@@ -249,7 +249,7 @@ def as_one(sequences: Sequence[RolloutInfo]) -> RolloutInfo:
         num_weight_versions=max(*(one.num_weight_versions for one in sequences), len({one.weight_version for one in sequences})),
         num_turns=sum(one.num_turns for one in sequences),
         finish_reason="length" if any(one.finish_reason == "length" for one in sequences) else first.finish_reason,
-        further=tuple(dataclasses.replace(one, is_further=True) for one in others),
+        further=tuple(dataclasses.replace(one, place=place) for place, one in enumerate(others, 1)),
     )
 
 

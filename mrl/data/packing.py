@@ -64,6 +64,11 @@ class PackedRow:
     """Indices into `Batch.sequences`, without the padding; `lengths` and `rewards` are those of the same sequences, without padding."""
     lengths: list[int]
     rewards: list[float]
+    rollouts: list[int] | None = None
+    """Index of the first sequence of the rollout of each of these sequences; None: each is a rollout."""
+    rollout_tokens_S: torch.Tensor | None = None
+    """float32 [num_sequences], by `cu_seqlens`: tokens that count of each one's rollout, in the whole batch. Set by
+    `mrl.policy.batch.global_batch_size`."""
     routes: PackedRoutes | None = None
     """The engine's choices of experts; None without router replay."""
     teacher: PackedTeacher | None = None
@@ -99,10 +104,14 @@ class PackedRow:
         return int(self.loss_mask_T.sum())
 
     @property
+    def valid_tokens_S(self) -> torch.Tensor:
+        """Tokens that count in the loss of each sequence, float32 [num_sequences], by `cu_seqlens`."""
+        return torch.stack([part.sum() for part in self.loss_mask_T.split(self.cu_seqlens.diff().tolist())])
+
+    @property
     def num_valid_sequences(self) -> int:
         """Sequences with at least one token that counts in the loss."""
-        bounds = self.cu_seqlens.tolist()
-        return sum(bool(self.loss_mask_T[start:stop].any()) for start, stop in zip(bounds, bounds[1:], strict=False))
+        return int((self.valid_tokens_S > 0).sum())
 
 
 def padded_length(length: int, multiple: int) -> int:
@@ -160,6 +169,7 @@ def pack_row(sequences: Mapping[int, TrainSequence], *, divisible_by: int, seque
         sequence_indices=list(sequences),
         lengths=lengths,
         rewards=[sequence.reward for sequence in sequences.values()],
+        rollouts=[index - sequence.rollout.place for index, sequence in sequences.items()],
         routes=pack_routes([rollout.routes for rollout in rollouts], bounds[: len(sequences)].tolist(), num_tokens),
         teacher=pack_teacher([sequence.teacher for sequence in sequences.values()], generated_mask > 0),
     )

@@ -104,13 +104,26 @@ def check_equal_counts(num_rows: int) -> None:
 
 
 def global_batch_size(rows: list[PackedRow]) -> BatchSize:
-    """Size of the global batch, from this rank's rows. Collective over the dp group."""
+    """Size of the global batch, from this rank's rows, which get the tokens of their rollouts. Collective over the dp group."""
+    group, lone = parallel_state.get_data_parallel_group(), sum(row.num_valid_sequences for row in rows if row.rollouts is None)
     sizes = [
-        (row.num_valid_tokens, row.num_valid_sequences, int(row.positive_mask_T.sum()), sum(row.lengths), len(row.lengths)) for row in rows
+        (row.num_valid_tokens, row.num_valid_sequences, int(row.positive_mask_T.sum()), sum(row.lengths), len(row.lengths), 0)
+        for row in rows
     ]
-    counts = torch.tensor(sizes, dtype=torch.int64).reshape(-1, 5).sum(dim=0)
-    dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
-    return BatchSize(*counts.tolist())
+    counts = torch.tensor([*sizes, (0, 0, 0, 0, 0, lone)], dtype=torch.int64).sum(dim=0)
+    dist.all_reduce(counts, group=group)
+    # The sequences of a rollout may lie on several ranks. A rollout has the index of its first sequence.
+    tokens_R, own = torch.zeros(int(counts[4])), [row.valid_tokens_S for row in rows]
+    for row, tokens_S in zip(rows, own, strict=True):
+        if row.rollouts:
+            tokens_R.index_add_(0, torch.tensor(row.rollouts), tokens_S[: len(row.rollouts)])
+    dist.all_reduce(tokens_R, group=group)
+    for row, tokens_S in zip(rows, own, strict=True):
+        if row.rollouts:
+            tokens_S[: len(row.rollouts)] = tokens_R[row.rollouts]
+        row.rollout_tokens_S = tokens_S
+    *others, num_lone = counts.tolist()
+    return BatchSize(*others, num_valid_rollouts=num_lone + int((tokens_R > 0).sum()))
 
 
 def finish_batches(

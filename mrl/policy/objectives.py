@@ -99,6 +99,7 @@ def _grpo_objective(config: LossConfig, distribution: TokenDistribution, size: B
             loss_mask_T=row.loss_mask_T.to(device),
             positive_mask_T=row.positive_mask_T.to(device),
             cu_seqlens=row.cu_seqlens.to(device),
+            rollout_tokens_S=None if row.rollout_tokens_S is None else row.rollout_tokens_S.to(device),
         )
         loss, metrics = policy_loss(tokens, config, size, entropy_T=entropy_T)
         return loss, _shared_metrics(metrics)

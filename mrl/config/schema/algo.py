@@ -291,9 +291,9 @@ class LossConfig:
     positive_example_nll_weight: NotNegative = 0.0
     """Weight of the mean negative log-likelihood of tokens of rollouts with a reward above 0 (arXiv:2504.05118)."""
     token_level_loss: bool = True
-    """Mean over the valid tokens of the global batch; false: mean over sequences of each sequence's token mean."""
+    """Mean over the valid tokens of the global batch; false: mean over rollouts of each one's token mean, all its sequences together."""
     constant_length_normalizer: Positive | None = None
-    """Divide each sequence's sum by this, not by its length (Dr. GRPO, arXiv:2503.20783). Needs token_level_loss=false."""
+    """Divide each rollout's sum by this, not by its length (Dr. GRPO, arXiv:2503.20783). Needs token_level_loss=false."""
 
     @property
     def surrogate(self) -> Literal["cispo", "reinforce", "ppo"]:

@@ -20,6 +20,7 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
         "loss_fn.token_level_loss=false",
         "loss_fn.truncated_importance_sampling_ratio=2.0",
     ),
+    "dr grpo": ("loss_fn.token_level_loss=false", "loss_fn.constant_length_normalizer=16"),
     "cispo": ("loss_fn.use_cispo=true", "loss_fn.reference_policy_kl_penalty=0.05"),
     "on policy": ("loss_fn.force_on_policy_ratio=true",),
     "dapo": ("loss_fn.ratio_clip_max=0.28", "grpo.seq_logprob_error_threshold=1.28", "grpo.advantage_clip_low=-0.5"),

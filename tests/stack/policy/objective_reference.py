@@ -30,6 +30,8 @@ class Tokens:
     frozen: Tensor
     mask: Tensor
     advantages: Tensor
+    rollouts: list[int]
+    """The rollout of each sequence, by the index of its first one."""
 
     @property
     def drift(self) -> Tensor:
@@ -37,6 +39,14 @@ class Tokens:
 
     def mean_over_tokens(self, loss: Tensor) -> Tensor:
         return (loss * self.mask).sum() / self.mask.sum()
+
+    def mean_over_rollouts(self, loss: Tensor, length: int | None = None) -> Tensor:
+        """Mean of the rollouts' means over the tokens of all their sequences, or of their sums by `length`."""
+        means = []
+        for rollout in sorted(set(self.rollouts)):
+            mine = torch.tensor([other == rollout for other in self.rollouts])
+            means.append((loss * self.mask)[mine].sum() / (length or self.mask[mine].sum()))
+        return torch.stack(means).mean()
 
 
 def surrogate(ratio: Tensor, advantages: Tensor, high: float = 0.2) -> Tensor:
@@ -52,7 +62,12 @@ def gspo(batch: Tokens) -> Tensor:
     lengths = batch.mask.sum(1)
     ratio = torch.exp(((batch.new - batch.old) * batch.mask).sum(1) / lengths)
     weight = torch.exp(((batch.old - batch.generator) * batch.mask).sum(1)).clamp(max=2.0)
-    return -(surrogate(ratio, batch.advantages) * weight).mean()
+    return -batch.mean_over_rollouts((surrogate(ratio, batch.advantages) * weight)[:, None])
+
+
+def dr_grpo(batch: Tokens) -> Tensor:
+    gained = surrogate(torch.exp(batch.new - batch.old), batch.advantages[:, None]) * batch.drift
+    return -batch.mean_over_rollouts(gained, length=16)
 
 
 def cispo(batch: Tokens) -> Tensor:
@@ -84,6 +99,7 @@ def reinforce_plus_plus(batch: Tokens) -> Tensor:
 
 LOSSES: dict[str, Callable[[Tokens], Tensor]] = {
     "gspo": gspo,
+    "dr grpo": dr_grpo,
     "cispo": cispo,
     "on policy": on_policy,
     "dapo": dapo,
@@ -117,7 +133,8 @@ def plain_steps(model: torch.nn.Module, loss_of: Callable[[], Tensor], num_steps
 
 
 def tokens(model: torch.nn.Module, reference: torch.nn.Module) -> Tokens:
-    rollouts = [(rollout, advantage) for _, rollout, advantage, is_valid in policy_ranks.rollouts() if is_valid]
+    found = [one for one in policy_ranks.rollouts() if one[3]]
+    rollouts = [(rollout, advantage) for _, rollout, advantage, _ in found]
     whole = [torch.tensor([*rollout.request.token_ids, *rollout.token_ids.tolist()]) for rollout, _ in rollouts]
     # Causal layers see no padding that comes after.
     padded = pad_sequence(whole, batch_first=True)
@@ -141,4 +158,5 @@ def tokens(model: torch.nn.Module, reference: torch.nn.Module) -> Tokens:
         frozen,
         padded_rows([torch.ones(len(values)) for values in generator]),
         torch.tensor([advantage for _, advantage in rollouts]),
+        [index - policy_ranks.PLACES.get(index, 0) for index, *_ in found],
     )

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 PAD_TOKEN_ID = 256
 NUM_SEQUENCES = 16
+PLACES = {1: 1, 2: 2, 6: 1, 10: 1}
+"""Sequences that belong to the rollout of those before them, as those of sub-agents; the others are rollouts of one sequence."""
 ROW_TOKENS = 64
 LOGPROB_ROW_TOKENS = 40
 
@@ -84,7 +86,9 @@ def pack_rows(config: PolicyConfig, plan: Iterable[Sequence[int]], made: Mapping
     """The planned rows of one rank, padded as its layout asks; of the random rollouts where no sequences are given."""
     multiples = dict(divisible_by=config.row_multiple, sequence_multiple=config.sequence_multiple)
     if made is None:
-        made = {index: pulled(rollout, advantage, is_valid) for index, rollout, advantage, is_valid in rollouts()}
+        made = {
+            index: pulled(rollout, advantage, is_valid, place=PLACES.get(index, 0)) for index, rollout, advantage, is_valid in rollouts()
+        }
     return [pack_row({index: made[index] for index in row}, **multiples, pad_token_id=PAD_TOKEN_ID) for row in plan]
 
 

@@ -259,7 +259,7 @@ def test_what_an_own_estimator_returns_is_checked(name: str):
 def test_all_sequences_of_a_rollout_share_its_advantage():
     """The baseline is one over rollouts: a rollout with three sequences counts once."""
     one = group([1.0, 0.0, 0.0, 0.0], invalid=[3])
-    further = (replace(one.rollouts[0], is_further=True), replace(one.rollouts[0], is_further=True))
+    further = (replace(one.rollouts[0], place=1), replace(one.rollouts[0], place=2))
     branched = replace(one, rollouts=(replace(one.rollouts[0], further=further), *one.rollouts[1:]))
     plain, _ = train_sequences([one], GrpoConfig())
     sequences, _ = train_sequences([branched], GrpoConfig())

@@ -62,7 +62,7 @@ def test_a_rollout_is_taught_whatever_its_reward():
 
 def test_all_sequences_of_an_agents_rollout_are_taught_but_what_nobody_sampled():
     first, nothing = RolloutInfo("r0", "p", 0, 1, 3, 2, "stop", None), RolloutInfo("r1", "p", 1, 1, 3, 1, "abort", None)
-    further = replace(first, is_further=True)
+    further = replace(first, place=1)
     rollouts, verdict = (replace(first, further=(further,)), nothing), Verdict(0.0, False, "error", "", "")
     found = sequences_to_teach([RolloutGroup(Prompt("p", (1,), "", "", "math"), rollouts, (verdict, verdict))])
     assert [(sequence.rollout, sequence.is_valid) for sequence in found] == [(rollouts[0], True), (further, True), (nothing, False)]

@@ -320,6 +320,18 @@ def test_weights_of_tokens_and_sequences():
     assert loss_weights(mask, cu_seqlens, constant, counts).tolist() == pytest.approx([0, 1 / 20, 1 / 20, 0, 1 / 20, 0])
 
 
+def test_a_rollout_of_three_sequences_weighs_as_one():
+    """One sequence of 4 tokens is a rollout, three of 2, 3 and 1 tokens are another one; of all six, each has a sixth of its weight."""
+    mask, cu_seqlens = torch.ones(10), torch.tensor([0, 4, 6, 9, 10], dtype=torch.int32)
+    size, rollout_tokens = BatchSize(10, 4, 0, num_valid_rollouts=2), torch.tensor([4.0, 6, 6, 6])
+    sequences = replace(CONFIG, token_level_loss=False)
+    weights = loss_weights(mask, cu_seqlens, sequences, size, rollout_tokens)
+    assert weights.tolist() == pytest.approx([1 / 8] * 4 + [1 / 12] * 6)
+    constant = replace(sequences, constant_length_normalizer=5)
+    assert loss_weights(mask, cu_seqlens, constant, size, rollout_tokens).tolist() == pytest.approx([1 / 10] * 10)
+    assert loss_weights(mask, cu_seqlens, CONFIG, size, rollout_tokens).tolist() == pytest.approx([1 / 10] * 10)
+
+
 def test_segments_by_hand():
     segments = Segments.of(torch.tensor([0, 3, 5, 6]), torch.tensor([0.0, 1, 1, 1, 1, 0]))
     values = torch.tensor([9.0, 1, 2, 3, 5, 7])

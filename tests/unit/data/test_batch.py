@@ -145,7 +145,7 @@ def test_a_rollout_longer_than_a_row_is_refused(model: str):
 
 def test_the_sequences_of_a_rollout_are_trained_in_one_update(model: str):
     """An update has so many rollouts, however many sequences they have."""
-    further = RolloutInfo("0/a/9", "a", 9, 1, 4, 9, "stop", None, is_further=True)
+    further = RolloutInfo("0/a/9", "a", 9, 1, 4, 9, "stop", None, place=1)
     sequences = [sequence(5), TrainSequence(further, 0.5, True), sequence(6), sequence(7), TrainSequence(further, 0.5, True), sequence(8)]
     policy = policy_config(model=model)
     policy.train_global_batch_size = 2

@@ -52,7 +52,7 @@ def whole(name: str, version: int) -> WholeGroup:
     sampled = [rollout(name, index, version) for index in range(3)]
     infos = [RolloutInfo.of(one, one) for one in sampled]
     verdict = Verdict(1.0, True, "ok", "2", "é", {"form": 0.5}, ("flag",), (Flaw("malformed_thinking", 1, 2),), ({"role": "user"},))
-    second = dataclasses.replace(infos[1], further=(dataclasses.replace(infos[2], is_further=True),))
+    second = dataclasses.replace(infos[1], further=(dataclasses.replace(infos[2], place=1),))
     return WholeGroup((0, name), prompt(name), version, [infos[0], second], [verdict, dataclasses.replace(verdict, reward=0.0)])
 
 
