@@ -95,6 +95,8 @@ SKIPPED = "/num_skipped_updates"
 NEMO_RL_RANKS = {"val:total_reward/mean": "val:accuracy", "train:total_reward/mean": "train:reward"}
 """Values of `checkpointing.metric_name` in NeMo RL's recipes -> ours."""
 NO_SIGNAL_IN_A_ROW = "train/num_steps_without_signal"
+MASKED_IN_A_ROW = "train/num_masked_steps"
+"""Steps in a row in which no rollout counted, up to this one."""
 SKIPPED_IN_A_ROW = "train/num_skipped_in_a_row"
 """Steps in a row with such updates, up to this one."""
 

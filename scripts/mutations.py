@@ -73,7 +73,7 @@ mrl/policy/logprobs.py: min(max(self.distribution.vocab_size - self.first, 0), s
 context-parallel ranks count metrics once | stack/policy/test_context.py::test_steps_have_the_metrics_of_one_rank
 mrl/policy/objectives.py: value if extreme_of(name) else value / cp_size >>> value
 ranks divide by the size of the whole batch | stack/policy/test_step.py::test_all_ranks_return_the_same_metrics
-mrl/policy/batch.py: dist.all_reduce(counts, group=parallel_state.get_data_parallel_group()) >>> pass
+mrl/policy/batch.py: dist.all_reduce(counts, group=group) >>> pass
 a step that is not finite changes nothing | stack/policy/test_step.py::test_a_step_that_is_not_finite_stops_all_ranks_and_changes_nothing
 mrl/policy/step.py: if is_bad and not skips: >>> if False:
 masks begin at the last token of the prompt | unit/data/test_packing.py::test_a_row_by_hand

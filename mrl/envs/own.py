@@ -53,7 +53,7 @@ def values_of(task: Task, log: Log) -> dict[str, object]:
 
 @dataclass
 class Log:
-    """What a reward function logs beside its reward."""
+    """Columns and metrics that a reward function logs beside its reward."""
 
     columns: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)

@@ -19,9 +19,9 @@ from mrl.config.load import load_run
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import note_traceback
 from mrl.loop import examples, rollouts
-from mrl.loop.rollouts import NoSignal
 from mrl.loop.run import Budget, Run, Supplier, TooManySkipped, Training
 from mrl.loop.saving import SaveFailed
+from mrl.loop.signal_watch import NoSignal
 from mrl.signals import ENDED_EARLY, LISTENER
 from mrl.store.checkpoints import Checkpoint, NoWholeCheckpoint, find_damage
 from mrl.store.console import outlook
@@ -95,8 +95,8 @@ def run_attempt(train: Train, training: Training[Supplier], folder: RunFolder, b
 def main(train: Train, arguments: Sequence[str] | None = None) -> int:
     """Entry point of a training loop; returns the exit code.
 
-    0: done. 1: the attempt failed; the same command resumes. 2: the input is at fault, or all checkpoints are damaged, with
-    one clear message.
+    0: done. 1: the attempt failed, or learned nothing; the same command resumes. 2: the input is at fault, or all checkpoints are
+    damaged, with one clear message.
     75: a signal or the time limit ended the run before its last step; the same command resumes. 130: so did a second Ctrl-C, at once.
     """
     startup.lap("import")
@@ -120,7 +120,10 @@ def main(train: Train, arguments: Sequence[str] | None = None) -> int:
     try:
         with folder:
             is_done = run_attempt(train, training, folder, budget)
-    except (NoSignal, TooManySkipped, Disagreement, NoWholeCheckpoint) as error:
+    except (NoSignal, TooManySkipped) as error:
+        logger.error("%s", error)
+        return 1
+    except (Disagreement, NoWholeCheckpoint) as error:
         logger.error("%s", error)
         return 2
     except FolderLost as error:

@@ -31,7 +31,7 @@ from mrl.loop.learning import Critic
 from mrl.loop.preflight import check_start
 from mrl.loop.run import Budget, Run, Step, Stopped, Training
 from mrl.loop.saving import open_saver
-from mrl.loop.signal_watch import SignalWatch
+from mrl.loop.signal_watch import NoSignal, SignalWatch, reasons_of
 from mrl.metrics import NO_SIGNAL_IN_A_ROW
 from mrl.store.about import about_refit
 from mrl.store.console import rollout_progress
@@ -171,10 +171,6 @@ class RolloutSupplier:
         return metrics
 
 
-class NoSignal(ValueError):
-    """Dynamic sampling did not find enough groups whose rewards differ, or too many steps in a row had none."""
-
-
 @dataclass(frozen=True)
 class QueuePlan:
     """Numbers of a run that size its rollout queue."""
@@ -279,10 +275,11 @@ class RolloutQueue:
             self._source.take_busy_s()
         while len(ready) < plan.num_prompts:
             if num_batches == plan.max_batches:
+                masked = [f"; {count} are masked because of: {reason:.300}" for reason, count in reasons_of(sampled).most_common(1)]
                 raise Stopped from NoSignal(
                     f"grpo.dynamic_sampling_max_gen_batches={plan.max_batches}: after so many batches of {plan.batch} prompts step {step} "
-                    f"has {len(ready)} of {plan.num_prompts} groups whose rewards differ; use prompts that are sometimes solved, raise "
-                    "grpo.num_generations_per_prompt or grpo.batch_multiplier, or set grpo.use_dynamic_sampling=false"
+                    f"has {len(ready)} of {plan.num_prompts} groups whose rewards differ{''.join(masked)}; use prompts that are "
+                    "sometimes solved, raise grpo.num_generations_per_prompt or grpo.batch_multiplier, or set grpo.use_dynamic_sampling=false"
                 )
             self._fill(step, state.weight_version)
             with clock.phase("generation"):

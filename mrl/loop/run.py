@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from mrl import startup
 from mrl.cluster.verbs import PolicyVerbs
 from mrl.loop.recording import FOLDER, record_step, write_step
-from mrl.metrics import SKIPPED, SKIPPED_IN_A_ROW
+from mrl.loop.signal_watch import NoSignal, reason_of_masks
+from mrl.metrics import MASKED_IN_A_ROW, SKIPPED, SKIPPED_IN_A_ROW
 from mrl.signals import LISTENER, Listener
 from mrl.store.samples import MAX_SEQUENCES, NUM_SAMPLES
 from mrl.store.summary import Clock, is_good_enough, performance_metrics
@@ -58,11 +59,15 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)
     num_skipped: float = 0.0
     """Steps in a row before this one with updates that were skipped."""
+    num_masked: float = 0.0
+    """Steps in a row before this one in which no rollout counted."""
 
     @classmethod
     def after(cls, state: RunState) -> Step:
         """The step after `state`, which begins now."""
-        return cls(state.step + 1, Clock(state.step + 1), num_skipped=state.metrics.get(SKIPPED_IN_A_ROW, 0.0))
+        before = state.metrics
+        counts = {"num_skipped": before.get(SKIPPED_IN_A_ROW, 0.0), "num_masked": before.get(MASKED_IN_A_ROW, 0.0)}
+        return cls(state.step + 1, Clock(state.step + 1), **counts)
 
     @property
     def sequences(self) -> list[TrainSequence]:
@@ -212,6 +217,10 @@ class Run(Generic[S_co]):
 
     def end_step(self, state: RunState, step: Step) -> None:
         """Validates and saves if that is due, decides whether another step follows, and logs this one."""
+        masked = reason_of_masks(step.groups, step.sequences, step.metrics, self.config.rollouts) if step.batches else None
+        if masked is not None:
+            step.metrics[MASKED_IN_A_ROW] = step.num_masked + 1
+            logger.warning("No signal in step %d: %s. Such steps in a row: %d", step.number, masked, step.num_masked + 1)
         if self.is_validation_due(step.number):
             with step.clock.phase("validation"):
                 step.metrics |= self.supplier.validate(state)
@@ -226,6 +235,7 @@ class Run(Generic[S_co]):
             step.metrics |= performance_metrics(self.config, step.batches, step.metrics, device=self.session.policies.device)
         self.folder.log_step(step.number, step.metrics, step.groups, step.sequences, step.tokens)
         self.check_skipped(step)
+        self.check_masked(step, masked)
 
     def check_skipped(self, step: Step) -> None:
         """Ends a run that goes on although too many steps in a row, also of earlier attempts, had skipped updates; they are saved."""
@@ -235,6 +245,16 @@ class Run(Generic[S_co]):
                 f"step {step.number}: loss or gradient of {found:g} steps in a row was not finite, and updates were skipped; "
                 f"policy.max_skipped_steps={limit} ends the run: look at the batches in {self.folder.path / FOLDER}, lower "
                 "policy.megatron_cfg.optimizer.lr, go on from an earlier checkpoint, or raise that key"
+            )
+
+    def check_masked(self, step: Step, reason: str | None) -> None:
+        """Ends a run in which no rollout of too many steps in a row has counted, also of earlier attempts; they are saved."""
+        limit, found = self.config.rollouts.max_masked_steps, step.metrics.get(MASKED_IN_A_ROW, 0.0)
+        if limit is not None and found >= min(limit, self.last_step):
+            raise Stopped from NoSignal(
+                f"No signal in step {step.number}: {reason}. Nothing was learned in {found:g} steps in a row, and "
+                f"grpo.max_masked_steps={limit} ends the run: correct what the reason names ({self.folder.log_folder / 'actors'} has each "
+                "rollout's), or raise that key"
             )
 
     def report_start(self) -> None:

@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warns of steps whose rewards teach nothing; a key ends the run after a number of them in a row."""
+"""Finds steps that teach nothing: no rollout counts, or all rewards are equal. Keys end the run after a number of them in a row."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from mrl.types import RolloutGroup, TrainSequence
+
+if TYPE_CHECKING:
+    from mrl.config.schema.algo import GrpoConfig
 
 logger = logging.getLogger(__name__)
 
 NUM_EQUAL_STEPS = 3
+
+
+class NoSignal(ValueError):
+    """Dynamic sampling did not find enough groups whose rewards differ, or too many steps in a row taught nothing."""
 
 
 class SignalWatch:
@@ -32,16 +40,34 @@ class SignalWatch:
             self.num_steps = 0
             return None
         self.num_steps += 1
-        if rewards:
-            what = f"all {len(counted)} rewards are {rewards.pop()[0]:g}"
-        else:
-            reasons = Counter(verdict.reason or verdict.status for group in groups for verdict in group.verdicts if not verdict.is_valid)
-            commonest = f", most often because of: {reasons.most_common(1)[0][0]:.200}" if reasons else " as overlong"
-            what = f"all {len(sequences)} rollouts are masked{commonest}"
+        what = f"all {len(counted)} rewards are {rewards.pop()[0]:g}" if rewards else f"all {len(sequences)} rollouts are masked"
         said = f"step {step}: {what}; steps in a row without a signal: {self.num_steps}"
         if self._limit is not None and self.num_steps >= self._limit:
             way_out = "correct rows, environment or prompt, or raise that key"
             return f"{said}. grpo.max_steps_without_signal={self._limit} ends the run: {way_out}"
-        if not counted or self.num_steps >= NUM_EQUAL_STEPS:
+        if counted and self.num_steps >= NUM_EQUAL_STEPS:
             logger.info("No signal in %s. Nothing is learned from them: look at the environment's verdicts in the report", said)
         return None
+
+
+def reasons_of(groups: Sequence[RolloutGroup]) -> Counter[str]:
+    """Counts of the reasons why verdicts are not valid."""
+    return Counter(v.reason or v.status for group in groups for v in group.verdicts if not v.is_valid)
+
+
+def reason_of_masks(
+    groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence], metrics: Mapping[str, float], config: GrpoConfig
+) -> str | None:
+    """Reason why no rollout of a trained step counts, with numbers; None if one does. `metrics` are those of its update."""
+    is_empty = metrics.get("train/num_valid_tokens") == 0.0
+    if not groups or (not is_empty and any(sequence.is_valid for sequence in sequences)):
+        return None
+    verdicts, reasons = [verdict for group in groups for verdict in group.verdicts], reasons_of(groups)
+    if config.overlong_filtering:
+        # As in `mrl.algo.advantages.train_sequences`, of those whose verdict counts.
+        pairs = [pair for group in groups for pair in zip(group.rollouts, group.verdicts, strict=True)]
+        reasons["grpo.overlong_filtering"] = sum(v.is_valid and rollout.finish_reason == "length" for rollout, v in pairs)
+    if (num_far := metrics.get("train/num_masked_seqs_by_logprob_error", 0.0)) > 0:
+        reasons[f"grpo.seq_logprob_error_threshold={config.seq_logprob_error_threshold:g}"] = round(num_far)
+    reason, count = (reasons or Counter({"no token of theirs counts": len(verdicts)})).most_common(1)[0]
+    return f"none of its {len(verdicts)} rollouts counts; {count} because of: {reason:.300}"

@@ -145,6 +145,9 @@ class GrpoConfig:
     """Train only on groups whose rewards differ, and ask more prompts until a step has enough (arXiv:2503.14476)."""
     dynamic_sampling_max_gen_batches: Positive = 10
     """The run ends if this many batches of prompts do not fill a step; used only with `use_dynamic_sampling`."""
+    max_masked_steps: Positive | None = 3
+    """The run saves and ends, as failed, after this many steps in a row in which no rollout counts, or all steps of a shorter run; null =
+    it only warns."""
     max_steps_without_signal: Positive | None = None
     """The run saves and ends, as failed, after this many steps in a row whose rollouts are all masked, or all have the same reward; null =
     it only warns."""

@@ -5,7 +5,7 @@ import pytest
 
 from mrl.algo.advantages import train_sequences
 from mrl.config.schema.algo import GrpoConfig
-from mrl.loop.signal_watch import NUM_EQUAL_STEPS, SignalWatch
+from mrl.loop.signal_watch import NUM_EQUAL_STEPS, SignalWatch, reason_of_masks
 from mrl.types import RolloutGroup
 from tests.unit.algo.groups import group
 
@@ -19,15 +19,11 @@ def note(watch: SignalWatch, step: int, groups: list[RolloutGroup]) -> str | Non
     return watch.note(step, groups, train_sequences(groups, CONFIG)[0])
 
 
-def test_masked_steps_and_several_of_equal_rewards_are_said(caplog: pytest.LogCaptureFixture):
+def test_several_steps_of_equal_rewards_are_said(caplog: pytest.LogCaptureFixture):
     watch = SignalWatch(None)
     with caplog.at_level(logging.INFO):
         assert note(watch, 1, APART) is None and caplog.messages == []
-        assert note(watch, 2, MASKED) is None
-        assert caplog.messages.pop().startswith(
-            "No signal in step 2: all 2 rollouts are masked, most often because of: error; steps in a row without a signal: 1."
-        )
-        caplog.clear()
+        assert note(watch, 2, MASKED) is None and caplog.messages == []
         assert note(watch, 3, APART) is None
         for step in range(4, 4 + NUM_EQUAL_STEPS):
             assert caplog.messages == []
@@ -41,3 +37,19 @@ def test_a_key_ends_the_run_after_some_in_a_row():
     assert [note(watch, step, groups) is None for step, groups in enumerate((EQUAL, APART, MASKED), 1)] == [True] * 3
     problem = note(watch, 4, EQUAL)
     assert problem is not None and "in a row without a signal: 2. grpo.max_steps_without_signal=2 ends the run" in problem
+
+
+def test_the_reason_of_a_step_in_which_nothing_counts_comes_with_its_count():
+    def reason(groups: list[RolloutGroup], config: GrpoConfig = CONFIG, **metrics: float) -> str | None:
+        return reason_of_masks(groups, train_sequences(groups, config)[0], {f"train/{k}": v for k, v in metrics.items()}, config)
+
+    assert reason([*MASKED, *MASKED]) == "none of its 4 rollouts counts; 4 because of: error"
+    assert reason([*MASKED, group([0.0, 1.0], name="b", invalid=[0])]) is None
+    cut_off = [group([0.0, 1.0], cut_off=[0, 1])]
+    assert reason(cut_off, num_valid_tokens=8.0) is None
+    filtering = GrpoConfig(overlong_filtering=True)
+    assert reason(cut_off, filtering) == "none of its 2 rollouts counts; 2 because of: grpo.overlong_filtering"
+    # What ranks mask is known by their metrics alone.
+    far = GrpoConfig(seq_logprob_error_threshold=2.0)
+    masked_by_ranks = {"num_valid_tokens": 0.0, "num_masked_seqs_by_logprob_error": 2.0}
+    assert reason(EQUAL, far, **masked_by_ranks) == "none of its 4 rollouts counts; 2 because of: grpo.seq_logprob_error_threshold=2"
