@@ -279,7 +279,8 @@ class RolloutQueue:
                 raise Stopped from NoSignal(
                     f"grpo.dynamic_sampling_max_gen_batches={plan.max_batches}: after so many batches of {plan.batch} prompts step {step} "
                     f"has {len(ready)} of {plan.num_prompts} groups whose rewards differ{''.join(masked)}; use prompts that are "
-                    "sometimes solved, raise grpo.num_generations_per_prompt or grpo.batch_multiplier, or set grpo.use_dynamic_sampling=false"
+                    "sometimes solved, raise grpo.num_generations_per_prompt or grpo.batch_multiplier, or set "
+                    "grpo.use_dynamic_sampling=false"
                 )
             self._fill(step, state.weight_version)
             with clock.phase("generation"):

@@ -65,9 +65,8 @@ class Step:
     @classmethod
     def after(cls, state: RunState) -> Step:
         """The step after `state`, which begins now."""
-        before = state.metrics
-        counts = {"num_skipped": before.get(SKIPPED_IN_A_ROW, 0.0), "num_masked": before.get(MASKED_IN_A_ROW, 0.0)}
-        return cls(state.step + 1, Clock(state.step + 1), **counts)
+        num_skipped, num_masked = (state.metrics.get(name, 0.0) for name in (SKIPPED_IN_A_ROW, MASKED_IN_A_ROW))
+        return cls(state.step + 1, Clock(state.step + 1), num_skipped=num_skipped, num_masked=num_masked)
 
     @property
     def sequences(self) -> list[TrainSequence]:
