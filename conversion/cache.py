@@ -72,11 +72,15 @@ class CacheEntry:
     manifest_sha256: str
 
 
-def entry_key(hf: Path, root: Path, *, dtype: str | None) -> str:
-    """Name of the entry of a Hugging Face folder: a sha256 of its weight files, config.json, `dtype` and the table version."""
+def entry_key(hf: Path, root: Path, *, dtype: str | None, reads_all: bool = False) -> str:
+    """Name of the entry of a Hugging Face folder: a sha256 of its weight files, config.json, `dtype` and the table version.
+
+    Checksums of files that were read before come from the cache; with `reads_all`, none does.
+    """
     files = [*weight_files(hf), hf / "config.json"]
     files += [hf / INDEX_FILE] if (hf / INDEX_FILE).exists() else []
-    hashes = {path.relative_to(hf).as_posix(): digest for path, digest in file_hashes(files, root / HASHES).items()}
+    found = file_hashes(files, root / HASHES, reads_all=reads_all)
+    hashes = {path.relative_to(hf).as_posix(): digest for path, digest in found.items()}
     content = {"files": hashes, "dtype": dtype, "table_version": TABLE_VERSION}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -233,8 +237,11 @@ def _build(hf: Path, root: Path, key: str, aside: Path, *, dtype: str | None, bu
         unchecked = aside / _UNCHECKED
         shutil.rmtree(unchecked, ignore_errors=True)
         build(unchecked)
-        if entry_key(hf, root, dtype=dtype) != key:
-            raise ValueError(f"{hf} changed while it was converted; start again when its writer is done")
+        # By what the files hold now: one that was read weeks ago may have become unsound on the disk without another time.
+        if entry_key(hf, root, dtype=dtype, reads_all=True) != key:
+            raise ValueError(
+                f"{hf} changed while it was converted, or is damaged; start again when its writer is done, or download it again"
+            )
         unchecked.rename(folder)
     for path in aside.iterdir():
         if path != folder:

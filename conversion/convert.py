@@ -32,7 +32,7 @@ from conversion.files.manifest import (
     read_manifest,
     seal,
 )
-from conversion.files.reading import file_state
+from conversion.files.reading import content_hash, file_state, is_named_by_sha256
 from conversion.files.safetensors import SafetensorsFolder, write_safetensors
 from conversion.files.torch_dist import (
     EMBEDDING_KEY,
@@ -103,6 +103,8 @@ def convert_hf_to_mcore(
             finally:
                 pool.shutdown(cancel_futures=True)
             check_same_tensors(hf, tensors)
+            for path in filter(is_named_by_sha256, source.files):
+                content_hash(path)
             if _states([hf / "config.json", *source.files]) != states:
                 raise ValueError(f"{hf} changed while it was converted; start again when its writer is done")
             write_json(iteration / HF_CONFIG_FILE, hf_config)

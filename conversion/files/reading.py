@@ -132,11 +132,11 @@ def find_difference(expected: Mapping[Path, str]) -> str:
         return next(filter(None, pool.map(difference, expected)), "")
 
 
-def file_hashes(paths: Iterable[Path], memory: Path) -> dict[Path, str]:
-    """`file_hash` of every file, in threads."""
+def file_hashes(paths: Iterable[Path], memory: Path, *, reads_all: bool = False) -> dict[Path, str]:
+    """`file_hash` of every file, in threads; with `reads_all`, of the bytes that are there now, whatever `memory` has."""
     found = list(paths)
     with ThreadPoolExecutor(_num_threads()) as pool:
-        return dict(zip(found, pool.map(lambda path: file_hash(path, memory), found), strict=True))
+        return dict(zip(found, pool.map(lambda path: file_hash(path, memory, reads=reads_all), found), strict=True))
 
 
 def _num_threads() -> int:
@@ -144,11 +144,7 @@ def _num_threads() -> int:
 
 
 def known_hash(path: Path, memory: Path) -> str | None:
-    """sha256 of a file from its name in the Hub's cache or from the folder `memory`; None if the file would have to be read."""
-    # huggingface_hub keeps large files as `models--NAME/blobs/<sha256>` and links to them from `snapshots/`.
-    blob = path.resolve(strict=True)
-    if blob.parent.name == "blobs" and blob.parent.parent.name.startswith("models--") and _SHA256.fullmatch(blob.name):
-        return blob.name
+    """sha256 of a file that was read before in its present state, from the folder `memory`; None if it would have to be read."""
     record = _record(path, file_state(path), memory)
     return remembered if record.exists() and _SHA256.fullmatch(remembered := record.read_text(encoding="utf-8")) else None
 
@@ -161,17 +157,17 @@ def _record(path: Path, state: list[int], memory: Path) -> Path:
     return memory / "-".join(map(str, (place, inode, size, modified, changed)))
 
 
-def file_hash(path: Path, memory: Path) -> str:
-    """sha256 of a file: `known_hash`, or computed and remembered."""
+def file_hash(path: Path, memory: Path, *, reads: bool = False) -> str:
+    """sha256 of a file: `known_hash` unless `reads`, or computed and remembered."""
     try:
-        if (known := known_hash(path, memory)) is not None:
+        if not reads and (known := known_hash(path, memory)) is not None:
             return known
         state = file_state(path)
         size, modified, changed, _ = state
         record = _record(path, state, memory)
         if size >= ANNOUNCED_BYTES:
             logger.info("Reading %s once, to know it by its checksum", path)
-        digest = sha256_file(path)
+        digest = content_hash(path)
         has_changed = file_state(path) != state
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing: the folder is not a complete model; download it again") from error
@@ -181,3 +177,19 @@ def file_hash(path: Path, memory: Path) -> str:
     if time_of_folder(memory) - max(modified, changed) / 1e9 > SETTLED_S:
         write_atomic(record, digest)
     return digest
+
+
+def content_hash(path: Path) -> str:
+    """sha256 of the bytes of a file. ValueError: the Hub's cache has it under the name of another sha256, so it is damaged."""
+    digest, blob = sha256_file(path), path.resolve(strict=True)
+    if is_named_by_sha256(path) and digest != blob.name:
+        raise ValueError(
+            f"{path} is damaged: the sha256 of {blob} is {digest}, not its name; remove that file and download the model again"
+        )
+    return digest
+
+
+def is_named_by_sha256(path: Path) -> bool:
+    """Tells whether huggingface_hub has downloaded a file to `models--NAME/blobs/<sha256>`, which it never reads again."""
+    blob = path.resolve(strict=True)
+    return blob.parent.name == "blobs" and blob.parent.parent.name.startswith("models--") and _SHA256.fullmatch(blob.name) is not None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conversion.files.reading import known_hash, sha256_file
+from conversion.files.reading import content_hash, known_hash
 from mrl.config.errors import Unprovided
 from mrl.config.schema.run import RunConfig
 from mrl.store.checkpoints import (
@@ -103,7 +103,7 @@ def _compare(config: RunConfig, file: Path, step: int, data: Sequence[Data], fou
         lacking = [path for path, digest in known.items() if digest is None]
         reads = is_strict or sum(path.stat().st_size for path in lacking) <= MAX_HASHED_BYTES
         unknown.extend([] if reads else lacking)
-        return {path: digest or (sha256_file(path) if reads else UNKNOWN) for path, digest in known.items()}
+        return {path: digest or (content_hash(path) if reads else UNKNOWN) for path, digest in known.items()}
 
     if not file.exists():
         return

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -16,11 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from conversion import cache
 from conversion.cache import CacheEntry, cached_mcore, check_entry, discard, entry_key, mcore_in_use, read_entry
-from conversion.convert import convert_hf_to_mcore
+from conversion.convert import convert_hf_to_mcore, differences
 from conversion.files import reading
 from conversion.files.manifest import file_faults
 from conversion.files.owners import owned, owned_name, removal_name
 from tests.unit.conversion.cached_models import fill_until, light_processes, save_model
+from tests.unit.conversion.files.test_hashes import hub_snapshot
 from tests.unit.store.conftest import Synced
 from tests.waiting import HANG_S, Clock
 
@@ -219,6 +221,18 @@ def test_a_model_that_changes_while_it_is_converted_is_refused(root: Path, tmp_p
     with pytest.raises(ValueError, match=f"{model} changed while it was converted"):
         cached_mcore(model, root, build=replace_and_build)
     assert os.listdir(root / "entries") == os.listdir(root / "building") == []
+
+
+def test_damaged_bytes_of_the_hub_never_get_into_the_cache(hf: Path, root: Path, tmp_path: Path):
+    data = (hf / "model.safetensors").read_bytes()
+    snapshot = hub_snapshot(tmp_path, hashlib.sha256(data).hexdigest(), data[:-3000] + bytes(2000) + data[-1000:]).parent
+    shutil.copyfile(hf / "config.json", snapshot / "config.json")
+    with pytest.raises(ValueError, match="model.safetensors is damaged: the sha256 of"):
+        cached_mcore(snapshot, root)
+    with pytest.raises(ValueError, match="model.safetensors is damaged: the sha256 of"):
+        convert_hf_to_mcore(snapshot, tmp_path / "out")
+    (snapshot / "model.safetensors").resolve().write_bytes(data)
+    assert list(differences(cached_mcore(snapshot, root), hf)) == []
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=["no room", "ctrl-c"])

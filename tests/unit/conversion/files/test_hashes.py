@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each file is read once, unless it may have changed; the Hub's own checksums are believed."""
+"""Each file is read once, unless it may have changed; names of the Hub's files are compared with what they hold."""
 
 from __future__ import annotations
 
@@ -117,18 +117,48 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeyp
         file_hash(path, tmp_path / "memory")
 
 
-def test_the_hubs_checksum_is_taken_as_given(tmp_path: Path, reads: list[Path]):
-    model = tmp_path / "hub" / "models--org--name"
-    snapshot, blobs = model / "snapshots" / "0123", model / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    # Large files are named by sha256, small ones by git's sha1.
-    for name, blob in (("model.safetensors", "ab" * 32), ("config.json", "cd" * 20)):
-        (blobs / blob).write_bytes(b"content")
-        (snapshot / name).symlink_to(blobs / blob)
-    found = hashes_of([snapshot / "model.safetensors", snapshot / "config.json"], tmp_path / "memory")
-    assert found == {snapshot / "model.safetensors": "ab" * 32, snapshot / "config.json": sha256(b"content")}
-    assert reads == [snapshot / "config.json"]
+def hub_snapshot(root: Path, blob: str, content: bytes) -> Path:
+    """A file as huggingface_hub keeps it: content under the name of a checksum, and a link to it."""
+    model = root / "hub" / "models--org--name"
+    (model / "blobs").mkdir(parents=True)
+    (model / "snapshots" / "0123").mkdir(parents=True)
+    (model / "blobs" / blob).write_bytes(content)
+    link = model / "snapshots" / "0123" / "model.safetensors"
+    link.symlink_to(model / "blobs" / blob)
+    return link
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_file_of_the_hub_is_read_once_and_compared_with_its_name(tmp_path: Path, reads: list[Path]):
+    path = hub_snapshot(tmp_path, sha256(b"content"), b"content")
+    assert [file_hash(path, tmp_path / "memory") for _ in range(2)] == [sha256(b"content")] * 2
+    assert len(reads) == 1
+    blob = path.resolve()
+    blob.write_bytes(b"conten\0")
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=rf"model.safetensors is damaged: the sha256 of .*{blob.name} is {sha256(b'conten' + bytes(1))}"
+        ):
+            file_hash(path, tmp_path / "memory")
+    blob.write_bytes(b"content")
+    assert file_hash(path, tmp_path / "memory") == sha256(b"content")
+
+
+def test_a_small_file_of_the_hub_may_have_been_edited(tmp_path: Path):
+    # It has the name of git's sha1; people change config.json in place.
+    path = hub_snapshot(tmp_path, "cd" * 20, b"edited")
+    assert file_hash(path, tmp_path / "memory") == sha256(b"edited")
+
+
+@pytest.mark.usefixtures("settled")
+def test_what_is_remembered_counts_for_nothing_where_all_is_read(tmp_path: Path):
+    path, memory = tmp_path / "file", tmp_path / "memory"
+    path.write_bytes(b"content")
+    file_hash(path, memory)
+    for record in memory.iterdir():
+        record.write_text("0" * 64)
+    assert file_hash(path, memory) == "0" * 64
+    assert hashes_of([path], memory, reads_all=True) == {path: sha256(b"content")}
 
 
 def test_a_file_elsewhere_is_read_whatever_it_is_called(tmp_path: Path):
