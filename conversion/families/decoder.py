@@ -8,7 +8,18 @@ from dataclasses import dataclass, field
 
 from conversion.cuts import Canonical, Experts, Gated, Qkv, Replicated, RowParallel, Vocabulary
 from conversion.families.common import Family, Model, Rule
-from conversion.families.settings import HfConfig, choice, positive_integer, positive_number, sigmoid_router, softmax_router
+from conversion.families.settings import (
+    HfConfig,
+    Settings,
+    choice,
+    ignore,
+    known_keys,
+    positive_integer,
+    positive_number,
+    refuse_unread,
+    sigmoid_router,
+    softmax_router,
+)
 
 # Settings that no converted family uses, with the only values that switch them off; the first is the default.
 COMMON_SUPPORTED: dict[str, tuple[object, ...]] = {
@@ -85,12 +96,14 @@ class Decoder:
         qk_norm: bool = False,
         moe: Moe | None = None,
         rope: Rope | None = None,
+        has_window_switch: bool = False,
     ) -> Decoder:
         """Sizes of a config.json. `head_dim` is the family's default; None for hidden_size / num_attention_heads.
 
-        Rotary positions are those of the config unless `rope` gives them.
+        Rotary positions are those of the config unless `rope` gives them. `has_window_switch`: transformers' class of the family has
+        `use_sliding_window`, and drops the window unless that is true.
         """
-        check_no_window(hf_config)
+        check_no_window(hf_config, has_switch=has_window_switch)
         hidden, num_heads = positive_integer(hf_config, "hidden_size"), positive_integer(hf_config, "num_attention_heads")
         return cls(
             num_layers=positive_integer(hf_config, "num_hidden_layers"),
@@ -117,20 +130,24 @@ def with_whole_heads(decoder: Decoder) -> Decoder:
     return decoder
 
 
-def check_no_window(hf_config: HfConfig) -> None:
-    """Refuses sliding windows that limit attention; settings of a window that is switched off are ignored."""
+def check_no_window(hf_config: HfConfig, *, has_switch: bool = False) -> None:
+    """Refuses sliding windows that limit attention. Without a switch in the family's class, vLLM uses any window that config.json has."""
     kinds = hf_config.get("layer_types")
     if isinstance(kinds, list) and set(kinds) - {"full_attention"}:
         raise ValueError(f"config.json: layer_types={sorted(set(map(str, kinds)))}: only full_attention is supported")
     window = hf_config.get("sliding_window")
-    if not isinstance(window, int) or hf_config.get("use_sliding_window") is False:
+    if has_switch:
+        ignore(hf_config, "max_window_layers")
+        window = window if hf_config.get("use_sliding_window") else None
+    if window is None:
         return
-    switched = "use_sliding_window" in hf_config or "max_window_layers" in hf_config
-    if hf_config.get("use_sliding_window") or (not switched and window < positive_integer(hf_config, "max_position_embeddings")):
-        raise ValueError(f"config.json: sliding_window={window} is in use, which is not supported; only full attention is")
+    is_number = isinstance(window, int) and not isinstance(window, bool)
+    if has_switch or not is_number or window < positive_integer(hf_config, "max_position_embeddings"):
+        way_out = "use_sliding_window to false" if has_switch else "it to null if the model attends to all tokens"
+        raise ValueError(f"config.json: sliding_window={window} is in use, which is not supported; only full attention is: set {way_out}")
 
 
-def rope_settings(hf_config: HfConfig, *, may_be_partial: bool = False) -> tuple[float, str, dict[str, object]]:
+def rope_settings(hf_config: HfConfig, *, may_be_partial: bool = False) -> tuple[float, str, Settings]:
     """Base, kind and other numbers of the rotary positions, from `rope_parameters` of transformers 5 or `rope_theta` and `rope_scaling`.
 
     As in transformers 5, and so in vLLM, `rope_scaling` replaces `rope_parameters`.
@@ -148,7 +165,7 @@ def rope_settings(hf_config: HfConfig, *, may_be_partial: bool = False) -> tuple
             f"config.json: rope_scaling replaces rope_parameters, and lacks rope_theta; give it {hidden['rope_theta']!r} there"
         )
     kind = str(given.get("rope_type", given.get("type", "default")))
-    return positive_number({"rope_theta": theta}, "rope_theta"), kind, given
+    return positive_number({"rope_theta": theta}, "rope_theta"), kind, Settings(given, {})
 
 
 def read_rope(hf_config: HfConfig, *, percent: float | None = None) -> Rope:
@@ -157,7 +174,19 @@ def read_rope(hf_config: HfConfig, *, percent: float | None = None) -> Rope:
     `percent` is the default of a family that rotates a part of each head; None for one that rotates the whole.
     """
     base, kind, given = rope_settings(hf_config, may_be_partial=percent is not None)
-    part = positive_number({**hf_config, **given}, "partial_rotary_factor", percent or 1.0)
+    rope = _read_kind(hf_config, base, kind, given, percent)
+    refuse_unread_positions(kind, given)
+    return rope
+
+
+def refuse_unread_positions(kind: str, given: Settings) -> None:
+    """Raises ValueError for a key of rotary positions that transformers or vLLM reads for this kind, and nobody has asked for."""
+    read = given.read | {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+    refuse_unread(given, read, known_keys()["rope"][kind], of=f"rope_type={kind!r}", prefix="rotary positions: ")
+
+
+def _read_kind(hf_config: HfConfig, base: float, kind: str, given: HfConfig, percent: float | None) -> Rope:
+    part = positive_number(given if "partial_rotary_factor" in given else hf_config, "partial_rotary_factor", percent or 1.0)
     if part > 1.0 or (part < 1.0 and kind != "default"):
         raise ValueError(f"config.json: partial_rotary_factor={part!r} with rope_type={kind!r} is not supported; only 1.0 is")
     if kind == "default":

@@ -94,6 +94,7 @@ def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
     if kind == "yarn":
         numbers = {name: positive_number(given, key, default) for key, (name, default) in _YARN.items()}
         rope = dict(rope_type="yarn", rotary_scaling_factor=positive_number(given, "factor"), **numbers)
+    decoder.refuse_unread_positions(kind, given)
     return decoder.megatron_arguments(
         found,
         multi_latent_attention=True,

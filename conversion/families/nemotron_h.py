@@ -10,7 +10,7 @@ from dataclasses import replace
 from conversion.cuts import Canonical, ColumnParallel, Experts, Qkv, Replicated, RowParallel, Section, Sections, Vocabulary
 from conversion.families.common import DRAFTER, MTP, Family, HfConfig, Model, Rule
 from conversion.families.decoder import expert_rule
-from conversion.families.settings import check_settings, optional_integer, positive_integer, positive_number, sigmoid_router
+from conversion.families.settings import check_settings, ignore, optional_integer, positive_integer, positive_number, sigmoid_router
 
 _LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "moe": "E", "mlp": "-"}
 
@@ -24,21 +24,25 @@ _SUPPORTED: dict[str, tuple[object, ...]] = {
     "conv_kernel": (4,),
     "mamba_hidden_act": ("silu",),
     "mlp_hidden_act": ("relu2",),
-    "n_shared_experts": (1,),
-    "norm_topk_prob": (True,),
     "quantization_config": (None,),
     "residual_in_fp32": (False,),
     "sliding_window": (None,),
     # vLLM's model has no tied form.
     "tie_word_embeddings": (False,),
 }
+_SUPPORTED_EXPERTS: dict[str, tuple[object, ...]] = {"n_shared_experts": (1,), "norm_topk_prob": (True,)}
 
 _SIZE_KEYS = (
-    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("vocab_size", "hidden_size"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
     *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
-    *("n_routed_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
 )
+_SIZES_OF = {
+    "-": ("intermediate_size",),
+    "E": ("n_routed_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
+}
+"""Sizes that only layers of this letter have."""
+_ROUTER_KEYS = ("num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor")
 
 _MTP_PATTERN = "*E"
 
@@ -47,13 +51,24 @@ _MAMBA_NORM_EPSILON = 1e-5
 
 
 Sizes = Mapping[str, int]
-"""Sizes of a config.json, by its keys. `moe_latent_size`, the width in which routed experts work, may be missing."""
+"""Sizes of a config.json, by its keys. Those of layers that the model does not have are missing, and `moe_latent_size` may be."""
 
 
 def _sizes(hf_config: HfConfig) -> Sizes:
     _check_supported(hf_config)
-    latent = optional_integer(hf_config, "moe_latent_size")
-    return {key: positive_integer(hf_config, key) for key in _SIZE_KEYS} | ({} if latent is None else {"moe_latent_size": latent})
+    letters, keys, latent = layer_pattern(hf_config) + mtp_pattern(hf_config), [*_SIZE_KEYS], None
+    for letter, of_letter in _SIZES_OF.items():
+        if letter in letters:
+            keys += of_letter
+    if "E" in letters:
+        check_settings(hf_config, _SUPPORTED_EXPERTS)
+        latent = optional_integer(hf_config, "moe_latent_size")
+    else:
+        # transformers writes its defaults for layers that a model does not have.
+        ignore(hf_config, *_SIZES_OF["E"], *_ROUTER_KEYS, *_SUPPORTED_EXPERTS, "moe_latent_size")
+    if "-" not in letters:
+        ignore(hf_config, *_SIZES_OF["-"])
+    return {key: positive_integer(hf_config, key) for key in keys} | ({} if latent is None else {"moe_latent_size": latent})
 
 
 def layer_pattern(hf_config: HfConfig) -> str:
@@ -218,7 +233,8 @@ def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
     transformer: dict[str, object] = dict(
         num_layers=len(pattern),
         hidden_size=sizes["hidden_size"],
-        ffn_hidden_size=sizes["intermediate_size"],
+        # Without dense layers, nobody reads Megatron's default.
+        ffn_hidden_size=sizes.get("intermediate_size", 4 * sizes["hidden_size"]),
         num_attention_heads=sizes["num_attention_heads"],
         num_query_groups=sizes["num_key_value_heads"],
         kv_channels=sizes["head_dim"],
@@ -264,7 +280,8 @@ def _epsilon(hf_config: HfConfig) -> float:
 
 
 def _check_supported(hf_config: HfConfig) -> None:
-    check_settings(hf_config, _SUPPORTED)
+    # Published files have the size of a head under both names.
+    check_settings(hf_config, _SUPPORTED | {"attention_head_dim": (None, hf_config.get("head_dim"))})
     if "M" in layer_pattern(hf_config) and _epsilon(hf_config) != _MAMBA_NORM_EPSILON:
         raise ValueError(f"config.json: layer_norm_epsilon={_epsilon(hf_config)}: Megatron's Mamba norm only has {_MAMBA_NORM_EPSILON}")
     limit = hf_config.get("time_step_limit")

@@ -19,7 +19,7 @@ def qwen2_moe(hf_config: HfConfig) -> Decoder:
         shared_name="shared_expert",
         has_shared_gate=True,
     )
-    return with_whole_heads(Decoder.of(hf_config, qkv_bias=True, moe=moe))
+    return with_whole_heads(Decoder.of(hf_config, qkv_bias=True, moe=moe, has_window_switch=True))
 
 
 FAMILY = replace(decoder_family(qwen2_moe), has_ends_everywhere=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import json
 from dataclasses import replace
 
 from conversion.families import deepseek_v3, glm4_moe, nemotron_h, qwen2_moe
-from conversion.families.common import Family
+from conversion.families.common import Family, Model
 from conversion.families.decoder import COMMON_SUPPORTED, Decoder, Moe, decoder_family, softmax_experts, with_whole_heads
-from conversion.families.settings import HfConfig, check_settings, positive_integer, softmax_router
+from conversion.families.settings import HfConfig, Settings, check_settings, known_keys, positive_integer, refuse_unread, softmax_router
 
 ENTRY_POINT_GROUP = "mrl.families"
 MAX_LAYERS = 1000
@@ -49,29 +50,64 @@ def qwen2(hf_config: HfConfig) -> Decoder:
     """Dense decoders with biases on query, key and value (Qwen2, Qwen2.5)."""
     # In qwen2, `attention_bias` is not a setting: the biases are always there.
     check_settings(hf_config, COMMON_SUPPORTED | {"attention_bias": (True, None)})
-    return with_whole_heads(Decoder.of(hf_config, qkv_bias=True))
+    return with_whole_heads(Decoder.of(hf_config, qkv_bias=True, has_window_switch=True))
 
 
 def qwen3(hf_config: HfConfig) -> Decoder:
     """Dense decoders with norms on query and key (Qwen3-0.6B to 32B)."""
     check_settings(hf_config, COMMON_SUPPORTED)
-    return Decoder.of(hf_config, head_dim=_QWEN3_HEAD_DIM, qk_norm=True)
+    return Decoder.of(hf_config, head_dim=_QWEN3_HEAD_DIM, qk_norm=True, has_window_switch=True)
 
 
 def qwen3_moe(hf_config: HfConfig) -> Decoder:
     """qwen3 with softmax-routed gated experts (Qwen3-30B-A3B, 235B-A22B)."""
     # vLLM builds a shared expert for this key, which transformers does not know.
     check_settings(hf_config, COMMON_SUPPORTED | {"shared_expert_intermediate_size": (0, None)})
-    return Decoder.of(hf_config, qk_norm=True, moe=softmax_experts(hf_config))
+    return Decoder.of(hf_config, qk_norm=True, moe=softmax_experts(hf_config), has_window_switch=True)
 
 
-FAMILIES: dict[str, Family] = {
+_FAMILIES: dict[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,
     "nemotron_h": nemotron_h.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,
 } | {read.__name__: decoder_family(read) for read in (llama, qwen2, qwen3)}
-FAMILIES |= {read.__name__: replace(decoder_family(read), has_ends_everywhere=True) for read in (mixtral, qwen3_moe)}
+_FAMILIES |= {read.__name__: replace(decoder_family(read), has_ends_everywhere=True) for read in (mixtral, qwen3_moe)}
+
+
+def _checked(model_type: str, found: Family) -> Family:
+    """The family with transformers' values for keys that a config.json leaves out, and without keys that only others read."""
+    known = known_keys()
+    keys = known[model_type]
+    off = keys["off"] if found.vllm_layers is None else {**known["engine"], **keys["off"]}
+
+    @functools.lru_cache(maxsize=16)
+    def check(config_key: str) -> None:
+        values = json.loads(config_key)
+        settings = Settings(values, keys["defaults"])
+        found.model(settings, None)
+        found.megatron_arguments(settings)
+        # transformers keeps both names in one place, so the one that stands last counts.
+        for alias, name in keys["aliases"].items():
+            if alias in values and name in values and values[alias] != values[name]:
+                raise ValueError(
+                    f"config.json: {alias}={values[alias]!r} and {name}={values[name]!r} are one setting of {model_type}; leave out one"
+                )
+            settings.read |= {alias} if name in values else set()
+        refuse_unread(values, settings.read, off, of=model_type)
+
+    def model(hf_config: HfConfig, padded_vocabulary: int | None) -> Model:
+        check(json.dumps(hf_config, sort_keys=True))
+        return found.model(Settings(hf_config, keys["defaults"]), padded_vocabulary)
+
+    def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
+        check(json.dumps(hf_config, sort_keys=True))
+        return found.megatron_arguments(Settings(hf_config, keys["defaults"]))
+
+    return replace(found, model=model, megatron_arguments=megatron_arguments)
+
+
+FAMILIES = {model_type: _checked(model_type, found) for model_type, found in _FAMILIES.items()}
 
 
 @functools.cache

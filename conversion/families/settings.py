@@ -3,15 +3,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 HfConfig = Mapping[str, object]
 """The contents of a config.json."""
 
 
+class Settings(Mapping[str, object]):
+    """A config.json as a family reads it: has transformers' values for missing keys, and remembers the keys that are asked for."""
+
+    def __init__(self, values: HfConfig, defaults: HfConfig) -> None:
+        self._values, self._defaults = values, defaults
+        self.read = set[str]()
+
+    def __getitem__(self, key: str) -> object:
+        self.read.add(key)
+        return self._values[key] if key in self._values else self._defaults[key]
+
+    def __contains__(self, key: object) -> bool:
+        """Tells whether the file has a key."""
+        self.read.add(str(key))
+        return key in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+@functools.cache
+def known_keys() -> dict[str, Any]:
+    """The keys that transformers and vLLM read, as scripts/config_keys.py found them."""
+    return json.loads(Path(__file__).with_name("config_keys.json").read_text(encoding="utf-8"))
+
+
+def refuse_unread(values: HfConfig, read: set[str], off: Mapping[str, list[object]], *, of: str, prefix: str = "") -> None:
+    """Raises ValueError for a key that transformers or vLLM reads (`off`: with the values that do nothing) and the family does not."""
+    for key in values.keys() & off.keys() - read:
+        if values[key] is not None and values[key] not in off[key]:
+            way_out = " or ".join(["leave it out", *(f"set {value!r}" for value in off[key][:1])])
+            raise ValueError(
+                f"config.json: {prefix}{key}={values[key]!r} is not supported for {of}: transformers or vLLM reads it, and "
+                f"mrl's trainer does not; {way_out}"
+            )
+
+
+def ignore(hf_config: HfConfig, *keys: str) -> None:
+    """Notes that a family knows these keys, whatever their values: they are about what this model does not have."""
+    for key in keys:
+        hf_config.get(key)
+
+
 def positive_integer(hf_config: HfConfig, key: str, default: int | None = None) -> int:
     """A size; `default` where the key is missing or null."""
-    value = hf_config.get(key)
+    value = hf_config.get(key) if key in hf_config or default is not None else None
     if value is None and default is not None:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -21,12 +71,13 @@ def positive_integer(hf_config: HfConfig, key: str, default: int | None = None) 
 
 def optional_integer(hf_config: HfConfig, key: str) -> int | None:
     """A size that the model may lack: None where the key is missing or null."""
-    return None if hf_config.get(key) is None else positive_integer(hf_config, key)
+    value = hf_config.get(key)
+    return None if value is None else positive_integer({key: value}, key)
 
 
 def positive_number(hf_config: HfConfig, key: str, default: float | None = None) -> float:
     """A positive number; `default` where the key is missing or null."""
-    value = hf_config.get(key)
+    value = hf_config.get(key) if key in hf_config or default is not None else None
     if value is None and default is not None:
         return default
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:

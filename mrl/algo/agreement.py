@@ -46,16 +46,20 @@ def measure(generator: Sequence[np.ndarray], trainer: Sequence[np.ndarray], *, f
     return Errors(len(error_T), float(counted_T.mean()), float(drawn_T[-1]), num_ruled_out)
 
 
-def find_disagreement(errors: Errors, precision: str, *, chooses: bool) -> str:
-    """Says why these errors are no rounding; "" if they are. `chooses`: each side routes tokens to experts by itself."""
+def find_disagreement(errors: Errors, precision: str, *, chooses: bool, after: str = "") -> str:
+    """Says why these errors are no rounding; "" if they are. `chooses`: each side routes tokens to experts by itself.
+
+    `after` describes the prompt of the tokens, in the words of the message.
+    """
     limit = (MAX_MEAN_ERROR_OF_EXPERTS if chooses else MAX_MEAN_ERROR)[precision]
     # Written as the condition that must hold, so that NaN fails it.
     if errors.mean <= limit and 2 * errors.num_ruled_out <= errors.num_tokens:
         return ""
     return (
-        f"trainer and engine compute different models of the same weights: {errors.figures}; in {precision} at most {limit} on average is "
-        f"rounding ({errors.num_ruled_out} tokens are ruled out by the trainer's top-k or top-p). Likely causes: config.json says "
-        "something twice that the two read differently (positions, tied embeddings), or policy.generation.vllm_kwargs, env_vars or "
-        "policy.megatron_cfg.model_overrides change one side alone. python -m mrl.doctor CONFIG --refit examines both; "
-        "policy.generation.compare_at_start=false starts without this check"
+        f"trainer and engine compute different models of the same weights: {errors.figures}{after}; in {precision} at most "
+        f"{limit} on average is rounding ({errors.num_ruled_out} tokens are ruled out by the trainer's top-k or top-p). "
+        "Likely causes: config.json says something twice that the two read differently (positions, windows, tied "
+        "embeddings), or policy.generation.vllm_kwargs, env_vars or policy.megatron_cfg.model_overrides change one side "
+        "alone. python -m mrl.doctor CONFIG --refit examines both; policy.generation.compare_at_start=false starts without "
+        "this check"
     )

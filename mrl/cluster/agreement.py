@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -29,7 +30,8 @@ NUM_PROMPTS, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS = 4, 512, 16
 def compare_at_start(session: RolloutSession, prompts: Sequence[Prompt]) -> str:
     """Compares trainer and first engine, which hold equal weights and may sample, on a few tokens; the figures as text.
 
-    Requests have the ids and seeds of epoch 0, and all end before training asks. The refit that follows drops what is cached of them.
+    One prompt is as long as the run allows: only there windows and scaled positions show. Requests have the ids and seeds of epoch 0,
+    and all end before training asks. The refit that follows drops what is cached of them.
 
     Raises:
         Disagreement: the figures, the limit and the likely causes.
@@ -37,15 +39,35 @@ def compare_at_start(session: RolloutSession, prompts: Sequence[Prompt]) -> str:
     config, engines = session.config, session.engines
     length = min(MAX_PROMPT_TOKENS, config.policy.generation.vllm_cfg.max_model_len // 2)
     first = [replace(prompts[index], token_ids=prompts[index].token_ids[:length]) for index in range(min(NUM_PROMPTS, len(prompts)))]
-    (rollouts,) = engines.apply(sample, requests(config, first, MAX_NEW_TOKENS), deadline_s=config.deadlines.generate_s, only=[0])
+    asked = requests(config, [*first, long_prompt(config, prompts, MAX_NEW_TOKENS)], MAX_NEW_TOKENS)
+    (rollouts,) = engines.apply(sample, asked, deadline_s=config.deadlines.generate_s, only=[0])
     with session.without_cache(session.policies.start_s):
         logprobs = trainer_logprobs(session.policies, rollouts, config)
     chooses = session.refit.has_experts and not config.policy.router_replay.enabled
-    errors = measure([rollout.generator_logprobs for rollout in rollouts], logprobs, flipped_share=FLIPPED_SHARE if chooses else 0.0)
-    precision = max((config.policy.precision, config.policy.generation.vllm_cfg.precision), key=lambda name: MAX_MEAN_ERROR[name])
-    if problem := find_disagreement(errors, precision, chooses=chooses):
-        raise Disagreement(problem)
-    return errors.figures
+    figures = []
+    for part in (slice(len(first)), slice(len(first), None)):
+        generated = [rollout.generator_logprobs for rollout in rollouts[part]]
+        errors = measure(generated, logprobs[part], flipped_share=FLIPPED_SHARE if chooses else 0.0)
+        after = f", after a prompt of {len(asked[-1].token_ids):,} tokens" if part.start else ""
+        if problem := find_disagreement(errors, compared_precision(config), chooses=chooses, after=after):
+            raise Disagreement(problem)
+        figures.append(errors.figures + after)
+    return "; ".join(figures)
+
+
+def compared_precision(config: RunConfig) -> str:
+    """The precision that limits how well trainer and engines agree: the coarser of the two."""
+    return max((config.policy.precision, config.policy.generation.vllm_cfg.precision), key=lambda name: MAX_MEAN_ERROR[name])
+
+
+def long_prompt(config: RunConfig, prompts: Sequence[Prompt], max_new_tokens: int) -> Prompt:
+    """A prompt that fills the longest row of the run but for the new tokens: the tokens of all prompts, in turn."""
+    policy = config.policy
+    longest = min(policy.max_total_sequence_length, policy.generation.vllm_cfg.max_model_len)
+    length = max(longest - min(policy.generation.max_new_tokens, max_new_tokens), 1)
+    # Not one prompt again and again: what a window hides could be copied from within it.
+    tokens = itertools.chain.from_iterable(prompts[index % len(prompts)].token_ids for index in itertools.count())
+    return replace(prompts[0], prompt_id=f"{prompts[0].prompt_id}, long", token_ids=tuple(itertools.islice(tokens, length)))
 
 
 def requests(config: RunConfig, prompts: Sequence[Prompt], max_new_tokens: int) -> list[RolloutRequest]:

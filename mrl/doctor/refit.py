@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from conversion.boxes import Slot
-from mrl.cluster.agreement import requests, sample, trainer_logprobs
+from mrl.cluster.agreement import compared_precision, long_prompt, requests, sample, trainer_logprobs
 from mrl.cluster.environment import engine_variables, policy_variables
 from mrl.cluster.event_loop import tasks_ended
 from mrl.cluster.policies import PolicyGroup
@@ -113,7 +113,7 @@ class Failed(Exception):
 def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[RefitOutcome]:
     """Runs the checks in order, up to the first that fails, and returns their outcomes."""
     outcomes: list[RefitOutcome] = []
-    precision = config.policy.precision
+    precision = compared_precision(config)
 
     def numbers_of(report: RefitReport) -> str:
         return (
@@ -141,19 +141,21 @@ def examine(config: RunConfig, data: PromptData, log_folder: Path) -> list[Refit
         with stage(outcomes, CHANGED):
             outcomes.append(RefitOutcome(CHANGED, True, changed_tensors(before, engines.call(EngineVerbs.live_digest))))
         with stage(outcomes, LOGPROBS):
-            sampled = engines.apply(
-                sample, requests(config, data.train[:NUM_PROMPTS], MAX_NEW_TOKENS), deadline_s=config.deadlines.generate_s
-            )
+            prompts = data.train[:NUM_PROMPTS]
+            asked = requests(config, [*prompts, long_prompt(config, data.train, MAX_NEW_TOKENS)], MAX_NEW_TOKENS)
+            sampled = engines.apply(sample, asked, deadline_s=config.deadlines.generate_s)
             engines.enter("logprob", deadline_s=policies.deadline_s)
             policies.call(PolicyVerbs.enter, "logprob")
+            parts = {"": slice(len(prompts)), f", after {len(asked[-1].token_ids):,} tokens": slice(len(prompts), None)}
             for index, rollouts in enumerate(sampled):
-                subject = f"engine {index}"
+                ways = [("", MAX_MULT_PROB_ERROR, [dataclasses.replace(rollout, routes=None) for rollout in rollouts])]
                 if config.policy.router_replay.enabled:
-                    logprobs = trainer_logprobs(policies, rollouts, config)
-                    outcomes.append(compare(rollouts, logprobs, precision, MAX_REPLAYED_ERROR, subject=f"{subject}, replayed"))
-                    rollouts = [dataclasses.replace(rollout, routes=None) for rollout in rollouts]
-                logprobs = trainer_logprobs(policies, rollouts, config)
-                outcomes.append(compare(rollouts, logprobs, precision, MAX_MULT_PROB_ERROR, subject=subject))
+                    ways.insert(0, (", replayed", MAX_REPLAYED_ERROR, rollouts))
+                for way, bounds, given in ways:
+                    logprobs = trainer_logprobs(policies, given, config)
+                    for after, part in parts.items():
+                        subject = f"engine {index}{after}{way}"
+                        outcomes.append(compare(given[part], logprobs[part], precision, bounds, subject=subject))
     return outcomes
 
 
