@@ -74,6 +74,15 @@ PYTORCH_ALLOC_CONF = Variable(
 )
 PYTORCH_CUDA_ALLOC_CONF = Variable("PYTORCH_CUDA_ALLOC_CONF", "The older name of PYTORCH_ALLOC_CONF, which counts if that is not set.")
 
+MRL_CPU = Variable(
+    "MRL_CPU",
+    "1 = use no GPU of this host: scripts/setup.sh installs for CPUs, and `cluster.gpus_per_node: auto` is 0.",
+)
+MRL_DEVICE = Variable("MRL_DEVICE", "`cuda` or `cpu`, set by mrl for its policy ranks and engines from cluster.gpus_per_node.")
+CUDA_VISIBLE_DEVICES = Variable(
+    "CUDA_VISIBLE_DEVICES", "GPUs that CUDA shows to a process, used by the libraries: `cluster.gpus_per_node: auto` counts only these."
+)
+
 PASSED: Counter[str] = Counter()
 
 VARIABLES = tuple(value for value in list(globals().values()) if isinstance(value, Variable))

@@ -22,7 +22,7 @@ from mrl import env
 from mrl.check import examine
 from mrl.config.errors import Unchecked
 from mrl.config.files import find_config
-from mrl.config.load import load_config
+from mrl.config.load import has_automatic_gpus, load_config
 from mrl.config.model import with_cached_folders
 from mrl.config.rules.checks import find_problems
 from mrl.config.schema.run import RunConfig
@@ -46,7 +46,8 @@ def launch_slurm(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
     cluster, name = config.cluster, options.name or slurm.job_name(Path(config.checkpointing.checkpoint_dir).absolute())
     job = slurm.SlurmJob(
-        train_command(options), cluster.num_nodes, cluster.gpus_per_node, cluster.slots_per_node, options.log_dir.absolute(), options.time,
+        train_command(config, options), cluster.num_nodes, cluster.gpus_per_node, cluster.slots_per_node,
+        options.log_dir.absolute(), options.time,
         name, options.account, options.partition, options.container, options.mounts, hub_folder_in_container(config, options),
         is_gres_site=not options.gpus_per_node_option,
         environment=None if options.container else env.VENV.read() or sys.prefix,
@@ -63,7 +64,7 @@ def launch_kubernetes(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
     cluster = config.cluster
     job = kubernetes.KubernetesJob(
-        train_command(options), cluster.num_nodes, cluster.gpus_per_node, cluster.slots_per_node, options.name, options.namespace,
+        train_command(config, options), cluster.num_nodes, cluster.gpus_per_node, cluster.slots_per_node, options.name, options.namespace,
         options.image, options.claim, options.mount, options.instance_type, options.efa, options.cpus, options.memory, options.shm,
     )  # fmt: skip
     check_mounted(options, [Path(options.mount)], f"--mount {options.mount}", run_folder(config))
@@ -79,7 +80,7 @@ def launch_lepton(options: argparse.Namespace) -> None:
     check_mounted(options, [Path(options.mount)], f"--mount {options.mount}", run_folder(config))
     cluster = config.cluster
     nodes, gpus = cluster.num_nodes, cluster.gpus_per_node
-    command = shlex.join(train_command(options))
+    command = shlex.join(train_command(config, options))
     variables = {"COMMAND": command, "CLUSTER_NUM_NODES": nodes, "CLUSTER_GPU_PER_NODE": gpus}
     variables |= {"UNITS_PER_NODE": cluster.slots_per_node, "HF_HOME": f"{options.mount}/huggingface"}
     lines = [
@@ -194,12 +195,14 @@ def missing_nodes(names: Sequence[str], hosts: Iterable[str]) -> list[str]:
     return [name for name in names if name.split(".")[0] not in found]
 
 
-def train_command(options: argparse.Namespace) -> list[str]:
+def train_command(config: RunConfig, options: argparse.Namespace) -> list[str]:
     """The command of the run. A config file is given by its absolute path, which all nodes see."""
     path = Path(options.config)
     name = str(path.absolute()) if path.is_file() else options.config
     find_config(name)
-    return ["python", "-m", "mrl.train", name, *options.overrides]
+    # The nodes would count their own GPUs; the job asks for those of this config.
+    gpus = [f"cluster.gpus_per_node={config.cluster.gpus_per_node}"] if has_automatic_gpus(config) else []
+    return ["python", "-m", "mrl.train", name, *options.overrides, *gpus]
 
 
 def check_text(options: argparse.Namespace) -> None:

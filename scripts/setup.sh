@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sourced by quickstart.sh and test.sh: makes .venv beside the sources, once, and sets ROOT, PYTHON and the number of threads.
-# A caller that sets WITH_DEV=1 gets the tools of the tests as well. A stamp names what is installed, so that a second start installs nothing.
+# It installs for the GPUs that nvidia-smi lists, or for CPUs where there are none or MRL_CPU=1 asks for that.
+# A caller that sets WITH_DEV=1 gets the tools of the tests as well, and one that sets ON_CPUS=1 an environment for CPUs
+# even on a host with GPUs: .venv-cpu. A stamp names what is installed, so that a second start installs nothing.
+set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-PYTHON="$ROOT/.venv/bin/python"
-STAMP="$ROOT/.venv/installed"
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 # Several processes share the cores; thread pools of their own would only get into each other's way.
@@ -20,9 +21,10 @@ case "$(uname -s) $(uname -m)" in
     *) fail "mrl runs on Linux, on x86-64 and aarch64, and not on $(uname -s) on $(uname -m); use a Linux host, on Windows WSL 2" ;;
 esac
 
+# find_python VERSION...: an interpreter of the first of these versions that there is.
 find_python() {
     local version candidate
-    for version in 3.11 3.12 3.13; do
+    for version in "$@"; do
         for candidate in "python$version" python3 "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".*/bin/python \
             "$HOME/.local/share/uv/python/cpython-$version".*/bin/python; do
             if "$candidate" -c "import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != (${version/./, }))" 2>/dev/null; then
@@ -94,14 +96,20 @@ setup_list() {
     local name=$1 key base started=$SECONDS
     key="$name $(cat "$ROOT/pyproject.toml" "$(list "$name")" <(echo "$ROOT") | sha256sum)"
     if [[ -x "$PYTHON" ]] && grep --quiet --line-regexp --fixed-strings -- "$key" "$STAMP" 2>/dev/null; then return; fi
-    mkdir -p "$ROOT/.venv"
     # One installer at a time: the other one waits and then finds the work done.
-    exec 9>"$ROOT/.venv.lock"
-    flock --timeout 3600 9 || fail "another installation has held $ROOT/.venv.lock for an hour"
+    exec 9>"$VENV.lock"
+    flock --timeout 3600 9 || fail "another installation has held $VENV.lock for an hour"
     if ! grep --quiet --line-regexp --fixed-strings -- "$key" "$STAMP" 2>/dev/null; then
-        base="$(find_python)"
-        echo "Installing constraints-$name into $ROOT/.venv with $("$base" --version) ($base) ..."
-        "$PYTHON" -c "" 2>/dev/null || "$base" -m venv --clear "$ROOT/.venv"
+        # shellcheck disable=SC2086
+        base="$(find_python $PYTHONS)"
+        # Before anything is downloaded, or replaced.
+        if [[ $name == gpu ]]; then PYTHON="$base" bash "$ROOT/scripts/install_gpu.sh" check 9>&-; fi
+        # Packages for GPUs and those for CPUs do not go into one environment.
+        if ! "$PYTHON" -c "" 2>/dev/null || { [[ $name != dev ]] && grep --quiet "^$OTHER_KIND " "$STAMP" 2>/dev/null; }; then
+            "$base" -m venv --clear "$VENV"
+        fi
+        echo "Installing constraints-$name into $VENV with $("$PYTHON" --version) ($base) ..."
+        echo "$name is being installed" >>"$STAMP"
         # In a shell of its own: uv's settings are for the installation, not for the tests that follow it.
         ("install_$name")
         "$PYTHON" -m uv pip install --quiet --python "$PYTHON" --no-deps --no-build-isolation --editable "$ROOT"
@@ -112,5 +120,16 @@ setup_list() {
     exec 9>&-
 }
 
-if nvidia-smi --list-gpus >/dev/null 2>&1; then setup_list gpu; else setup_list cpu; fi
+VENV="$ROOT/.venv" KIND=cpu OTHER_KIND=gpu PYTHONS="3.11 3.12 3.13" GPUS=""
+if [[ ${MRL_CPU:-0} == 0 ]]; then GPUS="$(bash "$ROOT/scripts/install_gpu.sh" gpus)"; fi
+if [[ -n $GPUS && -n ${ON_CPUS:-} ]]; then
+    export MRL_CPU=1
+    VENV="$ROOT/.venv-cpu"
+    echo "The suites run on CPUs, in an environment of their own: $VENV; GPUs: bash scripts/gpu_check.sh first"
+elif [[ -n $GPUS ]]; then
+    # The images, and all that ran on GPUs, have Megatron-Core 0.19, which needs Python 3.12.
+    KIND=gpu OTHER_KIND=cpu PYTHONS="3.12 3.13 3.11"
+fi
+PYTHON="$VENV/bin/python" STAMP="$VENV/installed"
+setup_list "$KIND"
 if [[ -n ${WITH_DEV:-} ]]; then setup_list dev; fi

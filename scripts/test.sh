@@ -8,7 +8,7 @@
 #   scripts/test.sh --evidence     records anew every table of docs/ that is older than its code; may be stopped, and goes on
 # With --with-slurm and --with-chromium (as root, with apt-get) it installs Slurm and Chromium, system packages that some tests need.
 set -euo pipefail
-WITH_DEV=1
+WITH_DEV=1 ON_CPUS=1
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$ROOT"
 

@@ -27,6 +27,7 @@ from mrl.cluster.carrier import local_file
 from mrl.cluster.lifetime import session_folder
 from mrl.config.secrets import start_logging
 from mrl.envs.scratch import Scratch, remove_abandoned
+from mrl.gpus import device_variables
 from mrl.rollout.environment import engine_environment
 from mrl.signals import die_with_parent, shield_process
 
@@ -96,8 +97,9 @@ def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None
 def policy_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
     """Variables that a policy rank starts with; `given` (policy.megatron_cfg.env_vars) wins."""
     # Megatron orders its communication behind its compute by queueing both on one hardware queue; it asks for this with TP or SP on GPUs.
-    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **_within_the_node(config)}
-    if config.cluster.gpus_per_node:
+    has_gpu = config.cluster.gpus_per_node > 0
+    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **device_variables(has_gpu=has_gpu), **_within_the_node(config)}
+    if has_gpu:
         # Rows of varying length would leave holes of every size between segments.
         own |= _on_gpus(config.policy.precision, given, expandable_segments=True)
         own |= {} if config.policy.megatron_cfg.tune_kernels else env.ONE_CONFIGURATION

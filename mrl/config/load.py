@@ -38,12 +38,14 @@ from mrl.config.schema.run import KEYS, LIKE_POLICY, SAME_KEYS, Facts, RunConfig
 from mrl.config.secrets import note_secrets, redact
 from mrl.config.teachers import read_teachers
 from mrl.config.values import REFERENCE, Tree, Unresolved, ValueReader, find_long_expressions, keep_texts
+from mrl.gpus import AUTO, host_gpus
 
 ALGORITHMS: tuple[str, ...] = get_args(fields_of(RunConfig)["algorithm"])
 
 MISSING_ALGORITHMS = {"teachers": "distillation between tokenizers, for which teachers is a list"}
 """Section of NeMo RL -> its algorithm."""
 
+_AUTOMATIC = f", {AUTO}"
 _SIZES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 WITHOUT_TRAINER: Mapping[str, object] = {
     "checkpointing.enabled": False,
@@ -85,6 +87,7 @@ def read_run(
     settings = read_settings(find_config(name))
     note_secrets(((key.rpartition(".")[2], text) for key, _, text in (override.partition("=") for override in overrides)), secrets)
     problems = _apply(settings, overrides)
+    resolve_gpus(settings)
     if long := find_long_expressions({".".join(key): setting.value for key, setting in settings.items()}):
         raise ConfigError(long)
     if unclear := choose_algorithm(settings):
@@ -118,6 +121,22 @@ def _apply(settings: Settings, overrides: Sequence[str]) -> list[str]:
     from mrl.config.overrides import apply_overrides  # imports Hydra
 
     return apply_overrides(settings, overrides)
+
+
+def resolve_gpus(settings: Settings) -> None:
+    """Replaces `cluster.gpus_per_node: auto` by the number of this host's GPUs, which every other key may refer to."""
+    key = ("cluster", "gpus_per_node")
+    setting = settings.get(key)
+    if setting is not None and setting.value == AUTO:
+        try:
+            settings[key] = Setting(host_gpus(), f"{setting.origin}{_AUTOMATIC}")
+        except ValueError as error:
+            raise ConfigError([f"{describe(key, setting)}: {error}"]) from error
+
+
+def has_automatic_gpus(config: RunConfig) -> bool:
+    """Tells whether the config leaves the number of GPUs to the host that loads it."""
+    return config.facts.origins.get("cluster.gpus_per_node", "").endswith(_AUTOMATIC)
 
 
 def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None, Migration, list[str]]:

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import difflib
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -345,10 +346,13 @@ def _of_numbers(operation: Callable[[Number, Number], Number]) -> Callable[[obje
 
 
 # NeMo RL's resolvers. Whole numbers stay whole, because most of what is derived are sizes.
-RESOLVERS: dict[str, Callable[[object, object], Number]] = {
+RESOLVERS: dict[str, Callable[..., object]] = {
     "equal": lambda a, b: a == b,
     "mul": _of_numbers(lambda a, b: a * b),
     "add": _of_numbers(lambda a, b: a + b),
     "div": _of_numbers(lambda a, b: a // b if a % b == 0 else a / b),
     "max": _of_numbers(max),
+    # Not NeMo RL's, for configs that fit hosts with and without GPUs.
+    "gcd": _of_numbers(lambda a, b: math.gcd(int(a), int(b))),
+    "if": lambda condition, a, b: a if condition else b,
 }

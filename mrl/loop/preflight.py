@@ -15,6 +15,7 @@ from mrl.config.model import (
     find_wrong_weights,
     is_downloaded,
     overridden_folder,
+    read_model,
     with_cached_folders,
     with_local_folders,
     with_section,
@@ -23,12 +24,24 @@ from mrl.config.model import (
 from mrl.config.rules.checks import find_problems
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import RunConfig
+from mrl.gpus import find_misfit, find_shortage, read_builds
+from mrl.kernels import describe_missing, missing_kernels
 from mrl.plan.deadlines import describe_engine_start
 from mrl.plan.hardware import local_gpu, local_memory
 from mrl.plan.memory import with_limits
 from mrl.plan.plan import prediction
 
 logger = logging.getLogger(__name__)
+
+
+def check_environment(config: RunConfig) -> None:
+    """ConfigError if libraries or GPUs of this host are not those that the config asks for; several nodes check their own GPUs."""
+    gpus = config.cluster.gpus_per_node
+    misfit = find_misfit(gpus, read_builds(), has_engines=config.has_engines)
+    if misfit is None and config.cluster.num_nodes == 1:
+        misfit = find_shortage(gpus)
+    if misfit:
+        raise ConfigError([misfit])
 
 
 def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
@@ -38,7 +51,10 @@ def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
         problems = find_problems(with_local_folders(config))
     if problems:
         raise ConfigError(problems)
+    check_environment(config)
     local = with_local_folders(config)
+    if local.cluster.gpus_per_node and (missing := describe_missing(missing_kernels(read_model(Path(local.policy.model_name)).layers))):
+        logger.warning("%s", missing)
     if trains and local.cluster.gpus_per_node:
         gpu = local_gpu()
         logger.info("%s", prediction(local, gpu, local_memory() if gpu else None))

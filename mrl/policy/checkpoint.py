@@ -41,6 +41,7 @@ from conversion.files.manifest import RUN_CONFIG_FILE, WRITTEN, WriteReport, fil
 from conversion.files.reading import open_file
 from conversion.files.torch_dist import TorchDistFolder
 from mrl import spans
+from mrl.gpus import on_gpu
 from mrl.policy import checkpoint_entries
 from mrl.policy.checkpoint_entries import WeightEntries
 from mrl.policy.lora import ADAPTERS
@@ -373,7 +374,7 @@ def _metadata() -> dict[str, object]:
 def _rng_state() -> dict[str, ShardedTensor]:
     """Random states of all ranks, as one tensor per generator with a row for each rank."""
     states = {"cpu": torch.get_rng_state(), **tensor_parallel.get_cuda_rng_tracker().get_states()}
-    if torch.cuda.is_available():
+    if on_gpu():
         states["cuda"] = torch.cuda.get_rng_state()
     row = (0, dist.get_rank(), dist.get_world_size())
     return {name: ShardedTensor.from_rank_offsets(f"rng.{name}", value.clone(), row, prepend_axis_num=1) for name, value in states.items()}

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._device import _device_constructors
 
+from mrl.gpus import on_gpu
+from mrl.kernels import are_used
 from mrl.policy.megatron_import import as_it_is, import_megatron
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ class Patch:
     values: Callable[[], Mapping[str, object]]
     """The new values by dotted name."""
     warning: str | None = None
-    """Logged on a host with CUDA, where the patch costs speed and memory."""
+    """Logged by a rank on a GPU, where the patch costs speed and memory."""
 
 
 def install() -> None:
@@ -57,8 +59,8 @@ def install() -> None:
     for patch in PATCHES:
         if not patch.is_needed():
             continue
-        if patch.warning and torch.cuda.is_available():
-            logger.warning("%s; install mrl[gpu]", patch.warning)
+        if patch.warning and on_gpu():
+            logger.warning("%s; python -m mrl.doctor says how to get the kernels", patch.warning)
         for name, value in patch.values().items():
             owner, _, attribute = name.rpartition(".")
             setattr(pkgutil.resolve_name(owner), attribute, value)
@@ -66,13 +68,13 @@ def install() -> None:
 
 
 def _lacks_cuda() -> bool:
-    return not torch.cuda.is_available()
+    return not on_gpu()
 
 
 def _lacks_transformer_engine() -> bool:
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
-    return _lacks_cuda() or not HAVE_TE
+    return not are_used("transformer_engine", is_imported=HAVE_TE)
 
 
 def _lacks_fused_adam() -> bool:
@@ -84,7 +86,8 @@ def _lacks_fused_adam() -> bool:
 def _lacks_mamba_kernels() -> bool:
     from megatron.core.ssm import mamba_mixer
 
-    return _lacks_cuda() or not mamba_mixer.HAVE_MAMBA_SSM or mamba_mixer.causal_conv1d_fn is None
+    scans, convolutions = mamba_mixer.HAVE_MAMBA_SSM, mamba_mixer.causal_conv1d_fn is not None
+    return not (are_used("mamba_ssm", is_imported=scans) and are_used("causal_conv1d", is_imported=convolutions))
 
 
 class _Stream:

@@ -17,6 +17,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe import moe_utils
 
+from mrl.gpus import on_gpu
 from mrl.policy import specs
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def fusion_arguments(config: MegatronConfig, from_model: Mapping[str, object]) -
         "use_fused_weighted_squared_relu": config.use_fused_weighted_squared_relu and activation == "squared_relu" and not is_gated,
         "gradient_accumulation_fusion": config.gradient_accumulation_fusion,
     }
-    if not torch.cuda.is_available():
+    if not on_gpu():
         return dict.fromkeys(wanted, False)
     probes = {
         "moe_permute_fusion": _permute_fault,
@@ -62,7 +63,7 @@ def precision_aware_arguments(config: OptimizerConfig) -> dict[str, bool]:
     missing in bfloat16 weights: checkpoints hold float32 that any layout and host can load.
     """
     wanted = config.use_precision_aware_optimizer and config.use_distributed_optimizer and config.bf16
-    is_here = torch.cuda.is_available()
+    is_here = on_gpu()
     key = "optimizer.use_precision_aware_optimizer"
     is_on = wanted and is_here and (config.optimizer_cpu_offload or _works(key, _fused_adam_fault, is_default=True))
     return {"use_precision_aware_optimizer": is_on, "store_param_remainders": False}
@@ -96,7 +97,7 @@ def float32_products() -> dict[str, str]:
 
     TF32 keeps 10 of 23 mantissa bits, and a library may use it unasked.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
     # 15 bits: more than TF32 keeps, fewer than float32 does.
     values, identity = torch.full((256, 256), 1 + 2.0**-15, device=device), torch.eye(256, device=device)
     products = {"torch": values @ identity}

@@ -112,7 +112,7 @@ class HostStorages:
             for home, tensor in zip(self._on_host, self._on_device, strict=True):
                 tensor.copy_(home, non_blocking=True)
         self._is_on_device = is_on_device
-        if torch.cuda.is_available():
+        if any(tensor.is_cuda for tensor in self._on_device):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 

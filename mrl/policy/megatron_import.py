@@ -10,6 +10,8 @@ from unittest.mock import patch
 
 import torch
 
+from mrl.gpus import on_gpu, require_cuda
+
 # Megatron defines the Triton kernels of its own inference while it imports these.
 WITH_KERNELS = ("megatron.core", "megatron.core.ssm.mamba_mixer")
 
@@ -42,11 +44,12 @@ def import_megatron(device_index: int = 0) -> None:
     """
     if "megatron.core" in sys.modules:
         return
-    if torch.cuda.is_available():
+    if on_gpu():
+        require_cuda()
         torch.cuda.set_device(device_index)
     compiler = torch.compile
     instead: dict[str, types.ModuleType | None] = {"wandb": None}
-    if not torch.cuda.is_available():
+    if not on_gpu():
         compiler = as_it_is
         language = _Unused("triton.language")
         instead |= {"triton": _Unused("triton", __version__="0", language=language), "triton.language": language}

@@ -25,6 +25,7 @@ from conversion.cuts import MEGATRON_VOCABULARY_MULTIPLE
 from conversion.families.common import Flavour, HfConfig, MegatronCoords
 from conversion.families.registry import family
 from conversion.tensors import torch_dtype
+from mrl.gpus import on_gpu
 from mrl.policy import parallel, specs
 from mrl.policy.fusions import fusion_arguments
 from mrl.policy.moe import routing_arguments, use_row_dispatchers, with_packed_routers
@@ -79,7 +80,7 @@ def build_model(config: PolicyConfig, hf_config: HfConfig, *, is_trained: bool =
         prepare_mtp(chunk, megatron, is_trained=trains_mtp)
         if chunk.post_process and config.output_chunk_tokens is not None:
             chunk.output_layer = ChunkedOutputLayer(chunk.output_layer, chunk_tokens=config.output_chunk_tokens)
-        if torch.cuda.is_available():
+        if on_gpu():
             chunk.cuda()
     return [Float16Module(transformer_config, chunk) if transformer_config.bf16 else chunk for chunk in chunks]
 
@@ -179,7 +180,7 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
         # Keeps DDP from scaling gradients by 1 / dp, and the schedule from dividing the loss by the number of rows.
         calculate_per_token_loss=True,
         **routing_arguments(megatron, has_experts="num_moe_experts" in from_model),
-        use_cpu_initialization=not torch.cuda.is_available(),
+        use_cpu_initialization=not on_gpu(),
         **fusion_arguments(megatron, from_model),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from mrl.algo.balance import LOSS_NAMES, Routing, bias_directions
 from mrl.algo.losses import BatchSize
 from mrl.data.packing import PackedRow
+from mrl.gpus import on_gpu
 from mrl.policy import specs
 from mrl.policy.batch import router_positions
 from mrl.policy.versions import IS_OLD, submodules_of
@@ -57,7 +58,7 @@ def routing_arguments(config: MegatronConfig, *, has_experts: bool) -> dict[str,
         moe_token_dispatcher_type="alltoall" if config.moe_token_dispatcher_type == "allgather" else config.moe_token_dispatcher_type,
         moe_enable_deepep=config.moe_enable_deepep,
         moe_grouped_gemm=specs.HAVE_TE,
-        moe_shared_expert_overlap=config.moe_shared_expert_overlap and torch.cuda.is_available(),
+        moe_shared_expert_overlap=config.moe_shared_expert_overlap and on_gpu(),
     )
 
 

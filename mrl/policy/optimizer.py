@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from torch import Tensor, nn
 
 from conversion.tensors import torch_dtype
+from mrl.gpus import on_gpu
 from mrl.phases import Residency
 from mrl.policy.fusions import precision_aware_arguments
 from mrl.policy.host_block import HostBlock
@@ -63,7 +64,7 @@ def build_optimizer(chunks: list[DistributedDataParallel], config: MegatronConfi
             params_dtype=torch_dtype(settings.params_dtype),
             use_distributed_optimizer=settings.use_distributed_optimizer,
             overlap_param_gather=config.distributed_data_parallel_config.overlap_param_gather,
-            optimizer_cpu_offload=settings.optimizer_cpu_offload and torch.cuda.is_available(),
+            optimizer_cpu_offload=settings.optimizer_cpu_offload and on_gpu(),
             optimizer_offload_fraction=settings.optimizer_offload_fraction,
             overlap_cpu_optimizer_d2h_h2d=settings.overlap_cpu_optimizer_d2h_h2d,
             **precision_aware_arguments(settings),

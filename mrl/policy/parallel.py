@@ -20,6 +20,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.moe import fused_a2a
 
 from conversion.families.common import MegatronCoords
+from mrl.gpus import on_gpu, require_cuda
 from mrl.policy import cpu
 from mrl.policy.versions import EXPERT_STATISTICS
 from mrl.refit.group import file_store, is_file
@@ -79,7 +80,7 @@ class MegatronState:
 
 
 def _device_random() -> torch.Tensor | None:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return torch.cuda.get_rng_state() if on_gpu() else None
 
 
 class HasMegatronState(Protocol):
@@ -142,7 +143,8 @@ def initialize(
 
     Collective over all ranks, which build their models in the same order. Every later collective fails after `timeout_s`.
     """
-    if torch.cuda.is_available():
+    if on_gpu():
+        require_cuda()
         torch.cuda.set_device(device_index)
         backend = "cpu:gloo,cuda:nccl"
         # Otherwise the first group's monitor ends this process when NCCL reports a dead peer in any group, such as the refit's.

@@ -29,6 +29,7 @@ from conversion.tensors import box_view
 from mrl import spans
 from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, pack_row, tensors_by_sequence, token_samples
+from mrl.gpus import on_gpu
 from mrl.phases import ModelName, Phase
 from mrl.policy import checkpoint, parallel
 from mrl.policy.batch import RankBatch, answers_for_rows, check_equal_counts, finish_batches, global_batch_size
@@ -76,6 +77,9 @@ class PolicyRank:
         Weights are random until `load_hf`, `load_mcore` or `load_checkpoint`. `timeout_s` bounds every wait for another rank. A model
         other than the policy has no arena, because no engine maps it, and a teacher nothing to train with.
         """
+        if on_gpu() != (config.cluster.gpus_per_node > 0):
+            device = "a GPU" if on_gpu() else "the CPU"
+            raise RuntimeError(f"this process computes on {device}, but cluster.gpus_per_node={config.cluster.gpus_per_node}")
         vocab_size = vocab_size_of(config, model)
         self._config = config = config.of_model(model)
         self._role = role_for(model)
@@ -148,7 +152,7 @@ class PolicyRank:
 
     def device_name(self) -> str:
         """NVIDIA's name of this rank's GPU; "" without one. Not collective."""
-        return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        return torch.cuda.get_device_name() if on_gpu() else ""
 
     def layout_arguments(self) -> RankPlace:
         """Returns the arguments of `Family.megatron_layout` besides the model's configuration. Not collective."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of the hybrid stack and of transformers: Transformer Engine's where it is installed, Megatron's own modules elsewhere.
+"""Layers of the hybrid stack and of transformers: Transformer Engine's on GPUs where it is installed, Megatron's own elsewhere.
 
 This file has the three modules that Megatron lacks without Transformer Engine: a norm for sequence parallelism, the linear layer of
 latent experts, and core attention over packed rows. Checkpoints use Transformer Engine's names in both cases.
@@ -16,7 +16,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.extensions.transformer_engine import HAVE_TE, TEColumnParallelLinear, TENorm
+from megatron.core.extensions.transformer_engine import HAVE_TE as IS_TE_IMPORTED
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
@@ -33,10 +34,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
+from mrl.kernels import are_used
 from mrl.policy import versions
 from mrl.policy.packed import packed_attention, zigzag_attention
 
-__all__ = ["HAVE_TE"]
+HAVE_TE = are_used("transformer_engine", is_imported=IS_TE_IMPORTED)
+"""True if this process builds Transformer Engine's layers, and false if it builds Megatron's own."""
 
 
 def hybrid_stack_spec(*, is_recomputed: bool = False) -> ModuleSpec:

@@ -30,6 +30,7 @@ from conversion.files.hf_folder import read_config
 from mrl import phases
 from mrl.config.schema.generation import GenerationConfig
 from mrl.data.turns import appended
+from mrl.gpus import on_gpu
 from mrl.phases import Phase
 from mrl.refit import RefitError
 from mrl.refit.inputs import WorkerRefit
@@ -86,6 +87,12 @@ class Engine:
         folder of the tokenizer in whose text stop strings are looked for, if requests have any; `callers` ask in its text, too. Only the
         first `num_tokens` tokens are drawn; 0: all of the model's. With `nodes`, `run_part` starts the workers on the others.
         """
+        if current_platform.is_cpu() == on_gpu():
+            device = "a GPU" if on_gpu() else "the CPU"
+            raise RuntimeError(
+                f"this engine is to sample on {device}, as cluster.gpus_per_node says, but vLLM's platform is "
+                f"{current_platform.device_name!r}; python -m mrl.doctor looks at the installation and the driver"
+            )
         self._worker_timeout_s = worker_timeout_s
         self._max_model_len = config.vllm_cfg.max_model_len
         self._is_colocated = config.colocated.enabled

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mrl.gpus import device_variables
+
 
 @dataclass(frozen=True)
 class EngineNodes:
@@ -30,6 +32,7 @@ def engine_environment(*, has_gpu: bool, num_threads: int = 1) -> dict[str, str]
     `num_threads` is the size of torch's thread pool in each engine worker on CPU hosts.
     """
     common = {
+        **device_variables(has_gpu=has_gpu),
         # The engine core lives in the actor, so that refits and aborts happen between two of its steps.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",

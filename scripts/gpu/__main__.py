@@ -7,12 +7,14 @@ Exit code 1 if a check failed or a bound does not hold. What fails is recorded t
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from pathlib import Path
 
 import torch
 
+from mrl.gpus import device_variables
 from scripts.gpu.plan import CHECKS, Check, Missed, Row, Setup, gpu_columns
 from tests.long.record import DATA_FOLDER, record
 
@@ -53,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("this host has no GPU that torch can use", file=sys.stderr)
         return 2
+    os.environ |= device_variables(has_gpu=options.device == "cuda")
     gigabytes = options.gigabytes
     if gigabytes is None:
         gigabytes = SHARE_OF_FREE_MEMORY * torch.cuda.mem_get_info()[0] / 1e9 if options.device == "cuda" else 0.05

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from conversion.families.registry import family
 from mrl.env import FULL_FLOAT32, ONE_CONFIGURATION
+from mrl.gpus import device_variables
 from scripts.bench.shapes import narrowed
 from scripts.gpu.plan import Missed, Row, Setup, elapsed, environment, gpu_columns, seconds
 
@@ -110,7 +111,10 @@ def one_rank(visible: str | None) -> Iterator:
     """A process that sees these GPUs, None: as this one does, and multiplies float32 as float32."""
     from tests.stack.ranks import RankPool
 
-    with environment(FULL_FLOAT32 | ONE_CONFIGURATION | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})):
+    sees = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    if visible == "":
+        sees |= device_variables(has_gpu=False)
+    with environment({**sees, **FULL_FLOAT32, **ONE_CONFIGURATION}):
         ranks = RankPool(1)
         try:
             yield ranks

@@ -78,10 +78,12 @@ def import_transformer_engine(folder: Path) -> None:
 def become_gpu_host(transformer_engine: Path) -> None:
     """From here on torch has a GPU, and Megatron finds Transformer Engine. Before anything imports Megatron."""
     import_transformer_engine(transformer_engine)
+    from mrl import env
     from mrl.policy import cpu
     from mrl.policy.megatron_import import import_megatron
 
     import_megatron()
+    os.environ[env.MRL_DEVICE.name] = "cuda"
     # Mamba's kernels, which none of the host's libraries has, are the only part of a CPU host that a GPU host would not have.
     for name, value in {**cpu._cpu_for_cuda(), **cpu._random_states(), **cpu._mamba_kernels()}.items():
         _replace(name, value)
@@ -100,7 +102,7 @@ def become_gpu_host(transformer_engine: Path) -> None:
 
     values = {
         "torch.Tensor.type": type_of,
-        "torch.cuda.is_available": lambda: True,
+        "torch.cuda.is_available": lambda: True,  # mrl.gpus.require_cuda
         "torch.cuda.set_device": lambda *_: None,
         "torch.distributed.init_process_group": start_fake,
     }

@@ -20,6 +20,8 @@ LAYERS = {
     "mrl.types": 0,
     "mrl.config": 0,
     "mrl.env": 0,
+    "mrl.gpus": 0,
+    "mrl.kernels": 0,
     "mrl.metrics": 0,
     "mrl.numa": 0,
     "mrl.phases": 0,
@@ -43,7 +45,10 @@ ENTRY_LAYER = 4
 ALLOWED_BESIDE = {
     ("mrl.config", "conversion"),
     ("mrl.config", "mrl.env"),
+    ("mrl.config", "mrl.gpus"),
     ("mrl.config", "mrl.phases"),
+    ("mrl.gpus", "mrl.env"),
+    ("mrl.kernels", "mrl.gpus"),
     ("mrl.startup", "mrl.env"),
     ("mrl.numa", "mrl.env"),
 }

@@ -84,7 +84,7 @@ class ClusterConfig:
     num_nodes: Positive = 1
     """Hosts."""
     gpus_per_node: Count = 0
-    """GPUs of a host; 0 = hosts without GPUs."""
+    """GPUs of a host; 0 = a run on CPUs; auto = those of the host that loads the config (CUDA_VISIBLE_DEVICES and MRL_CPU count)."""
     master_port_range_low: Port | None = None
     """Policy ranks of several nodes meet at a free port of the first of them, from here to below `master_port_range_high`; null = any port.
     Ranks of one node meet in a file."""

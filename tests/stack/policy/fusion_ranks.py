@@ -97,7 +97,7 @@ def raising(rank: Rank) -> tuple[dict[str, bool], bool, list[str], str]:
     config = MegatronConfig(gradient_accumulation_fusion=True)
     from_model = dict(activation_func="silu", gated_linear_unit=True, num_moe_experts=8)
     with (
-        replaced(torch.cuda, is_available=lambda: True),
+        replaced(fusions, on_gpu=lambda: True),
         replaced(specs, HAVE_TE=True),
         replaced(fusions.layers, fused_weight_gradient_mlp_cuda=kernels, _grad_accum_fusion_available=True),
         replaced(fusions.rope_utils, fused_apply_rotary_pos_emb_thd=fail),

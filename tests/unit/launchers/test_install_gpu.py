@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/install_gpu.sh: one set, order and flags for setup.sh and the image; what a host lacks is said first. pip is not run."""
+"""scripts/install_gpu.sh: one set, order and flags for setup.sh and the image; an image lacks nothing. pip is not run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def host(tmp_path: Path) -> dict[str, str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
-    for tool in ("bash", "dirname", "sed", "awk", "nproc", "sort", "head", "mktemp", "readlink", "rm", "tr"):
+    for tool in ("bash", "cat", "dirname", "sed", "sleep", "awk", "nproc", "sort", "head", "mktemp", "readlink", "rm", "tr"):
         (tmp_path / "bin" / tool).symlink_to(shutil.which(tool) or tool)
     headers = tmp_path / "python3.11"
     for header in (headers / "Python.h", tmp_path / "cuda/include/cuda_runtime.h"):
@@ -74,7 +74,7 @@ def test_the_image_takes_the_steps_of_a_bare_host(host: dict[str, str]):
     steps = re.findall(r"bash scripts/install_gpu\.sh ([^&\n]+)", FILES[0].read_text())
     assert all(install(host, *step.split()).returncode == 0 for step in steps)
     assert pip_calls(host) == bare
-    quiet, rest, kernels = "--quiet --disable-pip-version-check", " forced=,, 3", ("transformer-engine-torch", "causal-conv1d", "mamba-ssm")
+    quiet, rest, kernels = "--disable-pip-version-check", " forced=,, 3", ("transformer-engine-torch", "causal-conv1d", "mamba-ssm")
     listed = re.findall(r"^(([\w.-]+)==.+)$", PINS.read_text(), re.MULTILINE)
     pins = {name: line for line, name in listed}
     checked, built = f"{quiet} --no-deps --require-hashes", "torch setuptools wheel ninja packaging hatchling editables"
@@ -118,19 +118,19 @@ def test_kernels_are_compiled_for_the_listed_gpus_alone(host: dict[str, str], tm
     {
         "no toolkit": ("CUDA_HOME", "no nvcc, or no headers.* CUDA_HOME=/nowhere; .* CUDA 13.0 toolkit.*cuda-toolkit-13-0.*image"),
         "another CUDA": ("nvcc", "nvcc in CUDA_HOME=.* is of CUDA 12.8, but torch is built for 13.0.*cuda-toolkit-13-0.*image"),
-        "no compiler": ("g++", "no g.., which compiles Transformer Engine; apt install g..,.*image"),
+        "no compiler": ("g++", "no g.., which compiles Triton's kernels and Transformer Engine; apt install g..,.*image"),
         "no headers": ("HEADERS", "no /nowhere/Python.h.*apt install nowhere-dev.*image"),
     }.values(),
     ids=lambda value: value.split(";")[0][:12],
 )
-def test_what_a_host_lacks_is_said_before_anything_is_downloaded(host: dict[str, str], tmp_path: Path, fault: str, said: str):
+def test_what_an_image_lacks_is_said_before_anything_is_downloaded(host: dict[str, str], tmp_path: Path, fault: str, said: str):
     if fault in host:
         host[fault] = "/nowhere"
     elif fault == "nvcc":
         (tmp_path / "cuda/bin/nvcc").write_text(NVCC.format("12.8"))
     else:
         (tmp_path / "bin" / fault).unlink()
-    done = install(host)
+    done = install(host, "base")
     assert done.returncode == 1 and re.search(said, done.stderr), done.stderr
     assert pip_calls(host) == []
 
@@ -139,6 +139,6 @@ def test_cuda_is_where_nvcc_has_its_headers(host: dict[str, str], tmp_path: Path
     del host["CUDA_HOME"]
     (tmp_path / "cuda/bin/nvcc").write_text(NVCC.format("12.8"))
     (tmp_path / "bin/nvcc").symlink_to(tmp_path / "cuda/bin/nvcc")
-    assert f"CUDA_HOME={tmp_path}/cuda is of CUDA 12.8" in install(host).stderr
+    assert f"CUDA_HOME={tmp_path}/cuda is of CUDA 12.8" in install(host, "kernels").stderr
     (tmp_path / "cuda/include/cuda_runtime.h").unlink()
-    assert f"CUDA_HOME={tmp_path}/cuda" not in install(host).stderr
+    assert f"CUDA_HOME={tmp_path}/cuda" not in install(host, "kernels").stderr

@@ -288,6 +288,7 @@ def test_a_start_is_refused_by_a_clear_margin_only(folders: dict[str, str], monk
     monkeypatch.setattr("mrl.loop.preflight.find_problems", lambda config: [])
     monkeypatch.setattr("mrl.loop.preflight.with_local_folders", lambda config: config)
     monkeypatch.setattr("mrl.loop.preflight.local_gpu", lambda: H100)
+    monkeypatch.setattr("mrl.loop.preflight.check_environment", lambda config: None)
     with pytest.raises(ValueError, match="it fits with: policy.megatron_cfg.optimizer.optimizer_offload_fraction=1.0 "):
         check_start(over)
 
