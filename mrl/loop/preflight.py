@@ -24,7 +24,7 @@ from mrl.config.model import (
 from mrl.config.rules.checks import find_problems
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import RunConfig
-from mrl.gpus import find_misfit, find_shortage, read_builds
+from mrl.gpus import find_fault
 from mrl.kernels import describe_missing, missing_kernels
 from mrl.plan.deadlines import describe_engine_start
 from mrl.plan.hardware import local_gpu, local_memory
@@ -36,12 +36,9 @@ logger = logging.getLogger(__name__)
 
 def check_environment(config: RunConfig) -> None:
     """ConfigError if libraries or GPUs of this host are not those that the config asks for; several nodes check their own GPUs."""
-    gpus = config.cluster.gpus_per_node
-    misfit = find_misfit(gpus, read_builds(), has_engines=config.has_engines)
-    if misfit is None and config.cluster.num_nodes == 1:
-        misfit = find_shortage(gpus)
-    if misfit:
-        raise ConfigError([misfit])
+    cluster = config.cluster
+    if fault := find_fault(cluster.gpus_per_node, num_nodes=cluster.num_nodes, has_engines=config.has_engines):
+        raise ConfigError([fault])
 
 
 def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:

@@ -204,3 +204,11 @@ def test_missing_kernels_are_those_that_the_model_needs():
     said = kernels.describe_missing(kernels.missing_kernels("*-"))
     assert said.startswith("transformer-engine-torch is not installed: ") and "install_gpu.sh kernels" in said
     assert kernels.describe_missing([]) == ""
+
+
+def test_one_gpu_gets_the_layout_of_the_run_that_gpu_status_shows(host):
+    host(smi(1))
+    (command,) = re.findall(
+        r"^python -m mrl\.train grpo_tiny\.yaml ((?:.*\\\n)?.*)$", (ROOT / "docs/gpu_status.md").read_text(), re.MULTILINE
+    )
+    assert load_config("grpo_tiny.yaml") == load_config("grpo_tiny.yaml", command.replace("\\\n", " ").split())

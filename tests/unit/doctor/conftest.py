@@ -27,7 +27,10 @@ def gpu_host() -> HostFacts:
     return HostFacts(
         host="node-1",
         python="3.12.4",
-        packages={"torch": "2.13.0", "ray": "2.60.0", "megatron-core": "0.16.1", "vllm": "0.32.0", "torchvision": "0.28.0"},
+        packages={
+            **{"torch": "2.13.0", "ray": "2.60.0", "megatron-core": "0.16.1", "vllm": "0.32.0", "torchvision": "0.28.0"},
+            **{"transformer-engine-torch": "2.20.2", "mamba-ssm": "2.3.1", "causal-conv1d": "1.7.0"},
+        },
         missing_modules=(),
         torch_cuda="13.0",
         build_tags={"torchvision": "cu130"},

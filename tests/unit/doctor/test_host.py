@@ -212,3 +212,24 @@ def test_ports_are_noted(gpu_host: HostFacts):
         "taken on this host: 6379 (RAY_HEAD_PORT)",
         "1200 (PORT), 6379 (RAY_HEAD_PORT) lie in the range of ports that any connection may take (1024 to 65535)",
     ]
+
+
+def test_missing_kernels_are_a_note_that_says_what_for_and_how_to_get_them(gpu_host: HostFacts, wanted: Wanted):
+    gpu = {"vllm": "==0.32.0", "transformer-engine": ">=2.11,<3", "mamba-ssm": ">=2.3,<2.3.2", "causal-conv1d": ">=1.6,<2"}
+    compiled = ("transformer-engine-torch", "mamba-ssm", "causal-conv1d")
+    packages = {name: version for name, version in gpu_host.packages.items() if name not in compiled}
+    findings = judge_software(replace(gpu_host, packages=packages), replace(wanted, ranges={**wanted.ranges, "gpu": gpu}))
+    (note,) = [finding for finding in findings if finding.status != "ok"]
+    assert (note.check, note.status) == ("kernels", "note") and "install_gpu.sh kernels" in note.remedy
+    assert note.found.startswith("without transformer-engine-torch, mamba-ssm, causal-conv1d: attention and layers are torch's")
+    # An old one is still a problem.
+    old = replace(gpu_host, packages=gpu_host.packages | {"transformer-engine": "2.20.2", "mamba-ssm": "2.2.0"})
+    findings = judge_software(old, replace(wanted, ranges={**wanted.ranges, "gpu": gpu}))
+    assert "mamba-ssm 2.2.0 is not >=2.3,<2.3.2" in next(finding.found for finding in findings if finding.status == "problem")
+
+
+def test_a_build_for_cpus_is_right_where_the_user_asks_for_it(gpu_host: HostFacts, wanted: Wanted, monkeypatch: pytest.MonkeyPatch):
+    facts = replace(gpu_host, torch_cuda=None)
+    assert [finding.status for finding in judge_software(facts, wanted) if finding.check == "torch"] == ["problem"]
+    monkeypatch.setenv("MRL_CPU", "1")
+    assert [finding.status for finding in judge_software(facts, wanted) if finding.check == "torch"] == ["ok"]

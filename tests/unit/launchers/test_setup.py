@@ -271,3 +271,16 @@ def test_an_installation_for_gpus_shows_its_progress(tmp_path: Path):
     steps = [line for line in said.splitlines() if line.startswith(("Installing", "Getting", "Installed"))]
     assert len(steps) == 7, said
     assert not [line for line in stub.log if "--quiet" in line and "constraints" in line]
+
+
+def test_lists_pages_and_tests_name_the_same_versions_of_python():
+    supported = set(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text()))
+    for kind in ("cpu", "gpu"):
+        low, high = re.findall(r"^# .*Python 3\.(\d+) to 3\.(\d+)\)", (ROOT / f"constraints-{kind}.txt").read_text(), re.MULTILINE)[0]
+        assert {f"3.{minor}" for minor in range(int(low), int(high) + 1)} == supported
+    tried = re.findall(r'PYTHONS="(.+?)"', (ROOT / "scripts" / "setup.sh").read_text())
+    assert len(tried) == 2 and all(set(versions.split()) == supported for versions in tried)
+    (row,) = re.findall(r"^\| Python (.+?) \|", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE)
+    assert set(row.split(", ")) == supported
+    (resolved,) = re.findall(r'parametrize\("python", \[(.+?)\]', (ROOT / "tests" / "rehearsal" / "test_gpu_set.py").read_text())
+    assert set(re.findall(r"[\d.]+", resolved)) == supported
