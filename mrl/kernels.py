@@ -23,7 +23,7 @@ class Kernels:
     package: str
     module: str
     instead: str
-    """What a run does without it."""
+    """Effect on a run without it."""
     only_for: str = ""
     """Letter of the layers that need it (`ModelSizes.layers`); "" = all models."""
 

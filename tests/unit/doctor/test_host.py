@@ -223,7 +223,7 @@ def test_missing_kernels_are_a_note_that_says_what_for_and_how_to_get_them(gpu_h
     assert (note.check, note.status) == ("kernels", "note") and "install_gpu.sh kernels" in note.remedy
     assert note.found.startswith("without transformer-engine-torch, mamba-ssm, causal-conv1d: attention and layers are torch's")
     # An old one is still a problem.
-    old = replace(gpu_host, packages=gpu_host.packages | {"transformer-engine": "2.20.2", "mamba-ssm": "2.2.0"})
+    old = replace(gpu_host, packages={**gpu_host.packages, "transformer-engine": "2.20.2", "mamba-ssm": "2.2.0"})
     findings = judge_software(old, replace(wanted, ranges={**wanted.ranges, "gpu": gpu}))
     assert "mamba-ssm 2.2.0 is not >=2.3,<2.3.2" in next(finding.found for finding in findings if finding.status == "problem")
 

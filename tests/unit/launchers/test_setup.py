@@ -72,7 +72,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the host gets."""
+    """The set and the Python that the host gets."""
 
     kind: str
     """gpu, plain (for GPUs without compiled kernels), cpu, or refused."""
