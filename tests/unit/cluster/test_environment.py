@@ -16,6 +16,7 @@ from mrl.cluster.environment import engine_variables, importing, policy_variable
 from mrl.config.fields import Precision
 from mrl.config.schema.run import ClusterConfig, RunConfig
 from mrl.env import FULL_FLOAT32
+from mrl.gpus import device_variables
 from tests.sources import ROOT
 from tests.waiting import HANG_S
 
@@ -115,7 +116,8 @@ with patch("torch.cuda.is_available", lambda: True), patch("torch.cuda.set_devic
     except SystemExit:
         print(taken)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    shell = os.environ | device_variables(has_gpu=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=shell, capture_output=True, text=True, timeout=HANG_S)
     assert done.stdout == "[(3, False, False)]\n", done.stderr
 
 
