@@ -27,6 +27,7 @@ MAY_ASK = {
     "mrl/doctor/gpus.py": "reports what the driver and torch say",
     "mrl/doctor/host.py": "names nvidia-smi in a remedy",
     "mrl/cluster/hosts.py": "measures utilisation",
+    "mrl/numa.py": "reads which NUMA node a GPU is next to",
     "mrl/plan/hardware.py": "reads which GPU it is that a plan is for",
     "mrl/refit/memory.py": "finds the device of another process's memory on a GPU",
     "mrl/policy/cpu.py": "replaces these functions on CPUs",
