@@ -27,6 +27,7 @@ from mrl.cluster.payload import Packed, PayloadRef, pack
 from mrl.cluster.runtime import Placement
 from mrl.config.rules.data import is_agent
 from mrl.config.schema.run import RunConfig
+from mrl.config.texts import safe_text
 from mrl.plan.deadlines import start_deadline
 from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent, Ran
 from mrl.rollout.gateway import EngineServers, Gateway
@@ -66,7 +67,11 @@ class Progress:
     ended: Mapping[str, tuple[list[RolloutInfo], Verdict, Sequence[int]]]
     num_answered: int
     """Requests of agents that engines have answered."""
+    num_asked: int
+    """Requests of agents under way at engines."""
     unreachable: set[int]
+    waiting: Mapping[str, tuple[int, str]]
+    """Number of rollouts that wait for an agent that cannot be reached, and the reason, by the agent's name."""
 
 
 class AgentRuns:
@@ -92,7 +97,7 @@ class AgentRuns:
             rollouts += ran.rollouts
         unreachable, gateway.engines.unreachable = gateway.engines.unreachable, set()
         num_answered, self._num_told = gateway.num_answered - self._num_told, gateway.num_answered
-        return Progress(infos, num_answered, unreachable), pack(rollouts)
+        return Progress(infos, num_answered, gateway.engines.num_asked, unreachable, self.runner.waiting()), pack(rollouts)
 
     async def _run(self, task: AgentTask) -> None:
         self._work.answer(task.request_id, await self.runner.run(task))
@@ -164,6 +169,8 @@ class AgentGateway(Actors[GatewayActor]):
         self.url: str | None = None
         self.book = RequestBook[AgentTask, EndedRollout](GATEWAY, 1, self._run, self._restart, news=self.news, num_calls=2)
         self._starting: ray.ObjectRef[str] | None = None
+        self._waiting: set[str] = set()
+        """Agents that have been said to be waited for."""
         self.handles = [self._start()]
         engines.on_addresses = self.tell_addresses
         in_loop(self.book.begin, 0)
@@ -204,7 +211,9 @@ class AgentGateway(Actors[GatewayActor]):
         progress = await answered(reference, actor=self.name(index), what="agents")
         for engine in progress.unreachable:
             asyncio.ensure_future(self.engines.look_after(engine))
-        if progress.num_answered or progress.ended:
+        self._say_waiting(progress.waiting)
+        # While no engine is asked, agents work or are waited for, each until its own deadline: the run does not hang.
+        if progress.num_answered or progress.ended or not progress.num_asked:
             self.news.tell(GENERATION)
         ended, place = dict[str, EndedRollout](), 0
         for request_id, (infos, verdict, engines) in progress.ended.items():
@@ -212,6 +221,13 @@ class AgentGateway(Actors[GatewayActor]):
             place += len(infos)
             ended[request_id] = EndedRollout(as_one(found), verdict, engines)
         return ended
+
+    def _say_waiting(self, waiting: Mapping[str, tuple[int, str]]) -> None:
+        for name in waiting.keys() - self._waiting:
+            count, reason = waiting[name]
+            limit = f"each at most {self.config.env.agent_timeout_s:g} s (env.agent_timeout_s)"
+            logger.warning("%d rollouts wait for %s, %s: %s", count, name, limit, safe_text(reason))
+        self._waiting = set(waiting)
 
     def _restart(self, index: int, lost: ActorLost) -> None:
         num_tasks = self.book.end(index, self._log_file)

@@ -204,6 +204,15 @@ class AgentRunner:
         """Does the rows of all others."""
         self._url, self._timeout_s, self._masks_flagged = url, timeout_s, masks_flagged
         self._nonce = secrets.token_hex(8)
+        self._waiting: dict[str, tuple[str, str]] = {}
+        """Agent and reason, of each rollout whose agent cannot be reached."""
+
+    def waiting(self) -> dict[str, tuple[int, str]]:
+        """Number of rollouts that wait for an agent that cannot be reached, and the newest reason, by the agent's name."""
+        found = dict[str, tuple[int, str]]()
+        for name, reason in [*self._waiting.values(), *(self.gym.waiting.values() if self.gym is not None else ())]:
+            found[name] = found.get(name, (0, ""))[0] + 1, reason
+        return found
 
     async def run(self, task: AgentTask) -> Ran:
         """Runs one rollout, with new attempts if the agent is lost. One that has got no task is waited for until the deadline."""
@@ -216,8 +225,7 @@ class AgentRunner:
                 reply = {"error": f"no answer within {self._timeout_s:g} s (env.agent_timeout_s)", "status": "timeout"}
             except AgentUnreached as lost:
                 if time.monotonic() + pause_s < end:
-                    if pause_s == RETRY_S:
-                        logger.warning("Rollout %s waits for its agent: %s", task.request_id, lost)
+                    self._waiting[task.request_id] = f"agent {task.prompt.env_name}", str(lost)
                     await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # not all at once
                     pause_s = min(2 * pause_s, MAX_PAUSE_S)
                     continue
@@ -229,6 +237,7 @@ class AgentRunner:
                 continue
             finally:
                 self.gateway.close_session(session)
+                self._waiting.pop(task.request_id, None)
             return self._ended(task, session, judged(reply, masks_flagged=self._masks_flagged), attempt)
         return self._ended(task, session, failed(f"the agent was lost {MAX_ATTEMPTS} times: {reason}", "crash"), MAX_ATTEMPTS)
 

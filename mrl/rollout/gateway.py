@@ -66,6 +66,11 @@ class EngineServers:
         self.unreachable: set[int] = set()
         """Engines that have broken a connection since the owner looked last."""
 
+    @property
+    def num_asked(self) -> int:
+        """Requests under way at engines."""
+        return sum(map(len, self._posting.values()))
+
     def set_addresses(self, base_urls: Sequence[str]) -> None:
         """Sets where the engines are, by index: `http://HOST:PORT/v1`. Requests to one that has moved are asked again."""
         before, self._addresses = self._addresses, [base_url.removesuffix("/v1") for base_url in base_urls]

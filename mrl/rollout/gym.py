@@ -22,7 +22,7 @@ import yaml
 
 from mrl.rollout.agent_session import AgentSession
 from mrl.rollout.receipts import Receipts
-from mrl.rollout.remote import AgentLost, AgentUnreached, Json, RemoteAgent
+from mrl.rollout.remote import AgentLost, AgentUnreached, Json, RemoteAgent, open_client, read_answer
 from mrl.types import LARGEST_REWARD, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ class GymServers:
     head_url: str
     up: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Done while the servers are up. Rows wait for it."""
+    waiting: dict[object, tuple[str, str]] = field(default_factory=dict)
+    """Server and reason, of each row that waits for one."""
     process: object = None
     """The process that starts them; it lives as long as they do."""
     _agents: dict[str, RemoteAgent] = field(default_factory=dict)
@@ -56,19 +58,25 @@ class GymServers:
 
     async def run(self, name: str, row: Json, *, deadline_s: float) -> Json:
         """The answer of an agent to a row, which waits while nobody listens. Errors as `RemoteAgent.ask`; RuntimeError: no such agent."""
-        end = time.monotonic() + deadline_s
-        while (left := end - time.monotonic()) > 0:
-            await asyncio.wait([self.up], timeout=left)
-            if not self.up.done():
-                break
-            try:
-                return await (await self._find(name)).post(row, deadline_s=left)
-            except AgentUnreached as lost:
-                self._may_have_moved = True
-                await self._pause(lost)
-            except AgentLost:
-                self._may_have_moved = True
-                raise
+        end, place = time.monotonic() + deadline_s, object()
+        try:
+            while (left := end - time.monotonic()) > 0:
+                if not self.up.done():
+                    self.waiting[place] = "NeMo Gym's servers", "they start"
+                    await asyncio.wait([self.up], timeout=left)
+                    continue
+                self.waiting.pop(place, None)
+                try:
+                    return await (await self._find(name)).post(row, deadline_s=left)
+                except AgentUnreached as lost:
+                    self._may_have_moved = True
+                    self.waiting[place] = f"agent {name} of NeMo Gym", str(lost)
+                    await self._pause(lost)
+                except AgentLost:
+                    self._may_have_moved = True
+                    raise
+        finally:
+            self.waiting.pop(place, None)
         raise TimeoutError
 
     async def _find(self, name: str) -> RemoteAgent:
@@ -96,11 +104,11 @@ class GymServers:
         timeout = aiohttp.ClientTimeout(total=HEAD_S)
         try:
             async with (
-                aiohttp.ClientSession(timeout=timeout, trust_env=False) as client,
+                open_client(timeout) as client,
                 client.get(f"{self.head_url}/global_config_dict_yaml") as response,
             ):
                 # YAML as a text in JSON.
-                config = yaml.load(json.loads(await response.text()), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+                config = yaml.load(json.loads(await read_answer(response)), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         except (aiohttp.ClientError, TimeoutError, ValueError, yaml.YAMLError) as error:
             raise AgentUnreached(f"{self.head_url}, NeMo Gym's head server: {error or type(error).__name__}") from error
         head = urlsplit(self.head_url).hostname

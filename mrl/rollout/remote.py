@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import zlib
 from collections.abc import Mapping
 from typing import cast
 
@@ -13,6 +14,9 @@ import aiohttp
 Json = Mapping[str, object]
 # An agent is ended by its own process at its deadline; one whose process does not even do that is ended with it.
 GRACE_S = 10.0
+CONNECT_S = 30.0
+MAX_ANSWER_BYTES = 64 * 2**20
+"""Most bytes of an answer, as sent and unpacked: a conversation of 10 M characters with its tokens and logprobs."""
 BUSY = (408, 429, 503)
 """Answers of a server that may have time later."""
 
@@ -36,6 +40,37 @@ async def until_readable(descriptor: int) -> None:
         loop.remove_reader(descriptor)
 
 
+async def read_answer(response: aiohttp.ClientResponse, most: int = MAX_ANSWER_BYTES) -> bytes:
+    """Body of an answer from a session without `auto_decompress`, unpacked. ValueError: over `most` bytes, or not gzip or deflate."""
+    content = bytearray()
+    async for part in response.content.iter_any():
+        content += part
+        if len(content) > most:
+            raise ValueError(f"over {most:,} bytes")
+    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding == "identity":
+        return bytes(content)
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise ValueError(f"the Content-Encoding {encoding[:40]!r}, which was not asked for")
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # reads both headers
+    try:
+        unpacked = await asyncio.to_thread(unpacker.decompress, content, most + 1)
+    except zlib.error as error:
+        raise ValueError(f"what is no {encoding}: {error}") from error
+    if len(unpacked) > most:
+        raise ValueError(f"over {most:,} bytes once unpacked")
+    if not unpacker.eof:
+        raise ValueError(f"{encoding} that ends early")
+    return unpacked
+
+
+def open_client(timeout: aiohttp.ClientTimeout, *, limit: int = 100) -> aiohttp.ClientSession:
+    """A session of at most `limit` connections to a server, 0 = any number, whose answers `read_answer` reads."""
+    connector = aiohttp.TCPConnector(limit=limit)
+    headers = {"Accept-Encoding": "gzip, deflate"}
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers, trust_env=False, auto_decompress=False)
+
+
 class RemoteAgent:
     """An agent at a URL of the user's."""
 
@@ -50,20 +85,21 @@ class RemoteAgent:
 
     async def post(self, body: Json, *, deadline_s: float) -> Json:
         """The server's answer; `{"error": ...}` if it refuses. Errors as `ask`."""
-        if self._client is None:
-            connector = aiohttp.TCPConnector(limit=0)
-            self._client = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=False)
+        if (client := self._client) is None:
+            client = self._client = open_client(aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S), limit=0)
         try:
             async with (
                 asyncio.timeout(deadline_s + GRACE_S),
                 # Of a redirected POST some servers get a GET, and the key would go to another one.
-                self._client.post(self.url, json=body, headers=self._headers, allow_redirects=False) as response,
+                client.post(self.url, json=body, headers=self._headers, allow_redirects=False) as response,
             ):
-                content = await response.read()
-        except aiohttp.ClientConnectorError as error:
+                content = await read_answer(response)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise AgentUnreached(f"{self.url}: {error}") from error
         except aiohttp.ClientError as error:
             raise AgentLost(f"{self.url}: {error or type(error).__name__}") from error
+        except ValueError as error:
+            return {"error": f"{self.url} answers {error}"}
         text = content.decode("utf-8", errors="replace")
         if response.status >= 500 or response.status in BUSY:
             raise (AgentUnreached if response.status in BUSY else AgentLost)(f"{self.url} answers {response.status}: {text[:300]}")

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import shutil
 import socket
 import subprocess
 import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -252,6 +254,70 @@ def test_a_server_without_room_is_asked_until_it_has_some(
     (ran,) = run(running, runner, task("any", env_name="full"))
     assert num_asked == 9 and ran.verdict.reason == "at last" and ran.verdict.metrics["lost_attempts"] == 0
     server.should_exit = True
+
+
+def test_rollouts_that_wait_for_an_agent_are_counted_by_its_name(running: Running, runner: AgentRunner, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(agents_module, "RETRY_S", 1e6)
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/run"
+    listener.close()
+    running.call(lambda: runner.agents.update({"absent": [RemoteAgent(url)]}))
+
+    async def wait() -> dict[str, tuple[int, str]]:
+        monkeypatch.setattr(runner, "_timeout_s", 1e7)
+        asked = [asyncio.ensure_future(runner.run(task("any", index, env_name="absent"))) for index in range(7)]
+        async with asyncio.timeout(HANG_S):
+            while runner.waiting().get("agent absent", (0, ""))[0] < 7:
+                await asyncio.sleep(0.01)
+        found = runner.waiting()
+        for one in asked:
+            one.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        return found
+
+    ((name, (count, reason)),) = running.run(wait()).items()
+    assert (name, count) == ("agent absent", 7) and url in reason and "Cannot connect" in reason
+    assert running.call(runner.waiting) == {}
+
+
+GZIPPED = gzip.compress(b'{"reward": 0.5}')
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "answer"),
+    [
+        ("identity", b'{"reward": 0.5}', {"reward": 0.5}),
+        ("gzip", GZIPPED, {"reward": 0.5}),
+        ("deflate", zlib.compress(b'{"reward": 0.5}'), {"reward": 0.5}),
+        ("gzip", gzip.compress(b" " * 2**20 + b"{}"), "over 100,000 bytes once unpacked"),
+        ("identity", b" " * 2**17 + b"{}", "over 100,000 bytes"),
+        ("gzip", GZIPPED[:-4], "ends early"),
+        ("gzip", b"{}", "is no gzip"),
+        ("br", b"{}", "Content-Encoding 'br'"),
+    ],
+)
+def test_answers_of_servers_have_a_bound(running: Running, monkeypatch: pytest.MonkeyPatch, encoding: str, body: bytes, answer: object):
+    read = remote_module.read_answer
+    monkeypatch.setattr(remote_module, "read_answer", lambda response: read(response, 100_000))
+
+    async def respond(_: Request) -> Response:
+        return Response(body, headers={"Content-Encoding": encoding})
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = http_gate.make_server(Starlette(routes=[Route("/", respond, methods=["POST"])]), has_key=lambda *_: True, max_body=10**7)
+    threading.Thread(target=server.run, args=([listener],), daemon=True).start()
+
+    async def ask() -> object:
+        agent = RemoteAgent(f"http://127.0.0.1:{listener.getsockname()[1]}/")
+        try:
+            return await agent.ask({"deadline_s": HANG_S})
+        finally:
+            assert agent._client is not None
+            await agent._client.close()
+
+    found = running.run(ask())
+    server.should_exit = True
+    assert found == answer if isinstance(answer, dict) else isinstance(found, dict) and str(answer) in str(found["error"])
 
 
 def test_a_function_that_cannot_be_loaded_ends_the_run(running: Running, monkeypatch: pytest.MonkeyPatch):
