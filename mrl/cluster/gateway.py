@@ -72,6 +72,8 @@ class Progress:
     unreachable: set[int]
     waiting: Mapping[str, tuple[int, str]]
     """Number of rollouts that wait for an agent that cannot be reached, and the reason, by the agent's name."""
+    blocked: Mapping[str, str]
+    """Lines at which an agent has blocked the others of its process, and the agent's name."""
 
 
 class AgentRuns:
@@ -97,7 +99,8 @@ class AgentRuns:
             rollouts += ran.rollouts
         unreachable, gateway.engines.unreachable = gateway.engines.unreachable, set()
         num_answered, self._num_told = gateway.num_answered - self._num_told, gateway.num_answered
-        return Progress(infos, num_answered, gateway.engines.num_asked, unreachable, self.runner.waiting()), pack(rollouts)
+        waiting, blocked = self.runner.waiting(), self.runner.blocked()
+        return Progress(infos, num_answered, gateway.engines.num_asked, unreachable, waiting, blocked), pack(rollouts)
 
     async def _run(self, task: AgentTask) -> None:
         self._work.answer(task.request_id, await self.runner.run(task))
@@ -171,6 +174,8 @@ class AgentGateway(Actors[GatewayActor]):
         self._starting: ray.ObjectRef[str] | None = None
         self._waiting: set[str] = set()
         """Agents that have been said to be waited for."""
+        self._blocked: set[str] = set()
+        """Lines that have been said to block."""
         self.handles = [self._start()]
         engines.on_addresses = self.tell_addresses
         in_loop(self.book.begin, 0)
@@ -212,6 +217,10 @@ class AgentGateway(Actors[GatewayActor]):
         for engine in progress.unreachable:
             asyncio.ensure_future(self.engines.look_after(engine))
         self._say_waiting(progress.waiting)
+        for place in progress.blocked.keys() - self._blocked:
+            self._blocked.add(place)
+            way_out = "await what takes long, or call it by asyncio.to_thread"
+            logger.warning("Agent %s blocks all agents of its process: %s; %s", progress.blocked[place], safe_text(place), way_out)
         # While no engine is asked, agents work or are waited for, each until its own deadline: the run does not hang.
         if progress.num_answered or progress.ended or not progress.num_asked:
             self.news.tell(GENERATION)

@@ -29,7 +29,7 @@ from mrl.config.texts import safe_text
 from mrl.rollout.agent_session import AgentSession
 from mrl.rollout.gateway import MODEL, Gateway
 from mrl.rollout.gym import GymServers, gym_row, is_finite, reply_of
-from mrl.rollout.remote import AgentLost, AgentUnreached, Json, RemoteAgent, until_readable
+from mrl.rollout.remote import BLOCKED, AgentBlocked, AgentLost, AgentUnreached, Json, RemoteAgent, until_readable
 from mrl.rollout.turn_tree import TurnSequence
 from mrl.types import Prompt, Rollout, RolloutRequest, SamplingParams, Status, Verdict, hashed_seed
 
@@ -113,6 +113,10 @@ class FunctionAgent:
         self._num_failed = 0
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._blocker: Json = {}
+        """Last report of the process: session and line of an agent that blocks its loop."""
+        self.reports: list[str] = []
+        """Lines that have blocked the loop since the owner looked last."""
         self.num_running = 0
 
     async def start(self) -> None:
@@ -137,11 +141,30 @@ class FunctionAgent:
             if process is not None and process.poll() is None:
                 logger.warning("The process of agent %s does not end a rollout at its deadline, and is ended", self.path)
                 process.kill()
+            if self._blocker.get("session", task["base_url"]) != task["base_url"]:
+                raise AgentBlocked(f"another agent blocks its process: {self._blocker['place']}") from None
             raise
         finally:
             answer.cancel()
             self.num_running -= 1
+        if reply.get("status") == BLOCKED and self._blocker.get("session") != task["base_url"]:
+            raise AgentBlocked(f"another agent has blocked its process: {self._blocker.get('place')}")
         return reply
+
+    async def _read_reports(self, descriptor: int) -> None:
+        """Notes reports of the process until it ends."""
+        try:
+            text = b""
+            while True:
+                await until_readable(descriptor)
+                if not (part := os.read(descriptor, 65_536)):
+                    return
+                *lines, text = (text + part).split(b"\n")
+                for line in lines:
+                    self._blocker = json.loads(line)
+                    self.reports.append(str(self._blocker["place"]))
+        finally:
+            os.close(descriptor)
 
     def end(self) -> None:
         """Ends the process for good."""
@@ -154,9 +177,12 @@ class FunctionAgent:
         descriptor = self._listener.fileno()
         # Children find a user's module where Python finds it here: Ray gives its processes the driver's folders.
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-        arguments = (sys.executable, "-m", "mrl.rollout.agent_child", self.path, str(descriptor), str(os.getpid()))
         while self._num_failed < MAX_FAILED_STARTS:
-            process = subprocess.Popen(arguments, stdin=subprocess.PIPE, pass_fds=(descriptor,), env=variables)
+            reports, report_fd = os.pipe()
+            arguments = (sys.executable, "-m", "mrl.rollout.agent_child", self.path, str(descriptor), str(report_fd), str(os.getpid()))
+            process = subprocess.Popen(arguments, stdin=subprocess.PIPE, pass_fds=(descriptor, report_fd), env=variables)
+            os.close(report_fd)
+            reading = asyncio.ensure_future(self._read_reports(reports))
             self._process, self._num_failed = process, self._num_failed + 1
             assert process.stdin is not None
             with suppress(BrokenPipeError), process.stdin as pipe:  # a process that has ended is seen below
@@ -164,6 +190,9 @@ class FunctionAgent:
             looking = asyncio.ensure_future(self._look_for_life())
             await _ended(process.pid)
             looking.cancel()
+            await asyncio.wait([reading], timeout=1.0)  # a process that it has left behind may hold the pipe
+            reading.cancel()
+            self._blocker = {}
             logger.warning("The process of agent %s has ended (%s) and is started again", self.path, process.poll())
         times = f"{self._num_failed} times in a row before it could run a rollout"
         self._broken.set_exception(RuntimeError(f"env.own.agents: the process of {self.path} died {times}; see gateway.log"))
@@ -214,6 +243,16 @@ class AgentRunner:
             found[name] = found.get(name, (0, ""))[0] + 1, reason
         return found
 
+    def blocked(self) -> dict[str, str]:
+        """Lines at which an agent has blocked the others of its process since the last call, and the agent's name."""
+        found = dict[str, str]()
+        for name, agents in self.agents.items():
+            for agent in agents:
+                if isinstance(agent, FunctionAgent):
+                    found |= dict.fromkeys(agent.reports, name)
+                    agent.reports.clear()
+        return found
+
     async def run(self, task: AgentTask) -> Ran:
         """Runs one rollout, with new attempts if the agent is lost. One that has got no task is waited for until the deadline."""
         end, reason, attempt, pause_s = time.monotonic() + self._timeout_s, "", 0, RETRY_S
@@ -232,6 +271,8 @@ class AgentRunner:
                 reply = {"error": f"no agent within {self._timeout_s:g} s (env.agent_timeout_s): {lost}", "status": "timeout"}
             except AgentLost as lost:
                 reason, attempt = str(lost), attempt + 1
+                if isinstance(lost, AgentBlocked):
+                    end = time.monotonic() + self._timeout_s
                 logger.warning("Rollout %s loses its agent: %s", task.request_id, reason)
                 await asyncio.sleep(RETRY_S)
                 continue

@@ -17,12 +17,18 @@ GRACE_S = 10.0
 CONNECT_S = 30.0
 MAX_ANSWER_BYTES = 64 * 2**20
 """Most bytes of an answer, as sent and unpacked: a conversation of 10 M characters with its tokens and logprobs."""
+BLOCKED = "blocked"
+"""Status of an agent whose time was up while another one blocked its process."""
 BUSY = (408, 429, 503)
 """Answers of a server that may have time later."""
 
 
 class AgentLost(Exception):
     """The agent's process or server has gone."""
+
+
+class AgentBlocked(AgentLost):
+    """Another agent has blocked the process for longer than this one had time."""
 
 
 class AgentUnreached(AgentLost):

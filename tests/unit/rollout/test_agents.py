@@ -135,6 +135,17 @@ def test_deadlines(running: Running, runner: AgentRunner, monkeypatch: pytest.Mo
     assert ran.verdict.is_valid
 
 
+def test_an_agent_that_blocks_costs_no_other_rollout(running: Running, runner: AgentRunner, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(agents_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(runner, "_timeout_s", 8.0)
+    monkeypatch.setattr(remote_module, "GRACE_S", 1.0)
+    hung, *others = run(running, runner, task("hang"), *(task("patient", index) for index in range(1, 9)))
+    assert hung.verdict.status == "timeout"
+    assert [ran.verdict.reward for ran in others] == [0.75] * 8
+    (place,) = running.call(runner.blocked)
+    assert "trial_agents.py:" in place and "in echo: time.sleep(1000)" in place
+
+
 def test_a_function_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"write async def no_agent\(client, row\) -> float"):
         find_fitting("tests.unit.rollout.trial_agents:no_agent", AGENT)

@@ -53,6 +53,8 @@ async def echo(client: AsyncOpenAI, row: dict) -> float | dict:
             await asyncio.sleep(1000)
         case "hang":
             time.sleep(1000)
+        case "patient":
+            await asyncio.sleep(0.2)
     return {"right": 0.5, "short": 0.25}
 
 
