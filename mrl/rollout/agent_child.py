@@ -69,7 +69,7 @@ def main() -> None:
         serving.join(JOIN_S)
 
 
-_AGENT: ContextVar[str] = ContextVar("agent", default="")
+_AGENT: ContextVar[str] = ContextVar("agent")
 """URL of the session whose agent runs; tasks that an agent starts inherit it."""
 
 
@@ -92,7 +92,7 @@ class LoopWatch:
 
     def _new_task(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(work, loop=loop, **options)
-        self._agents[task] = _AGENT.get()
+        self._agents[task] = _AGENT.get("")
         return task
 
     def note(self, session: str) -> None:
