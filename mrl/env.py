@@ -110,12 +110,25 @@ ONE_CONFIGURATION = {"MAMBA_DETERMINISTIC": "1"}
 """Makes mamba_ssm's kernels take one configuration each, and sum in one order; a start times none of them. Read at its import."""
 
 SECRET_NAME = re.compile(
-    r"(^|[_-])(token|secret|password|passwd|passphrase|credentials?|bearer|(api|access|private|secret|auth)_?key(_id)?)$", re.IGNORECASE
+    r"(^|[_-])(token|secret|pass|passwd|password|passphrase|passcode|pat|credentials?|bearer|jwt|cookies?|auth|authorization|headers|dsn|"
+    # PWD is the working folder.
+    r"(?-i:pwd)|(?<=[_-])pwd|conn(ection)?_?str(ing)?|webhook(_?url)?|"
+    r"(api|access|private|secret|auth|account|app|deploy|encryption|license|service|signing|ssh)_?keys?(_?(id|pem|b64|base64|json))?)$",
+    re.IGNORECASE,
 )
-"""Pattern of a key or variable that holds a secret. Plural words (`stop_token_ids`, `max_new_tokens`) are not meant."""
+"""Pattern of a key that holds a secret. Plural words (`stop_token_ids`, `max_new_tokens`) are not meant."""
 
-PLACE_NAME = re.compile(r"HOME|USER|PWD|TMPDIR|HOSTNAME|SCRATCH|WORK|SLURM_\w+|\w+_(HOME|DIR|PATH|ROOT|FOLDER|NAME|ID|SIZE|NODES|RANK)")
-"""Pattern of variables that a config may name because they hold no secret: places, names and sizes."""
+PUBLIC_NAME = re.compile(
+    r"HOME|USER|LOGNAME|PWD|TMPDIR|HOSTNAME|SCRATCH|WORK|PATH|LANG|TZ|TERM|SHELL|VIRTUAL_ENV|GLIBC_TUNABLES|PYTHON[A-Z]+|"
+    r"\w+_(HOME|DIR|PATH|ROOT|FOLDER|NAME|ID|SIZE|NODES|RANK|NUM_THREADS)|"
+    r"(CUBLAS|CUBLASLT|CUDA|CUDNN|DEEPEP|DG|EFA|FI|FLASHINFER|GLOO|GOMP|HF_DATASETS|HF_HUB|KMP|LC|LD|MALLOC|MAMBA|MKL|MRL|NCCL|NVIDIA|"
+    r"NVSHMEM|NVTE|OFI|OMP|OMPI|OPENBLAS|PMIX|PYTORCH|RAY|RDMAV|SLURM|TOKENIZERS|TORCH|TORCHDYNAMO|TORCHINDUCTOR|TRANSFORMERS|TRITON|"
+    r"UCX|VLLM)_\w+"
+)
+"""Pattern of environment variables that hold no secret unless they are called like one: places, names, sizes, settings of libraries."""
+
+VARIABLES_KEY = "env_vars"
+"""The key of a section that lists environment variables."""
 
 # Shorter values ("1", "none") would blank out unrelated text.
 MIN_SECRET_LENGTH = 6
@@ -157,10 +170,28 @@ def variable(name: str) -> str:
     return os.environ.get(name, "")
 
 
+def is_secret_variable(name: str) -> bool:
+    """True if an environment variable is called like one that holds a secret."""
+    return bool(SECRET_NAME.search(name)) or name.upper().endswith("_KEY")
+
+
+def is_public_variable(name: str) -> bool:
+    """True if the value of an environment variable may be shown: its name is on the list of harmless ones."""
+    return bool(PUBLIC_NAME.fullmatch(name)) and not is_secret_variable(name)
+
+
+def is_hidden(key: str) -> bool:
+    """True if the values of a dotted key of a config must not be shown: called like a secret, or a variable that is not public."""
+    above, _, name = key.rpartition(".")
+    if above.rpartition(".")[2] == VARIABLES_KEY:
+        return not is_public_variable(name)
+    return name == VARIABLES_KEY or bool(SECRET_NAME.search(name))
+
+
 def secret_values() -> frozenset[str]:
     """Values of all environment variables that hold secrets, by the table above or by their name; they must appear in no file or log."""
     known = {variable.name for variable in VARIABLES if variable.is_secret}
-    values = (value for name, value in os.environ.items() if name in known or SECRET_NAME.search(name))
+    values = (value for name, value in os.environ.items() if name in known or is_secret_variable(name))
     return frozenset(value for value in values if len(value) >= MIN_SECRET_LENGTH)
 
 

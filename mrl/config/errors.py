@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NoReturn, TypeVar
 
-from mrl.env import SECRET_NAME
+from mrl.env import is_hidden
 from mrl.phases import ModelName
 
 Config = TypeVar("Config")
@@ -69,7 +69,7 @@ class Problems:
         """
         key = self._set_last([key, *others])
         value = value_at(self._config, key)
-        if SECRET_NAME.search(key.rpartition(".")[2]) and isinstance(value, str):
+        if is_hidden(key) and isinstance(value, str):
             value = REDACTED
         text = kind(f"{key}={spell(value)}: {rule}; {way_out}")
         self._texts.setdefault(text, self._set_last([key, *_MENTIONED.findall(rule)]) if kind is str else None)

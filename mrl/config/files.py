@@ -18,7 +18,7 @@ import mrl
 from conversion.files.reading import read_file
 from mrl.config.dialect.tables import RENAMED, SAFE_LOADER
 from mrl.config.errors import REDACTED, ConfigError, spell
-from mrl.env import SECRET_NAME
+from mrl.env import is_hidden
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def overlay(settings: Settings, top: Settings) -> None:
 
 def describe(key: Key, setting: Setting) -> str:
     """A setting as a message names it: key, value and origin."""
-    text = REDACTED if SECRET_NAME.search(key[-1]) and isinstance(setting.value, str) else shorten(setting.value)
+    text = REDACTED if is_hidden(".".join(key)) and setting.value not in (None, {}) else shorten(setting.value)
     origin = f" ({setting.origin})" if setting.origin else ""
     return f"{setting.written_as or '.'.join(key)}={text}{origin}"
 

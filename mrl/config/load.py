@@ -85,7 +85,7 @@ def read_run(
     """
     secrets = set() if secrets is None else secrets
     settings = read_settings(find_config(name))
-    note_secrets(((key.rpartition(".")[2], text) for key, _, text in (override.partition("=") for override in overrides)), secrets)
+    note_secrets(((key.lstrip("+~"), text) for key, _, text in (override.partition("=") for override in overrides)), secrets)
     problems = _apply(settings, overrides)
     resolve_gpus(settings)
     if long := find_long_expressions({".".join(key): setting.value for key, setting in settings.items()}):
@@ -103,7 +103,7 @@ def read_run(
         settings.pop(("grpo", "num_generations_per_prompt"), None)  # PPO may have a single rollout, which is no group
     use_own_forms(settings)
     keep_texts(settings)
-    note_secrets(((key[-1], setting.value) for key, setting in settings.items()), secrets)
+    note_secrets(((".".join(key), setting.value) for key, setting in settings.items()), secrets)
     config, migration, found = _interpret(settings, secrets)
     problems += found
     if config is not None and to_evaluate:

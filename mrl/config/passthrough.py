@@ -16,7 +16,7 @@ from typing import Literal
 import yaml
 
 from mrl.config.dialect.tables import SAFE_LOADER
-from mrl.config.errors import NotKnown, Problems, spell
+from mrl.config.errors import REDACTED, NotKnown, Problems, spell
 from mrl.config.schema.megatron import MegatronConfig
 from mrl.config.schema.run import RunConfig
 
@@ -90,11 +90,14 @@ def check_arguments(config: RunConfig, problems: Problems) -> None:
         else:
             _check_value("TransformerConfig", prefix, name, value, problems)
     for prefix, variables in (("policy.megatron_cfg", megatron.env_vars), (_ENGINE, vllm.env_vars)):
-        for name in variables or {}:  # without values, which may be secrets
+        for name, value in (variables or {}).items():  # the problems are without values, which may be secrets
             if RESERVED_VARIABLES.fullmatch(name):
                 problems.extend([f"{prefix}.env_vars.{name}: mrl sets this variable itself; remove it"])
             elif not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 problems.extend([f"{prefix}.env_vars.{name}: not a name of an environment variable; correct it"])
+            elif value == REDACTED:
+                key = f"{prefix}.env_vars.{name}"
+                problems.extend([f"{key}={value}: the value was hidden when this config was saved; give it again, or remove it: '~{key}'"])
     _check_remote_code("", config, problems)
 
 

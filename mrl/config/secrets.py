@@ -7,6 +7,7 @@ The secrets of a config are the values of keys that are called like a secret, an
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
@@ -16,8 +17,10 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Literal, TextIO
+from urllib.parse import quote
 
 from conversion.files.durable import write_atomic
 from mrl import env
@@ -32,14 +35,66 @@ STORY = "story"
 """The logger of what tutorials show, which has no times in a terminal."""
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")  # Ray colors the errors of its actors
-_URL_PASSWORD = re.compile(r"(\b[a-zA-Z][\w+.-]*://[^\s/:@]*):[^\s/]+@")
-_URL_TOKEN = re.compile(r"([?&][\w-]*(?:token|key|secret|password|signature|sig)=)[^&\s]+", re.IGNORECASE)
+_FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.{0,9999}?-----END [A-Z ]{0,30}PRIVATE KEY-----", re.DOTALL), REDACTED),
+    # The user of a URL may be a token. A password may hold `/` and `@`; `host:8000/a@b` has none.
+    (
+        re.compile(
+            r"\b([a-zA-Z][\w+.-]{0,30}://)(?!(?:git|hg|svn)@)"
+            r"(?:(?!\[[\da-fA-F:.]+\])[^\s/?#@:]{0,200}:(?!\d{1,5}[/?#])\S{0,500}@|[^\s/?#@:]{1,500}@)"
+        ),
+        rf"\1{REDACTED}@",
+    ),
+    (re.compile(r"(?<![\w/.:@-])(?!mailto:)[A-Za-z][\w.+-]{0,60}:[^\s/@:]{3,200}@(?!sha256:)(?=[\w-]+[.:/])"), f"{REDACTED}@"),
+    (re.compile(r"\b(hooks\.slack\.com|discord(?:app)?\.com/api/webhooks)/\S+"), rf"\1/{REDACTED}"),
+    (
+        re.compile(
+            r"\b((?:[\w-]{1,60}-)?authorization|x-(?:[\w-]{1,60}-)?(?:key|token|auth|secret)|cookie|set-cookie)"
+            r"(['\"]?\s?[:=]\s?['\"]?)(?!['\"{\[])[^\n'\"]+",
+            re.IGNORECASE,
+        ),
+        rf"\1\2{REDACTED}",
+    ),
+    (re.compile(r"\b(bearer|basic)\s(?=\S*\d)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1 {REDACTED}"),
+    # AccountKey=, password=, "password": "...".
+    (
+        re.compile(
+            r"((?<![a-zA-Z])(?:[\w-]{1,60}[_-])?(?:password|passwd|passphrase|pwd|secret|signature|client_?secret|"
+            r"(?:api|access|private|account|secret|shared_?access)[_-]?(?:key|signature)|(?:access|auth|bearer|refresh|id|api)[_-]?token)"
+            r"(?:\s?=\s?|['\"]\s?:\s?)['\"]?)(?!(?:null|None|true|false)\b|\$\{|[\d.]+\b)[^\s'\"&;,)}]{3,}",
+            re.IGNORECASE,
+        ),
+        rf"\1{REDACTED}",
+    ),
+    # Tokens of GitHub, GitLab, Hugging Face, OpenAI, Slack, AWS, Google, npm, PyPI and NVIDIA, and JSON web tokens.
+    (
+        re.compile(
+            r"\b(?:gh[opsru]_\w{10,}|github_pat_\w{10,}|glpat-[\w-]{10,}|hf_[a-zA-Z0-9]{20,}|sk-(?=\S*\d)[\w-]{20,}|xox[a-z]-[\w-]{8,}|"
+            r"(?:AKIA|ASIA)[A-Z0-9]{16}\b|AIza[\w-]{30,}|ya29\.[\w-]{10,}|npm_\w{30,}|pypi-[\w-]{30,}|nvapi-[\w-]{10,}|"
+            r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})"
+        ),
+        REDACTED,
+    ),
+)
+"""Texts that look like a secret, and the text that takes their place. Secrets that are known go first."""
+
+_PARAMETER = re.compile(r"([?&#]([\w.~-]{1,60})=)([^&\s#'\"]+)")
+_PUBLIC_PARAMETER = re.compile(
+    r"page(_?size)?|limit|offset|format|revision|rev|ref|branch|tag|version|api-version|download|type|path|split|config|subset|sslmode|"
+    r"s[verpt]|spr|expires|x-amz-(algorithm|date|expires|signedheaders)",
+    re.IGNORECASE,
+)
+"""Parameters of URLs whose values may be shown. Others are hidden unless they are too short to be a secret."""
+
+_WORD = re.compile(r"[A-Z]?[a-z]{0,10}|[A-Z]{0,11}")
+"""A word, which other texts have, too: hidden as the value of a variable, and not wherever it is said."""
 
 
 def note_secrets(settings: Iterable[tuple[str, object]], secrets: set[str]) -> None:
-    """Adds to `secrets` those of (name of a key, value as written)."""
-    for name, value in settings:
-        if isinstance(value, str) and env.SECRET_NAME.search(name) and "${" not in value:
+    """Adds to `secrets` those of (dotted key, value as written)."""
+    for key, value in settings:
+        is_called_so = bool(env.SECRET_NAME.search(key.rpartition(".")[2]))
+        if env.is_hidden(key) and "${" not in str(value) and (is_called_so or not _WORD.fullmatch(str(value))):
             note_texts(value, secrets)
 
 
@@ -53,27 +108,62 @@ def note_texts(value: object, secrets: set[str]) -> None:
 
 
 def redact(value: object, secrets: AbstractSet[str] = frozenset(), key: str = "") -> object:
-    """A copy of plain data in which text under a secret's key, `secrets`, and passwords in URLs are blanked out."""
+    """A copy of plain data in which text under a secret's key (dotted), `secrets`, and texts that look like secrets are blanked out."""
     if isinstance(value, dict):
-        return {name: redact(inner, secrets, str(name)) for name, inner in value.items()}
+        return {name: redact(inner, secrets, f"{key}.{name}") for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [redact(inner, secrets, key) for inner in value]
-    return redact_text(REDACTED if env.SECRET_NAME.search(key) else value, secrets) if isinstance(value, str) else value
+    return redact_text(REDACTED if env.is_hidden(key) else value, secrets) if isinstance(value, str) else value
 
 
 def redact_text(text: str, secrets: AbstractSet[str] = frozenset()) -> str:
-    """`text` without `secrets`, the values of secret environment variables, and passwords in URLs."""
-    known = env.secret_values() | secrets
+    """`text` without `secrets`, the values of secret environment variables, and texts that look like secrets."""
+    if (known := _known(env.secret_values() | secrets)) is not None:
+        text = known.sub(REDACTED, text)
+    for form, instead in _FORMS:
+        text = form.sub(instead, text)
+    return _PARAMETER.sub(_public_parameter, text)
+
+
+def redact_word(word: str, secrets: AbstractSet[str] = frozenset()) -> str:
+    """A word of a command without secrets; of an override of a hidden key only the key is left."""
+    key, is_override, _ = word.partition("=")
+    if is_override and (env.is_hidden(key.lstrip("+~")) or f"{env.VARIABLES_KEY}:" in word):
+        return f"{key}={REDACTED}"
+    return redact_text(word, secrets)
+
+
+@cache
+def _known(secrets: frozenset[str]) -> re.Pattern[str] | None:
+    """Pattern of secrets, and of their lines, as plain text and as a shell, JSON, Python, URLs and base64 spell them; None without any."""
     # A message may quote a single line of a multi-line key (PEM).
-    lines = {line for secret in known for line in map(str.strip, secret.splitlines()) if len(line) >= env.MIN_SECRET_LENGTH}
-    for secret in sorted(known | lines, key=len, reverse=True):
-        text = text.replace(secret, REDACTED)
-    return _URL_TOKEN.sub(rf"\1{REDACTED}", _URL_PASSWORD.sub(rf"\1:{REDACTED}@", text))
+    lines = {line for secret in secrets for line in map(str.strip, secret.splitlines()) if len(line) >= env.MIN_SECRET_LENGTH}
+    spelled = {
+        form
+        for text in secrets | lines
+        for form in (
+            text,
+            text.replace("'", "'\"'\"'"),
+            json.dumps(text)[1:-1],
+            json.dumps(text, ensure_ascii=False)[1:-1],
+            repr(text)[1:-1],
+            quote(text, safe=""),
+            quote(text),
+            base64.b64encode(text.encode(errors="surrogateescape")).decode().rstrip("="),
+        )
+    }
+    return re.compile("|".join(map(re.escape, sorted(spelled, key=len, reverse=True)))) if spelled else None
+
+
+def _public_parameter(found: re.Match[str]) -> str:
+    start, name, value = found.groups()
+    is_short = len(value) < env.MIN_SECRET_LENGTH and not env.is_secret_variable(name)
+    return found[0] if is_short or _PUBLIC_PARAMETER.fullmatch(name) else start + REDACTED
 
 
 def split_secrets(variables: Mapping[str, str], secrets: AbstractSet[str] = frozenset()) -> tuple[dict[str, str], dict[str, str]]:
-    """Environment variables that are public, and those that are secret."""
-    hidden = {name: value for name, value in variables.items() if env.SECRET_NAME.search(name) or redact_text(value, secrets) != value}
+    """Environment variables that are public, and those that may be secret."""
+    hidden = {name: value for name, value in variables.items() if not env.is_public_variable(name) or redact_text(value, secrets) != value}
     return {name: value for name, value in variables.items() if name not in hidden}, hidden
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from mrl.config.secrets import redact_text
+from mrl.config.secrets import redact_word
 
 SINKS = {
     "tensorboard": ("TensorBoard", "mrl.store.loggers.tensorboard:TensorBoardSink"),
@@ -96,4 +96,4 @@ def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 
 def command_has_secret(config_secrets: frozenset[str]) -> bool:
     """True when this process's command line holds a secret, as an override of the config may: services must not record it then."""
-    return any(redact_text(word, config_secrets) != word for word in sys.argv)
+    return any(redact_word(word, config_secrets) != word for word in sys.argv)

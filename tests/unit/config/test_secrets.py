@@ -2,17 +2,22 @@
 import json
 import logging
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
+import yaml
 
 from mrl import check
 from mrl.config.load import load_config, resolved_yaml
 from mrl.config.model import with_value
 from mrl.config.secrets import STORY, SecretsFormatter, redact, redact_text, run_entry, split_secrets, start_logging
+from mrl.store.about import about_this_attempt
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
 from tests.sources import ROOT
@@ -33,7 +38,7 @@ def test_no_secret_is_saved(monkeypatch: pytest.MonkeyPatch):
     overrides += ["data.train.data_path=https://me:canary-four@host/train.jsonl", "checkpointing.checkpoint_dir=a-canary-one-b"]
     text = resolved_yaml(load_config("grpo_tiny.yaml", overrides))
     assert "canary" not in text
-    assert "https://me:<redacted>@host/train.jsonl" in text and "a-<redacted>-b" in text
+    assert "https://<redacted>@host/train.jsonl" in text and "a-<redacted>-b" in text
 
 
 @pytest.mark.parametrize(
@@ -66,14 +71,83 @@ def test_what_comes_from_the_environment_is_a_secret_unless_it_is_a_place(monkey
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("http://me:pass@word@host/x", "http://me:<redacted>@host/x"),
-        ("redis://:password@host", "redis://:<redacted>@host"),
+        ("http://me:pass@word@host/x", "http://<redacted>@host/x"),
+        ("redis://:password@host", "redis://<redacted>@host"),
         ("https://host/x?a=1&api_key=abc&b=2", "https://host/x?a=1&api_key=<redacted>&b=2"),
         ("http://localhost:5000/x?page=2", "http://localhost:5000/x?page=2"),
+        ("https://AbCdEf@host/x", "https://<redacted>@host/x"),
+        ("https://AbCdEf:x-oauth-basic@host/x", "https://<redacted>@host/x"),
+        ("https://me:pa/ss@host/x", "https://<redacted>@host/x"),
+        ("me:hidden@host/db", "<redacted>@host/db"),
+        ("https://host/x?pwd=abc", "https://host/x?pwd=<redacted>"),
+        ("https://host/x#state=abcdef", "https://host/x#state=<redacted>"),
     ],
 )
 def test_urls(text: str, expected: str):
     assert redact_text(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://localhost:8000/models@v1",
+        "http://[::1]:8000/a@b",
+        "git+ssh://git@host/org/x",
+        "hf://datasets/org/set@main/x.parquet?revision=refs/convert",
+        "nvcr.io/nvidia/nemo:25.04@sha256:abcdef",
+        "grpo.max_num_steps=6 policy.tokenizer.name=/models/x pad_token_id=0",
+        "a basic understanding; the bearer of tokens",
+        "eos_token: </s>, signature=None, 12:30@host",
+        "hf_tokenizer_of_the_model sk-learn-contrib",
+    ],
+)
+def test_texts_without_secrets_stay(text: str):
+    assert redact_text(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Server=db;User Id=me;Password=canary;Encrypt=true",
+        "host=db dbname=x user=me password='canary' sslmode=require",
+        "DefaultEndpointsProtocol=https;AccountName=me;AccountKey=canary==;EndpointSuffix=core.windows.net",
+        "Endpoint=sb://x/;SharedAccessKeyName=n;SharedAccessKey=canary=",
+        '{"password": "canary"}',
+        "X-Api-Key: canary",
+        "Authorization: Bearer canary",
+        "curl --header 'Proxy-Authorization=Basic canary'",
+        "bearer canary123456",
+        "https://hooks.slack.com/services/T0/B0/canary",
+        "-----BEGIN RSA PRIVATE KEY-----\ncanary\n-----END RSA PRIVATE KEY-----",
+        "token ghp_canary0123456789",
+    ],
+)
+def test_forms_of_secrets(text: str):
+    assert "canary" not in redact_text(text) and "<redacted>" in redact_text(text)
+
+
+@pytest.mark.parametrize(
+    "spell", [shlex.quote, json.dumps, repr, lambda text: quote(text, safe=""), lambda text: yaml.safe_dump({"a": text})]
+)
+def test_a_secret_is_hidden_however_it_is_quoted(monkeypatch: pytest.MonkeyPatch, spell: Callable[[str], str]):
+    monkeypatch.setenv("GITHUB_PAT", secret := "ab'cd\"ef\\gh&canary")
+    assert "canary" not in redact_text(f"said {spell(secret)}")
+
+
+@pytest.mark.parametrize("name", ["DB_PASS", "GITHUB_PAT", "SENTRY_DSN", "A_CONNECTION_STRING", "A_WEBHOOK_URL", "A_KEY", "FOO", "vllm_x"])
+@pytest.mark.parametrize("value", ["canary-7", "pin", "policy"])
+def test_a_variable_is_shown_only_by_its_name(monkeypatch: pytest.MonkeyPatch, name: str, value: str):
+    """Words under names that no rule knows stay where they are other texts."""
+    key = "policy.megatron_cfg.env_vars"
+    words = [f"++{key}.{name}={value}", f"++{key}.NCCL_DEBUG=INFO"]
+    config = load_config("grpo_tiny.yaml", words)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "mrl.train", *words, f"{key}={{{name}: {value}}}"])
+    command = str(about_this_attempt(config)["command"])
+    assert config.policy.megatron_cfg.env_vars == {name: value, "NCCL_DEBUG": "INFO"}
+    assert yaml.safe_load(resolved_yaml(config))["policy"]["megatron_cfg"]["env_vars"] == {name: "<redacted>", "NCCL_DEBUG": "INFO"}
+    assert f"={value}" not in command and f" {value}" not in command and "NCCL_DEBUG=INFO" in command
+    assert split_secrets({name: value, "NCCL_DEBUG": "INFO"}) == ({"NCCL_DEBUG": "INFO"}, {name: value})
+    assert name not in ("FOO", "vllm_x") or value != "policy" or redact_text("policy", config.facts.secrets) == "policy"
 
 
 def test_variables_that_may_be_seen(monkeypatch: pytest.MonkeyPatch):
@@ -147,8 +221,8 @@ def test_tracebacks_have_no_secret(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
     assert run_entry(fail) == 1
     printed = capsys.readouterr()
-    # On stderr it is the end of the traceback, and the last line.
-    assert [text.count("RuntimeError: 401 for <redacted>") for text in printed] == [1, 2]
+    # On stderr it is the first line, the end of the traceback, and the last line.
+    assert [text.count("RuntimeError: 401 for <redacted>") for text in printed] == [1, 3]
     assert "asked with <redacted>" in printed.out and "canary" not in printed.out + printed.err
 
 

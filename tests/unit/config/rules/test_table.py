@@ -131,6 +131,7 @@ ENGINE.env_vars={VLLM_DP_SIZE: '2'} => ENGINE.env_vars.VLLM_DP_SIZE -> remove it
 KWARGS.data_parallel_rank=1 => KWARGS.data_parallel_rank -> remove the key
 ENGINE.pipeline_parallel_size=2 -> stage 1 of the model's 7 layers would have none with attention -> use fewer stages
 cluster.gpus_per_node=8 & ENGINE.pipeline_parallel_size=3 & ENGINE.tensor_parallel_size=2 -> whole nodes -> use 1, 2, 4 or 8 workers -> ...
+ENGINE.env_vars={FOO: '<redacted>'} => ENGINE.env_vars.FOO -> give it again
 ENGINE.env_vars={VLLM_PP_LAYER_PARTITION: '5,2'} => ENGINE.env_vars.VLLM_PP_LAYER_PARTITION -> remove it
 GENERATION.num_cpu_engines=5 -> lower it
 COLOCATED.enabled=false & COLOCATED.resources.num_nodes=1 -> set it to null
