@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mrl import __version__
 
-COMMANDS = ("train", "check", "plan", "prepare", "evaluate", "convert", "doctor", "launch", "view", "runs", "replay")
+COMMANDS = ("train", "check", "plan", "prepare", "reward", "evaluate", "convert", "doctor", "launch", "view", "runs", "replay")
 
 
 def summary(command: str) -> str:

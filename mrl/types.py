@@ -293,6 +293,8 @@ class Verdict:
     """Messages with which the environment answers, if turns are left."""
     reason: str = ""
     """Reason why the rollout is not valid, or how its text made its grader fail."""
+    trace: str = ""
+    """Traceback of the user's function that has raised."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further numbers, by name, which are no part of the reward."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -302,6 +304,11 @@ class Verdict:
     def has_reward(self) -> bool:
         """True when `reward` counts in the baseline of its group: that of a flagged rollout does, although the rollout is masked."""
         return self.is_valid or self.status == "flagged"
+
+    @property
+    def trace_kind(self) -> str:
+        """The trace without its last line, which may have another message for each rollout."""
+        return self.trace.rpartition("\n")[0]
 
     def adjusted(self, factor: float, added: float = 0.0) -> Verdict:
         """The verdict with `factor * reward + added` as its reward. Components change alike, each by an equal share of `added`.

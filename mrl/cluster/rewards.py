@@ -61,6 +61,8 @@ STUCK_S = 60.0
 NUM_TOGETHER = 32
 # Calls of an actor at once: one hands rollouts in, another waits for verdicts, and tests look inside.
 NUM_CALLS = 4
+# Kinds of tracebacks of own functions that the driver logs.
+MAX_TRACES = 8
 
 Unjudged = tuple[RolloutInfo, Prompt, Verdict | None]
 """A rollout, and the verdict of the agent that has done it, which is only amended by faults of form."""
@@ -217,6 +219,8 @@ class Rewards(Actors[RewardActor]):
         self._starting: dict[int, ray.ObjectRef[int]] = {}
         self._seconds = [0.0] * num_actors
         self._load = RewardLoad()
+        self._traces = set[str]()
+        """Kinds of tracebacks of own functions that are logged already."""
         self.handles = [self._start(index) for index in range(num_actors)]
         for index in range(num_actors):
             in_loop(self.book.begin, index)
@@ -293,6 +297,14 @@ class Rewards(Actors[RewardActor]):
         ended, continued, load = await answered(reference, actor=self.name(index), what="rewards")
         self._seconds[index] += load.seconds
         self._load += load
+        for name, (verdict, _) in ended.items():
+            if verdict.trace and verdict.trace_kind not in self._traces and len(self._traces) < MAX_TRACES:
+                self._traces.add(verdict.trace_kind)
+                logger.warning(
+                    "Rollout %s is not scored, as its reward function raised. %s\nThe log of all such rollouts, and of what the function "
+                    "prints: %s. `python -m mrl.reward FUNCTION ROWS.jsonl` tries it in seconds",
+                    *(name, verdict.trace, self._log_file(index)),
+                )
         if ended or continued or load.num_begun:
             self.news.tell(VERDICTS)
         return {**ended, **{name: PayloadRef(transcripts, place) for place, name in enumerate(continued)}}

@@ -16,13 +16,18 @@ import resource
 import socket
 import sys
 import tempfile
+import traceback
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import cast
 
 from mrl.envs.confine import Allowance, Unconfined, confine_worker
 from mrl.envs.task import LENGTH_BYTES, RowFault, Score, Task, encode
 from mrl.signals import die_with_parent, shield_process
+
+MAX_FRAMES = 8
+MAX_TRACE_CHARACTERS = 4000
 
 
 def main() -> None:
@@ -47,8 +52,8 @@ def main() -> None:
 def serve(connection: socket.socket, score: Score) -> None:
     """Scores one request after another: the fields of a `Task`, in order. Returns when the other side closes.
 
-    An answer is the fields of the `Outcome`; or `{"error", "culprit"}` if the function raises, whatever it raises: a grader blames the row
-    by `RowFault` and the machine by `OSError` or `RuntimeError`, and every other error is the text's.
+    An answer is the fields of the `Outcome`; or `{"error", "culprit", "trace"}` if the function raises, whatever it raises: a grader blames
+    the row by `RowFault` and the machine by `OSError` or `RuntimeError`, and every other error is the text's.
     """
     # No deadline: an idle child waits for work as long as its parent lives, and the kernel ends it with the parent.
     with connection.makefile("rb") as requests:
@@ -62,8 +67,19 @@ def serve(connection: socket.socket, score: Score) -> None:
                 # Not RecursionError, which is a RuntimeError too.
                 is_machine = isinstance(error, OSError) or type(error) is RuntimeError
                 culprit = "row" if isinstance(error, RowFault) else "machine" if is_machine else "text"
-                answer = encode({"error": f"{type(error).__name__}: {error}"[:500], "culprit": culprit})
+                said, (place, trace) = f"{type(error).__name__}: {error}"[:500], traced(error)
+                answer = encode({"error": f"{said}{place}", "culprit": culprit, "trace": trace})
             connection.sendall(answer)
+
+
+def traced(error: BaseException) -> tuple[str, str]:
+    """The place where a function outside of mrl raised, as the end of a message, and the traceback of its frames; "" for mrl's own."""
+    own = str(Path(__file__).parents[1])
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((own, "<frozen"))]
+    if not frames:
+        return traced(error.__cause__) if error.__cause__ is not None else ("", "")
+    lines = [*traceback.format_list(frames[-MAX_FRAMES:]), *traceback.format_exception_only(error)]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})", "".join(["Traceback:\n", *lines])[-MAX_TRACE_CHARACTERS:].rstrip()
 
 
 if __name__ == "__main__":

@@ -90,6 +90,7 @@ class Child:
                 "PYTHONPATH": os.pathsep.join([str(Path(mrl.__file__).parents[1]), *environment.search_path]),
                 "PYTHONHASHSEED": "0",
                 "PYTHONUTF8": "1",
+                "PYTHONUNBUFFERED": "1",
                 "TMPDIR": str(self._scratch.path),
                 **environment.variables,
             }
@@ -97,7 +98,8 @@ class Child:
                 lambda: subprocess.Popen(
                     [sys.executable, "-P", "-m", "mrl.envs.child", *arguments],
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
+                    # The user's own function prints into the log of this process.
+                    stdout=subprocess.DEVNULL if environment.blames_text else 2,
                     pass_fds=[child_socket.fileno()],
                     start_new_session=True,
                     cwd="/",
@@ -377,7 +379,8 @@ def _verdict(environment: Environment, task: Task, answer: dict[str, object]) ->
             return _zero(task, reason)
         if culprit == "row":
             reason += f"; {environment} reads {', '.join(environment.row_fields)} of a row"
-        return _failed("error", task, reason)
+        failed = _failed("error", task, reason)
+        return failed if environment.blames_text else dataclasses.replace(failed, trace=str(answer.get("trace", "")))
     reward, components, metrics = answer.get("reward"), answer.get("components"), answer.get("metrics")
     if not _is_number(reward):
         return _failed("error", task, f"the reward is {reward!r:.100}, not a finite number")

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m mrl.reward FILE.py:FUNCTION ROWS.jsonl [--replies FILE] [a.b=c ...]`: runs a reward function of your own on rows, in seconds.
+
+It runs as in training: in a confined child with a deadline, with values by name. Without replies each row is judged twice, by its own
+answer and by an empty text. What the function prints stands above the table; tracebacks stand below it, one of each kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mrl.config.load import load_config
+from mrl.config.own import REWARD, find_fitting
+from mrl.config.secrets import run_entry
+from mrl.config.texts import aligned, safe_text
+
+if TYPE_CHECKING:
+    from mrl.config.schema.run import RunConfig
+    from mrl.data.prompts import Rendered
+    from mrl.envs.task import Task
+    from mrl.types import Verdict
+
+NAME = "reward"
+MAX_ROWS = 100
+MAX_CELL_CHARACTERS = 48
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0: every reply has a reward; 1: some have none; 2: function, rows or replies cannot be used."""
+    parser = argparse.ArgumentParser(prog="mrl.reward", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("function", metavar="FILE.py:FUNCTION", help="or package.module:name")
+    parser.add_argument("rows", type=Path, metavar="ROWS.jsonl", help=f"rows as in training; the first {MAX_ROWS} are judged")
+    parser.add_argument(
+        "--replies", type=Path, metavar="FILE", help="a reply for each row, line by line: texts, or in a .jsonl texts or {'response': text}"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys of the config: env.own.allow, data.default.input_key ...")
+    options = parser.parse_args(arguments)
+    try:
+        path = _module_path(options.function)
+        try:
+            find_fitting(path, REWARD)
+        except ValueError as error:
+            raise ValueError(f"{options.function}: {error}") from error
+        rows = [f"data.train.data_path={json.dumps(str(options.rows))}", "data.validation=null", f"data.default.env_name={NAME}"]
+        config = load_config("grpo_tiny.yaml", [*rows, f"++env.own.functions.{NAME}={path}", *options.overrides])
+        named = _tasks(_rows(config), options.replies)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"mrl.reward: {error}\n")
+    verdicts = asyncio.run(_judge([task for _, task in named], config))
+    sys.stdout.flush()
+    print("\n".join(_report([(name, task, verdict) for (name, task), verdict in zip(named, verdicts, strict=True)])))
+    return 0 if all(verdict.has_reward for verdict in verdicts) else 1
+
+
+def _module_path(function: str) -> str:
+    """The path by which a run names the function; the folder of a file is searched for modules from here on."""
+    file, _, name = function.rpartition(":")
+    if not file.endswith(".py"):
+        return function
+    if not Path(file).is_file():
+        raise ValueError(f"{file}: there is no such file")
+    sys.path.insert(0, str(Path(file).resolve().parent))
+    return f"{Path(file).stem}:{name}"
+
+
+def _rows(config: RunConfig) -> list[tuple[str, Rendered]]:
+    from mrl.data.prompts import prompt_reader
+    from mrl.data.reading import Names, Spool, read_rows
+
+    ((key, dataset),) = config.data.train_sets.items()
+    reader = prompt_reader(key, dataset, config, None)
+    # Whatever environment a row names, this function judges it here.
+    own = replace(reader, parse=lambda fields: reader.parse({name: value for name, value in fields.items() if name != "env_name"}))
+    found, _ = read_rows(own, config.data, Names(), Spool(), lambda row_id, row: (row_id, row))
+    return [found[index] for index in range(min(len(found), MAX_ROWS))]
+
+
+def _tasks(rows: Sequence[tuple[str, Rendered]], replies: Path | None) -> list[tuple[str, Task]]:
+    """Tasks with the id of their row."""
+    from mrl.envs.task import Task
+
+    texts = [(row.answer, "") for _, row in rows] if replies is None else [(text,) for text in _replies(replies)]
+    if len(texts) < len(rows):
+        raise ValueError(f"{replies} has {len(texts)} replies for {len(rows)} rows; give one for each row, in their order")
+    return [
+        (row_id, Task((safe_text(text),), safe_text(row.answer), safe_text(row.question), row.row))
+        for (row_id, row), own in zip(rows, texts, strict=False)
+        for text in dict.fromkeys(own)
+    ]
+
+
+def _replies(file: Path) -> list[str]:
+    lines = file.read_text(encoding="utf-8").splitlines()
+    if file.suffix != ".jsonl":
+        return lines
+    found = []
+    for number, line in enumerate(lines, 1):
+        value = json.loads(line)
+        text = value.get("response") if isinstance(value, dict) else value
+        if not isinstance(text, str):
+            raise ValueError(f"{file}:{number}: a reply is a text, or an object with a text under response; here it is {line:.80}")
+        found.append(text)
+    return found
+
+
+async def _judge(tasks: Sequence[Task], config: RunConfig) -> list[Verdict]:
+    from mrl.envs.scorer import start_environment
+
+    pool = await start_environment(NAME, config.env, num_workers=1)
+    try:
+        return list(await asyncio.gather(*(pool.submit(task).verdict for task in tasks)))
+    finally:
+        pool.close()
+
+
+def _report(judged: Sequence[tuple[str, Task, Verdict]]) -> list[str]:
+    parts = sorted({name for *_, verdict in judged for name in (*verdict.components, *verdict.metrics, *verdict.columns)})
+    table = [["row", "reply", "reward", *parts, "extracted", "verdict"]]
+    for row_id, task, verdict in judged:
+        values = {**verdict.columns, **{name: f"{value:g}" for name, value in {**verdict.components, **verdict.metrics}.items()}}
+        reward = f"{verdict.reward:g}" if verdict.has_reward else "-"
+        said = verdict.reason or ("mask_sample" if "mask_sample" in verdict.flags else verdict.status)
+        cells = [row_id, task.text or "(empty)", reward, *(values.get(name, "-") for name in parts), verdict.extracted or "-"]
+        table.append([*(safe_text(cell.replace("\n", " "), MAX_CELL_CHARACTERS) for cell in cells), said])
+    rewards = [verdict.reward for *_, verdict in judged if verdict.has_reward]
+    lines = [*aligned(table), ""]
+    for trace in {verdict.trace_kind: verdict.trace for *_, verdict in judged if verdict.trace}.values():
+        lines += [trace, ""]
+    if rewards:
+        lines.append(f"{len(rewards)} rewards from {min(rewards):g} to {max(rewards):g}, mean {sum(rewards) / len(rewards):g}")
+    if len(set(rewards)) == 1 and len(rewards) > 1:
+        lines.append("All rewards are equal: a run would learn nothing from them")
+    if len(rewards) < len(judged):
+        lines.append(f"{len(judged) - len(rewards)} of {len(judged)} replies have no reward: in a run, their rollouts are masked")
+    return lines
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    sys.exit(run_entry(main))

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m mrl.reward` judges rows by a function of one's own, in a confined child, and shows what it makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mrl.reward import main
+
+MODULE = """
+def judge(response, answer, level=1, log_extra=None):
+    print("judging", response)
+    log_extra("first", response[:1])
+    return {"right": float(response == answer), "level": 0.5 * level}
+
+def deep(response, answer):
+    return inner(response)
+
+def inner(response):
+    return {"5": 1.0}[response]
+
+def writes(response):
+    open("/tmp/mrl_reward_writes", "w")
+
+def graded(response, grade): ...
+"""
+DEEP_LINE = 1 + MODULE.splitlines().index('    return {"5": 1.0}[response]')
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    Path(f"{tmp_path.name}_mine.py").write_text(MODULE)
+    rows = [{"question": "2+3=", "answer": "5", "level": 2, "env_name": "math"}, {"question": "2+2=", "answer": "4"}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def run(folder: Path, name: str, *words: str) -> int:
+    return main([f"{folder.name}_mine.py:{name}", "rows.jsonl", *words])
+
+
+def test_each_row_is_judged_by_its_answer_and_by_nothing(folder: Path, capfd: pytest.CaptureFixture[str]):
+    assert run(folder, "judge") == 0
+    said = capfd.readouterr()
+    assert [line.split() for line in said.out.splitlines()[:5]] == [
+        ["row", "reply", "reward", "first", "level", "right", "extracted", "verdict"],
+        ["rows:1", "5", "2", "5", "1", "1", "-", "ok"],
+        ["rows:1", "(empty)", "1", "1", "0", "-", "ok"],
+        ["rows:2", "4", "1.5", "4", "0.5", "1", "-", "ok"],
+        ["rows:2", "(empty)", "0.5", "0.5", "0", "-", "ok"],
+    ]
+    assert "4 rewards from 0.5 to 2, mean 1.25" in said.out
+    assert said.err.count("judging") == 4
+
+
+def test_what_it_raises_is_traced_once_for_each_kind(folder: Path, capfd: pytest.CaptureFixture[str]):
+    Path("replies.jsonl").write_text('"4"\n{"response": "four"}\n')
+    assert run(folder, "deep", "--replies", "replies.jsonl") == 1
+    said = capfd.readouterr().out
+    file = folder / f"{folder.name}_mine.py"
+    assert f"KeyError: '4' ({file}:{DEEP_LINE})" in said and f"KeyError: 'four' ({file}:{DEEP_LINE})" in said
+    assert said.count("Traceback:") == 1 and f'File "{file}", line {DEEP_LINE}, in inner' in said and "mrl/envs" not in said
+    assert "2 of 2 replies have no reward" in said
+
+
+def test_it_is_confined_as_in_a_run(folder: Path, capfd: pytest.CaptureFixture[str]):
+    assert run(folder, "writes") == 1
+    assert "own functions get no network, process or file to write unless env.own.allow" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("graded", (), "graded takes grade, and the row has no such column"),
+        ("nothing", (), "has no attribute 'nothing'"),
+        ("judge", ("--replies", "short.txt"), "short.txt has 1 replies for 2 rows"),
+        ("judge", ("--replies", "numbers.jsonl"), "numbers.jsonl:1: a reply is a text"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(folder: Path, capfd: pytest.CaptureFixture[str], name: str, words: tuple[str, ...], message: str):
+    Path("short.txt").write_text("4")
+    Path("numbers.jsonl").write_text("4\n4\n")
+    with pytest.raises(SystemExit) as ended:
+        run(folder, name, *words)
+    assert ended.value.code == 2 and message in capfd.readouterr().err
