@@ -256,7 +256,7 @@ def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rende
         if (score := scores[row.env_name]) is not None:
             form = "dapo" if row.env_name == "math" and config.env.math.math_verify_impl != "hf_math_verify" else row.env_name
             answer = safe_text(row.answer)
-            _, tool_parser = parsers_of(config, row.env_name, row.row)
+            _, tool_parser = parsers_of(config, row.env_name, row.row, row.template_kwargs)
             reply = REPLIES.get(form, "x").format(answer=answer)
             task = Task((reply,), answer, safe_text(row.question), row.row, tool_parser=tool_parser)
             if reason := _fault(score, task, has_reply=form in REPLIES):

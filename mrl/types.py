@@ -37,6 +37,8 @@ class Prompt:
     """The other fields of the row, for its environment: a JSON object, as text."""
     teacher: str = ""
     """Name of the teacher for this prompt; empty where there is none."""
+    template_kwargs: str = ""
+    """The row's own values for variables of the chat template, which later turns are written with, too: a JSON object, or empty."""
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class Judge:
             together = unjudged[first : first + NUM_TOGETHER]
             tasks = await asyncio.get_running_loop().run_in_executor(self._texts, self._make_tasks, together)
             for (info, prompt), (task, rollout, remarks) in sorted(zip(together, tasks, strict=True), key=lambda one: goes_last(one[1][0])):
-                self.work.begin(self._judge(info.request_id, prompt.env_name, task, rollout, remarks))
+                self.work.begin(self._judge(info.request_id, prompt, task, rollout, remarks))
 
     def _make_tasks(self, unjudged: Sequence[tuple[RolloutInfo, Prompt]]) -> list[tuple[Task, Rollout | None, Remarks | None]]:
         """Makes each rollout's task, keeps it if further turns may follow, and lists faults of its form."""
@@ -133,7 +133,7 @@ class Judge:
         for (_, prompt), rollout in zip(
             unjudged, pull([info for info, _ in unjudged], timeout_s=self.config.deadlines.reward_s), strict=True
         ):
-            parsers = parsers_of(self.config, prompt.env_name, prompt.row)
+            parsers = parsers_of(self.config, prompt.env_name, prompt.row, prompt.template_kwargs)
             task = Task(self.format.texts(rollout), prompt.expected_answer, prompt.text, prompt.row, *parsers)
             remarks = inspect(rollout, self.decode, self.rules) if self.rules is not None else None
             tasks.append((task, rollout if self.max_turns > 1 else None, remarks))
@@ -148,12 +148,12 @@ class Judge:
         assert self.rules is not None, "the driver asks only if there are any"
         return inspect_all(pull(info.sequences, timeout_s=self.config.deadlines.reward_s), self.decode, self.rules)
 
-    async def _judge(self, request_id: str, env_name: str, task: Task, rollout: Rollout | None, remarks: Remarks | None) -> None:
-        verdict = await self.scorer.judge(request_id, env_name, task)
+    async def _judge(self, request_id: str, prompt: Prompt, task: Task, rollout: Rollout | None, remarks: Remarks | None) -> None:
+        verdict = await self.scorer.judge(request_id, prompt.env_name, task)
         following: Transcript | Ending = "over"
         if rollout is not None:
-            limits = {"max_turns": self.max_turns, "max_model_len": self.max_model_len}
-            next_turn = partial(self.format.next_turn, rollout, verdict, **limits)
+            limits = partial(self.format.next_turn, max_turns=self.max_turns, max_model_len=self.max_model_len)
+            next_turn = partial(limits, rollout, verdict, template_kwargs=prompt.template_kwargs)
             try:
                 following = await asyncio.get_running_loop().run_in_executor(self._texts, next_turn)
             except ValueError as error:  # the observation is the environment's

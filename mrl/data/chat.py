@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from mrl.config.schema.policy import TokenizerConfig
     from mrl.config.schema.run import RunConfig
 
+RESERVED = frozenset({"add_generation_prompt", "chat_template", "continue_final_message", "messages", "tokenize", "tools"})
+"""Words of templates whose values are no row's and no config's."""
 OWN_TEMPLATE = "default"
 """Value of policy.tokenizer.chat_template for the tokenizer's own."""
 JOINED = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -45,6 +48,10 @@ class ChatFormat:
     prompt: str = "{}"
     system_prompt: str | None = None
     template_kwargs: dict[str, object] | None = None
+
+    def with_values(self, own: Mapping[str, object]) -> ChatFormat:
+        """This format with a row's own values for the template, which come before those of the run."""
+        return replace(self, template_kwargs={**(self.template_kwargs or {}), **own}) if own else self
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
@@ -136,9 +143,8 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfi
             f"policy.tokenizer.name={tokenizer.name_or_path} has no chat template; use an instruction-tuned model's tokenizer, "
             f"or add chat_template.jinja to that folder"
         )
-    if not isinstance(tokenizer.chat_template, str):
-        return  # several templates, of which transformers picks one by what is rendered
-    names = set(re.findall(r"[A-Za-z_]\w*", tokenizer.chat_template))
+    if (names := template_variables(tokenizer)) is None:
+        return
     for name in config.chat_template_kwargs or ():
         if name not in names:
             (nearest,) = difflib.get_close_matches(name, names, n=1, cutoff=0.0) or [""]
@@ -146,6 +152,16 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfi
                 f"policy.tokenizer.chat_template_kwargs.{name}: the chat template has no such variable; "
                 f"correct it (the nearest word is {nearest!r}), or remove it"
             )
+
+
+def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
+    """Words of the chat template that may be variables of it. None: several templates, of which transformers picks one as it renders."""
+    return _words(tokenizer.chat_template) if isinstance(tokenizer.chat_template, str) else None
+
+
+@lru_cache(maxsize=8)
+def _words(template: str) -> frozenset[str]:
+    return frozenset(re.findall(r"[A-Za-z_]\w*", template)) - RESERVED
 
 
 def render(messages: Sequence[Message], tools: Sequence[Fields], tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> str:

@@ -80,7 +80,7 @@ def _of_table(path: Path) -> Excerpt:
         num_rows = found
         return _chosen(found)
 
-    return _bounded([Record(number, table_record(row), number / num_rows) for number, row in chosen_rows(path, choose)], num_rows)
+    return _bounded([table_record(number, row, number / num_rows) for number, row in chosen_rows(path, choose)], num_rows)
 
 
 def _of_stream(path: Path) -> Excerpt:

@@ -6,11 +6,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from datetime import date, time
 from decimal import Decimal
+from uuid import UUID
+
+import numpy as np
 
 MAX_LINE_BYTES = 16 << 20
 SHAREGPT_ROLES = {"system": "system", "human": "user", "gpt": "assistant", "tool": "tool", "observation": "tool"}
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "environment")
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+"""Refused on messages, unless empty."""
 Fields = dict[str, object]
 Message = dict[str, object]
 """`role`, `content` (a text, or None with tool calls), and what else OpenAI's chat format gives a message, e.g. `tool_calls`."""
@@ -39,6 +45,39 @@ def json_object(line: bytes) -> Fields:
     if not isinstance(fields, dict):
         raise RowError(f"a row must be a JSON object, not {type(fields).__name__}")
     return fields
+
+
+def as_json(value: object, name: str) -> object:
+    """`value` in the types of JSON, the one way for tables and functions of the user; errors call it `name`.
+
+    Bytes are text in UTF-8, dates and times are ISO 8601, a decimal is the number that equals it, and an array of NumPy is a list.
+    """
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, dict):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise RowError(f"{name} has the key {odd[0]!r:.100}, and keys of JSON are texts; write it as text")
+        return {key: as_json(entry, f"{name}.{key}") for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(entry, f"{name}[{index}]") for index, entry in enumerate(value)]
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise RowError(f"{name} is binary, and no text in UTF-8 ({error.reason} at byte {error.start + 1}); remove it") from error
+    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufU":
+        return value.tolist()
+    if isinstance(value, date | time) and value == value:  # pandas' missing date equals nothing
+        return value.isoformat()
+    if isinstance(value, UUID):
+        return str(value)
+    if isinstance(value, Decimal) and value.is_finite():
+        for number in (int(value), float(value)):
+            if Decimal(repr(number)) == value:
+                return number
+    raise RowError(
+        f"{name} is {value!r:.100}, a {type(value).__name__}, for which JSON has no form; write it as text or number, or remove it"
+    )
 
 
 def text_of(fields: Fields, keys: Sequence[str]) -> str:
@@ -127,6 +166,8 @@ def message_of(entry: object, name: str) -> Message:
         calls = [{"type": "function", "function": entry["function_call"]}]
     if content is None and not calls:
         raise RowError(f"{name} has no content")
+    if media := [key for key in MEDIA if entry.get(key)]:
+        raise RowError(f"{name} has {media[0]}; only text is supported")
     message: Message = {key: value for key, value in entry.items() if value is not None and key not in ("tool_calls", "function_call")}
     message |= {"role": role, "content": None if content is None else content_text(content, f"{name}.content")}
     if calls:
@@ -135,12 +176,12 @@ def message_of(entry: object, name: str) -> Message:
 
 
 def calls_of(calls: object, name: str) -> list[Fields]:
-    """Calls of tools, without the nulls of other rows. Their arguments are an object, or one as JSON text, in which nulls stay."""
+    """Calls of tools. Their arguments are an object, or one as JSON text."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise RowError(f"{name}.tool_calls must be a list of objects, not {_kind(calls)}")
     kept = []
     for call in calls:
-        call = {key: without_nulls(value) for key, value in call.items() if value is not None}
+        call = {key: value for key, value in call.items() if value is not None}
         function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RowError(f"{name}.tool_calls: a call has no function.name")
@@ -178,13 +219,3 @@ def _parsed(text: str) -> object:
 
 def _kind(value: object) -> str:
     return "empty" if value == [] else "missing" if value is None else type(value).__name__
-
-
-def without_nulls(value: object) -> object:
-    """The value without the nulls of objects at any depth: tables give every object each key that another row's has.
-
-    Lists of tables have no such nulls, and keep theirs.
-    """
-    if isinstance(value, dict):
-        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
-    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value

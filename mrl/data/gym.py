@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from mrl.data.fields import ROLES, Fields, Message, RowError, calls_of, content_text, message_of, plain_text, said, without_nulls
+from mrl.data.fields import ROLES, Fields, Message, RowError, calls_of, content_text, message_of, plain_text, said
+from mrl.data.tools import schema_as_written
 
 REQUEST = "responses_create_params"
 """Key of the request in a row."""
@@ -53,7 +54,7 @@ def _gym_tool(tool: object, name: str) -> Fields:
     # The Responses API has a function's fields next to the tool's type, the chat format has them below `function`.
     function = tool["function"] if isinstance(tool.get("function"), dict) else tool
     rest = [key for key in function if key not in (*ORDER, "type", "strict")]
-    kept = {key: without_nulls(function[key]) for key in (*ORDER, *rest) if function.get(key) is not None}
+    kept = {key: schema_as_written(function[key]) for key in (*ORDER, *rest) if function.get(key) is not None}
     return {"type": "function", "function": kept}
 
 

@@ -17,7 +17,8 @@ from mrl.config.rules.data import NEMO_GYM, environment_names, is_agent, own_fun
 from mrl.config.schema.data import GYM_PROCESSOR, known_dataset
 from mrl.config.schema.env import NEED_ANSWER
 from mrl.config.texts import safe_text
-from mrl.data.chat import load_chat_format, most_tokens, render, tokenize, tokenizer_of, with_prompts
+from mrl.data.chat import load_chat_format, most_tokens, render, template_variables, tokenize, tokenizer_of, with_prompts
+from mrl.data.extras import check_prompt, check_request, template_kwargs_of
 from mrl.data.fields import Fields, RowError, first_key
 from mrl.data.files import find_data_files
 from mrl.data.gym import REQUEST, agent_of
@@ -84,6 +85,7 @@ class Rendered:
     env_name: str
     row: str
     teacher: str = ""
+    template_kwargs: str = ""
 
 
 def load_prompts(config: RunConfig) -> PromptData:
@@ -94,7 +96,8 @@ def load_prompts(config: RunConfig) -> PromptData:
         (token_ids,) = tokenize([rendered.text], tokenizer)
         # The model gets the question as it is; people and graders get question and model's text made safe alike.
         question, answer = safe_text(rendered.question), safe_text(rendered.answer)
-        return Prompt(prompt_id, token_ids, question, answer, rendered.env_name, rendered.row, rendered.teacher)
+        beside = (rendered.env_name, rendered.row, rendered.teacher, rendered.template_kwargs)
+        return Prompt(prompt_id, token_ids, question, answer, *beside)
 
     try_template(tokenizer, config.policy.tokenizer.chat_template_kwargs)
     train, validation, left_out = read_split(config.data, lambda key, dataset: prompt_reader(key, dataset, config, tokenizer), finish)
@@ -116,6 +119,7 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
     generation, env_names = config.policy.generation, environment_names(config.env)
     limits = PromptLimits(config.data.max_input_seq_length, generation.vllm_cfg.max_model_len, generation.max_new_tokens)
     chat = load_chat_format(dataset, config.data.default, key, template_kwargs=config.policy.tokenizer.chat_template_kwargs)
+    variables = None if tokenizer is None else template_variables(tokenizer)
 
     def parse(fields: Fields) -> Parsed[Rendered]:
         row = parse_row(_with_question(fields, config.env), dataset)
@@ -137,16 +141,22 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
             _check_answer(row.answer, fields, dataset, env_name)
         if (reward := own_function(env_name, config.env)) is not None:
             _check_columns(reward, row)
-        text = "" if tokenizer is None else rendered(row, tokenizer)
+        request = fields.get(REQUEST)
+        if isinstance(request, dict) and not is_agent(env_name, config.env):
+            check_request(request, generation)
+        check_prompt(row.messages, row.reply)
+        own_kwargs = template_kwargs_of(fields, variables)
+        text = "" if tokenizer is None else rendered(row, tokenizer, own_kwargs)
         rest = row.rest | ({"tools": row.tools} if row.tools else {})
         if is_agent(env_name, config.env) and row.agent is not None:
             rest = fields  # NeMo Gym's agents get the row as it is
         identity = json.dumps([row.messages, row.answer]) if known_dataset(dataset.dataset_name).repeats_rows else None
-        return Parsed(Rendered(text, row.question, row.answer, env_name, json.dumps(rest), teacher), row.row_id, identity, row.unshown)
+        beside = (json.dumps(rest), teacher, json.dumps(own_kwargs) if own_kwargs else "")
+        return Parsed(Rendered(text, row.question, row.answer, env_name, *beside), row.row_id, identity, row.unshown)
 
-    def rendered(row: ParsedRow, tokenizer: PreTrainedTokenizerBase) -> str:
+    def rendered(row: ParsedRow, tokenizer: PreTrainedTokenizerBase, own_kwargs: Fields) -> str:
         messages = row.messages if dataset.processor == GYM_PROCESSOR else with_prompts(row.messages, chat, around="last")
-        text = render(messages, row.tools, tokenizer, chat)
+        text = render(messages, row.tools, tokenizer, chat.with_values(own_kwargs))
         # Tokenising takes longer than all else; most rows are short enough by their bytes.
         num_tokens = most_tokens(text, tokenizer)
         if limits.reason_against(num_tokens) is not None:

@@ -25,7 +25,7 @@ from mrl.config.errors import ConfigError
 from mrl.config.own import PROCESSOR, find_fitting
 from mrl.config.schema.data import PROCESSORS
 from mrl.config.texts import counted, safe_text
-from mrl.data.fields import Fields, RowError, json_object
+from mrl.data.fields import Fields, RowError, as_json, json_object
 from mrl.data.order import epoch_order
 from mrl.data.records import Record, records
 
@@ -90,9 +90,13 @@ def with_processor(processor: str, parse: Callable[[Fields], Parsed[Value]]) -> 
 
     def parse_processed(fields: Fields) -> Parsed[Value]:
         try:
-            row = json.loads(json.dumps(function(row=fields)))
+            made = function(row=fields)
         except Exception as error:  # the user's code
             raise RowError(f"processor {processor} failed with {type(error).__name__}: {error}") from error
+        try:
+            row = as_json(made, f"processor {processor}'s row")
+        except RecursionError as error:
+            raise RowError(f"processor {processor}'s row is nested too deeply, or holds itself") from error
         if not isinstance(row, dict):
             raise RowError(f"processor {processor} returned a {type(row).__name__}, not a dict")
         return parse(row)
@@ -274,6 +278,8 @@ def sort_out(
             place = f"{path}:{record.number}" if record.number else f"{path}, {record.share:.1%} of it in"
             fields = Fields()
             try:
+                if record.fault:
+                    raise RowError(record.fault)
                 parsed = reader.parse(fields := json_object(record.line))
                 if parsed.identity is not None:
                     text = parsed.identity.encode("utf-8", "surrogatepass")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from conversion.files.reading import open_file
-from mrl.data.fields import MAX_LINE_BYTES, Fields
+from mrl.data.fields import MAX_LINE_BYTES, Fields, RowError, as_json
 
 TABLES = (".parquet", ".arrow")
 SUFFIXES = (*TABLES, ".jsonl", ".json", ".jsonl.gz", ".json.gz")
@@ -43,12 +43,13 @@ _OTHER_FORMATS = {
 
 @dataclass(frozen=True)
 class Record:
-    """One row, still as JSON: its number from 1, its line without the end (of an overlong one the beginning), and the share of the file
-    that has been read after it, 0 to 1."""
+    """One row, still as JSON: its number from 1, its line without the end (of an overlong one the beginning), the share of the file
+    that has been read after it, 0 to 1, and why the row has no form in JSON, if so; then its line is for people only."""
 
     number: int
     line: bytes
     share: float
+    fault: str = ""
 
 
 def records(path: Path) -> Iterator[Record]:
@@ -61,9 +62,9 @@ def records(path: Path) -> Iterator[Record]:
 
                 budget = _Budget(path)
                 for number, (row, share) in enumerate(table_rows(path), 1):
-                    line = table_record(row)
-                    budget.spend(len(line))
-                    yield Record(number, line, share)
+                    record = table_record(number, row, share)
+                    budget.spend(len(record.line))
+                    yield record
             elif name.endswith(".gz"):
                 with gzip.open(file, "rb") as unpacked:
                     yield from _lines(path, unpacked, file.tell)
@@ -96,9 +97,14 @@ def begins_as_array(path: Path) -> bool:
         return file.read(64).lstrip(_BYTE_ORDER_MARK).lstrip().startswith(b"[")
 
 
-def table_record(row: Fields) -> bytes:
-    """A row of a table as a line of JSON."""
-    return json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+def table_record(number: int, row: Fields, share: float) -> Record:
+    """A row of a table as a line of JSON; its `fault` names a column that has none."""
+    fault, default = "", None
+    try:
+        row = {key: as_json(value, f"column {key}") for key, value in row.items()}
+    except RowError as error:
+        fault, default = str(error), repr
+    return Record(number, json.dumps(row, ensure_ascii=False, default=default).encode("utf-8", "surrogatepass"), share, fault)
 
 
 class _Budget:

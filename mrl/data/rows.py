@@ -22,9 +22,9 @@ from mrl.data.fields import (
     plain_text,
     said,
     text_of,
-    without_nulls,
 )
 from mrl.data.gym import LEADING, REQUEST, agent_of, gym_conversation
+from mrl.data.tools import calls_as_written, schema_as_written
 
 if TYPE_CHECKING:
     from mrl.config.schema.data import DatasetConfig
@@ -77,6 +77,8 @@ class ParsedPair:
     rejected: list[Message]
     tools: list[Fields] = field(default_factory=list)
     unshown: tuple[str, ...] = ()
+    rest: Fields = field(default_factory=dict)
+    """The fields that the conversation and the replies are not made of."""
 
 
 def parse_row(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
@@ -86,12 +88,14 @@ def parse_row(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
         row = replace(row, messages=_with_system(row.messages, fields, dataset))
     if REQUEST in fields:
         return row
-    beside = (dataset.tool_key, dataset.system_key)
+    beside, tools = (dataset.tool_key, dataset.system_key), _tools(fields, dataset)
     return replace(
         row,
-        tools=_tools(fields, dataset),
-        unshown=_unshown(fields, row.messages),
-        rest={key: value for key, value in row.rest.items() if key not in beside},
+        messages=calls_as_written(row.messages, tools),
+        reply=row.reply and calls_as_written([row.reply], tools)[0],
+        tools=tools,
+        unshown=_unshown(row.rest, row.messages),
+        rest=_without(row.rest, *beside),
     )
 
 
@@ -119,8 +123,9 @@ def _parse_format(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
 def parse_pair(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
     """The pair of replies in a row: ranked completions, HelpSteer3's, or a chosen and a rejected reply; a RowError if there is none."""
     pair = _parse_pair_format(fields, dataset)
-    messages = _with_system(pair.messages, fields, dataset)
-    return replace(pair, messages=messages, tools=_tools(fields, dataset), unshown=_unshown(fields, messages))
+    messages, tools = _with_system(pair.messages, fields, dataset), _tools(fields, dataset)
+    asked, chosen, rejected = (calls_as_written(part, tools) for part in (messages, pair.chosen, pair.rejected))
+    return replace(pair, messages=asked, chosen=chosen, rejected=rejected, tools=tools, unshown=_unshown(pair.rest, messages))
 
 
 def _parse_pair_format(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
@@ -132,14 +137,15 @@ def _parse_pair_format(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
         if not all(isinstance(rank, int | float) for rank in ranks) or ranks[0] == ranks[1]:
             raise RowError(f"the ranks of the completions are {ranks[0]} and {ranks[1]}; they must be two numbers, the better one lower")
         chosen, rejected = (_turns(entry, "completion", "assistant") for entry in sorted(completions, key=lambda entry: entry["rank"]))
-        return ParsedPair(_turns(fields, "context", "user"), chosen, rejected)
+        return ParsedPair(_turns(fields, "context", "user"), chosen, rejected, rest=_without(fields, "context", "completions"))
     if "overall_preference" in fields:
         preference = fields["overall_preference"]
         if not isinstance(preference, int | float):
             raise RowError("overall_preference must be a number")
         # A tie teaches nothing: both replies are the first one, as in NeMo RL.
         better, worse = ("response2", "response1") if preference > 0 else ("response1", "response2" if preference < 0 else "response1")
-        return ParsedPair(_turns(fields, "context", "user"), _turns(fields, better, "assistant"), _turns(fields, worse, "assistant"))
+        chosen, rejected = (_turns(fields, key, "assistant") for key in (better, worse))
+        return ParsedPair(_turns(fields, "context", "user"), chosen, rejected, rest=_without(fields, "context", better, worse))
     chosen, rejected = (_turns(fields, key, "assistant") for key in (dataset.chosen_key, dataset.rejected_key))
     num_shared = next((index for index, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other), len(chosen))
     if num_shared == len(chosen) or num_shared >= len(rejected):
@@ -148,7 +154,8 @@ def _parse_pair_format(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
     shared = chosen[:num_shared]
     if not shared or shared[0]["role"] == "assistant":
         shared = [*_turns(fields, dataset.prompt_key, "user"), *shared]
-    return ParsedPair(shared, chosen[num_shared:], rejected[num_shared:])
+    rest = _without(fields, dataset.prompt_key, dataset.chosen_key, dataset.rejected_key)
+    return ParsedPair(shared, chosen[num_shared:], rejected[num_shared:], rest=rest)
 
 
 def other_kind(fields: Fields, dataset: DatasetConfig, *, reads_pairs: bool, reads_gym: bool) -> str:
@@ -186,12 +193,16 @@ def _with_system(messages: list[Message], fields: Fields, dataset: DatasetConfig
 
 
 def _unshown(fields: Fields, messages: list[Message]) -> tuple[str, ...]:
-    """Keys of `NEEDED` whose texts, or media, are in no message."""
+    """Keys of `NEEDED` whose texts, or media, are in no message; of a conversation under such a key the contents count."""
     shown = " ".join(" ".join(str(message["content"]).split()) for message in messages).casefold()
 
     def is_shown(value: object) -> bool:
-        if isinstance(value, dict | list):
-            return all(map(is_shown, value.values() if isinstance(value, dict) else value))
+        if isinstance(value, dict):
+            return all(is_shown(part) for key, part in value.items() if key not in ("role", "from", "type"))
+        if isinstance(value, str) and is_conversation(value):
+            value = json.loads(value)
+        if isinstance(value, list):
+            return all(map(is_shown, value))
         return not isinstance(value, str) or " ".join(value.split()).casefold() in shown
 
     return tuple(key for key in NEEDED if fields.get(key) and not is_shown(fields[key]))
@@ -206,16 +217,18 @@ def _tools(fields: Fields, dataset: DatasetConfig) -> list[Fields]:
             tools = json.loads(tools)
         except ValueError as error:
             raise RowError(f"{key} is a text that is not JSON: {error}") from error
-    else:
-        tools = without_nulls(tools)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowError(f"{key} must be a list of objects; if it holds something else, let data.default.tool_key name another key")
-    return tools
+    return [tool for tool in map(schema_as_written, tools) if isinstance(tool, dict)]
+
+
+def _without(fields: Fields, *keys: str | None) -> Fields:
+    return {key: value for key, value in fields.items() if key not in keys}
 
 
 def _row(fields: Fields, used: Sequence[str], messages: list[Message], reply: Message | None, answer: str) -> ParsedRow:
     answer = gold_of(answer)
-    rest = {key: value for key, value in fields.items() if key not in (*used, "id", "env_name")}
+    rest = _without(fields, *used, "id", "env_name")
     row_id, env_name = optional_text(fields, "id"), optional_text(fields, "env_name")
     return ParsedRow(messages, reply, answer, rest=rest, row_id=row_id, env_name=env_name)
 
@@ -301,8 +314,7 @@ def _gym(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
     answer = fields.get("expected_answer")
     answer = "" if answer is None or isinstance(answer, list | dict) else plain_text(answer, "expected_answer").strip()
     # Their ids are those of the data sets that a blend was made of, and may repeat.
-    rest = {key: value for key, value in fields.items() if key != REQUEST}
-    return ParsedRow(messages, answer=answer, tools=tools, rest=rest, agent=name)
+    return ParsedRow(messages, answer=answer, tools=tools, rest=_without(fields, REQUEST), agent=name)
 
 
 _KEYS: dict[str, tuple[str, str]] = {

@@ -4,26 +4,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mrl.data.chat import load_chat_format, tokenizer_of, with_prompts
-from mrl.data.fields import Fields, RowError, optional_text
+from mrl.data.chat import load_chat_format, template_variables, tokenizer_of, with_prompts
+from mrl.data.extras import check_learned, is_learned, template_kwargs_of
+from mrl.data.fields import Fields, Message, RowError, optional_text
 from mrl.data.files import find_data_files
 from mrl.data.reading import LeftOut, Parsed, Reader, Rows, TooLong, read_split, with_processor
 from mrl.data.rendering import Conversation, fit, write
 from mrl.data.rows import other_kind, parse_pair, parse_row
 from mrl.data.trial import try_template
+from mrl.data.turns import MARKUP
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mrl.config.schema.data import DatasetConfig
     from mrl.config.schema.run import RunConfig
+
+_CONTENT = "the-next-words-stand-here"
+"""Stands for a message's text in a rendered template; no template contains it."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,11 @@ def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenize
     )
     max_tokens = min(config.policy.max_total_sequence_length, data.max_input_seq_length or config.policy.max_total_sequence_length)
 
+    variables = None if tokenizer is None else template_variables(tokenizer)
+
     def parse(fields: Fields) -> Parsed[Example]:
+        check_learned(fields, algorithm=config.algorithm)
+        own = template_kwargs_of(fields, variables)
         if config.learns_pairs:
             pair = parse_pair(fields, dataset)
             unshown, conversations = (
@@ -103,13 +114,13 @@ def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenize
             row = parse_row(fields, dataset)
             unshown, conversations = row.unshown, [Conversation([*row.messages, *([] if row.reply is None else [row.reply])], row.tools)]
         for conversation in conversations:
-            answers_of(conversation)
+            learned_of(conversation, only_final=how.only_unmask_final)
         if tokenizer is None:
             return Parsed(Example("", ()), optional_text(fields, "id"), unshown=unshown)
         sequences = []
         for conversation in conversations:
             prompted = dataclasses.replace(conversation, messages=with_prompts(conversation.messages, chat, around="first"))
-            sequences.append(tokenize(prompted, tokenizer, how))
+            sequences.append(tokenize(prompted, tokenizer, dataclasses.replace(how, template_kwargs={**how.template_kwargs, **own})))
         longest = max(len(sequence.token_ids) for sequence in sequences)
         if longest > max_tokens:
             raise TooLong(longest)
@@ -122,29 +133,34 @@ def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenize
     return Reader(key, dataset.source, files, with_processor(dataset.processor, parse), dataset.repeat, hint)
 
 
-def answers_of(conversation: Conversation) -> list[int]:
-    """The indices of the assistant's messages. RowError: there are none."""
+def learned_of(conversation: Conversation, *, only_final: bool) -> list[int]:
+    """The indices of messages that are learned: the assistant's, or its last, but for those that their marks exclude. RowError: none."""
+    learned = [index for index, message in enumerate(conversation.messages) if is_learned(message, f"messages[{index}]")]
     answers = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     if not answers:
         raise RowError("no message has the role assistant, so there is nothing to learn")
-    return answers
+    if only_final:
+        learned = [index for index in learned if index == answers[-1]]
+    if not learned:
+        raise RowError("the row's marks exclude every message that would be learned; remove the row")
+    return learned
 
 
 def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how: ConversationFormat) -> TokenSequence:
     """The tokens of a conversation, and which of them belong to the assistant's messages.
 
-    A message consists of the difference between the chat template's text up to its end and the text before it. A RowError says that there
-    is nothing to learn, or that the template cannot render the conversation.
+    A message consists of the difference between the chat template's text up to its end and the text before it, and of the mark of the next
+    role where nothing else ends it. A RowError says that there is nothing to learn, or that the template cannot render the conversation.
     """
-    messages, answers = conversation.messages, answers_of(conversation)
+    messages, learned = conversation.messages, learned_of(conversation, only_final=how.only_unmask_final)
     shown, text = fit(conversation, tokenizer, how.template_kwargs, add_generation_prompt=False)
 
     def render(count: int, *, add_generation_prompt: bool = False) -> str:
         part = Conversation(shown.messages[:count], shown.tools)
         return write(part, tokenizer, how.template_kwargs, add_generation_prompt=add_generation_prompt)
 
-    texts = [text]
-    for index in answers[-1:] if how.only_unmask_final else answers:
+    texts, marks, tail = [text], dict[int, str](), _tail_of_turns(tokenizer, str(tokenizer.chat_template), json.dumps(how.template_kwargs))
+    for index in learned:
         before, after = render(index) if index else "", render(index + 1)
         if not texts[0].startswith(before) or not texts[0].startswith(after):
             raise RowError(
@@ -152,12 +168,17 @@ def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how
                 "set sft.only_unmask_final=true, or use another template"
             )
         texts += [render(index, add_generation_prompt=True) if index and how.add_generation_prompt else before, after]
+        if index + 1 < len(messages) and not (tail and after.rstrip().endswith(tail)):
+            marks[index] = _mark_behind(shown, index, after, tokenizer, how)
+    texts += [after + marks.get(index, "") for index, after in zip(learned, texts[2::2], strict=True)]
     whole, *parts = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     # Where the tokenizer merges the end of one text with the start of the next, the merged token belongs to the answer.
-    targets = [(_num_common(before, whole), _num_common(after, whole)) for before, after in zip(parts[0::2], parts[1::2], strict=True)]
+    num = 2 * len(learned)
+    starts, stops, ends = ([_num_common(part, whole) for part in some] for some in (parts[0:num:2], parts[1:num:2], parts[num:]))
+    targets = [_with_end(*bounds, whole, tokenizer) for bounds in zip(starts, stops, ends, strict=True)]
     # Some templates write a line break behind the end token.
     ends_itself = tokenizer.eos_token is None or texts[0].rstrip("\n").endswith(str(tokenizer.eos_token))
-    if how.add_eos and answers[-1] == len(messages) - 1 and not ends_itself:
+    if how.add_eos and learned[-1] == len(messages) - 1 and not ends_itself:
         whole = [*whole, int(str(tokenizer.eos_token_id))]
         targets[-1] = (targets[-1][0], len(whole))
     if how.add_bos and tokenizer.bos_token is not None and whole[:1] != [tokenizer.bos_token_id]:
@@ -168,6 +189,48 @@ def tokenize(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, how
     if not targets:
         raise RowError("the assistant says nothing")
     return TokenSequence(np.array(whole[: targets[-1][1]], dtype=np.int32), tuple(targets))
+
+
+@lru_cache(maxsize=8)
+def _tail_of_turns(tokenizer: PreTrainedTokenizerBase, template: str, template_kwargs: str) -> str:
+    """Text that the chat template writes behind an answer, whoever speaks next, without white space around it."""
+    asked: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _CONTENT}]
+    try:
+        return (
+            write(Conversation(asked), tokenizer, json.loads(template_kwargs), add_generation_prompt=False).rpartition(_CONTENT)[2].strip()
+        )
+    except RowError:
+        return ""
+
+
+def _mark_behind(shown: Conversation, index: int, after: str, tokenizer: PreTrainedTokenizerBase, how: ConversationFormat) -> str:
+    """The mark of the next message's role, up to white space, where the chat template ends an answer by nothing else; else "".
+
+    Models of such templates (GLM, Vicuna) end their turns by writing it, and TRL's training templates learn it.
+    """
+    following = {"tool_call_id": "x", **shown.messages[index + 1], "content": _CONTENT}
+    part = Conversation([*shown.messages[: index + 1], following], shown.tools)
+    try:
+        text = write(part, tokenizer, how.template_kwargs, add_generation_prompt=False)
+    except RowError:
+        return ""
+    found = re.match(r"\s*\S+", text.removeprefix(after).partition(_CONTENT)[0]) if text.startswith(after) else None
+    return found.group() if found else ""
+
+
+def _with_end(start: int, stop: int, marked: int, whole: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """The part [start, stop), up to `marked` if no special token ends it; of several special tokens behind it, the first is its end."""
+    special = _special_ids(tokenizer)
+    last = next((token_id for token_id in reversed(whole[start:stop]) if str(tokenizer.decode([token_id])).strip()), None)
+    if last in special:
+        return start, stop
+    return start, next((index + 1 for index in range(stop, marked) if whole[index] in special), max(stop, marked))
+
+
+@lru_cache(maxsize=8)
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    added = tokenizer.added_tokens_decoder
+    return frozenset(token_id for token_id, token in added.items() if token.special and token.content not in MARKUP)
 
 
 def _num_common(first: list[int], second: list[int]) -> int:

@@ -86,19 +86,23 @@ def _arrow_batches(source: pyarrow.NativeFile) -> Iterable[pyarrow.RecordBatch]:
 
 
 def _rows_of(batch: pyarrow.RecordBatch | pyarrow.Table) -> Iterator[Fields]:
-    json_columns = [field for field in batch.schema if "arrow.json" in str(field.type)]
-    for row in batch.to_pylist():
-        yield row | {field.name: _parsed(row[field.name], field.type) for field in json_columns}
+    nested = [field for field in batch.schema if pyarrow.types.is_nested(field.type) or isinstance(field.type, pyarrow.JsonType)]
+    for row in batch.to_pylist(maps_as_pydicts="strict"):
+        yield row | {field.name: _as_written(row[field.name], field.type) for field in nested}
 
 
-def _parsed(value: object, kind: pyarrow.DataType) -> object:
-    """Parses a value whose type contains `datasets`' Json feature: Arrow stores such objects as texts."""
+def _as_written(value: object, kind: pyarrow.DataType) -> object:
+    """The value as its row had it before it became a table's: objects that `datasets`' Json feature keeps as texts are parsed, and objects
+    lack the keys that are null, since a table gives every object each key that another row's has. Nulls in lists and in JSON are the row's.
+    """
     if isinstance(kind, pyarrow.JsonType) and isinstance(value, str):
         return json.loads(value)
-    if isinstance(kind, pyarrow.ListType | pyarrow.LargeListType) and isinstance(value, list):
-        return [_parsed(entry, kind.value_type) for entry in value]
+    if isinstance(kind, pyarrow.ListType | pyarrow.LargeListType | pyarrow.FixedSizeListType) and isinstance(value, list):
+        return [_as_written(entry, kind.value_type) for entry in value]
+    if isinstance(kind, pyarrow.MapType) and isinstance(value, dict):
+        return {key: _as_written(entry, kind.item_type) for key, entry in value.items()}
     if isinstance(kind, pyarrow.StructType) and isinstance(value, dict):
-        return {field.name: _parsed(value[field.name], field.type) for field in kind}
+        return {field.name: _as_written(value[field.name], field.type) for field in kind if value[field.name] is not None}
     return value
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -51,18 +52,23 @@ class TurnFormat:
         texts = self.tokenizer.batch_decode(kept, skip_special_tokens=False)
         return tuple(safe_text(text, MAX_TEXT_CHARACTERS // len(texts)) for text in texts)
 
-    def next_turn(self, rollout: Rollout, verdict: Verdict, *, max_turns: int, max_model_len: int) -> Transcript | Ending:
-        """The transcript that the next turn continues, if the environment answers, and turns and context are left; else why not."""
+    def next_turn(
+        self, rollout: Rollout, verdict: Verdict, *, max_turns: int, max_model_len: int, template_kwargs: str = ""
+    ) -> Transcript | Ending:
+        """The transcript that the next turn continues, if the environment answers, and turns and context are left; else why not.
+
+        `template_kwargs` are the prompt's own.
+        """
         if not verdict.observation or not verdict.is_valid or rollout.finish_reason != "stop":
             return "over"
-        transcript = self.go_on(rollout, verdict.observation)
+        transcript = self.go_on(rollout, verdict.observation, template_kwargs)
         if len(rollout.request.token_ids) + len(transcript.token_ids) >= max_model_len:
             return "out of context"
         return transcript if len(rollout.turns) < max_turns else "over"
 
-    def go_on(self, rollout: Rollout, observation: Sequence[Mapping[str, str]]) -> Transcript:
+    def go_on(self, rollout: Rollout, observation: Sequence[Mapping[str, str]], template_kwargs: str = "") -> Transcript:
         """The rollout, then the environment's messages, then the beginning of the assistant's next turn."""
-        tail = np.array(self.tail_ids(int(rollout.token_ids[-1]), observation), dtype=np.int32)
+        tail = np.array(self.tail_ids(int(rollout.token_ids[-1]), observation, template_kwargs), dtype=np.int32)
         return Transcript(
             token_ids=np.concatenate([rollout.token_ids, tail]),
             generator_logprobs=np.concatenate([rollout.generator_logprobs, np.zeros(len(tail), dtype=np.float32)]),
@@ -72,23 +78,24 @@ class TurnFormat:
             proposals=rollout.proposals,
         )
 
-    def tail_ids(self, last_token_id: int, observation: Sequence[Mapping[str, str]]) -> list[int]:
+    def tail_ids(self, last_token_id: int, observation: Sequence[Mapping[str, str]], template_kwargs: str = "") -> list[int]:
         """Token ids between the model's last token and its next turn: the rest of its message, the observation, the head of the next one.
 
         The chat template writes them behind an assistant's message. If they begin with a mark of the end, and the model has written that
         one or another already, it is left out.
         """
-        ids: list[int] = self.tokenizer(self._tail(observation), add_special_tokens=False)["input_ids"]
+        ids: list[int] = self.tokenizer(self._tail(observation, template_kwargs), add_special_tokens=False)["input_ids"]
         has_ended = ids[:1] == [last_token_id] or {last_token_id, *ids[:1]} <= self._end_ids
         return ids[1:] if has_ended else ids
 
-    def _tail(self, observation: Sequence[Mapping[str, str]]) -> str:
+    def _tail(self, observation: Sequence[Mapping[str, str]], template_kwargs: str) -> str:
         answers = Conversation([dict(message) for message in observation])
+        values = {**(self._template_kwargs or {}), **json.loads(template_kwargs or "{}")}
         reason = ""
         for roles in ({}, OLDER_ROLES, OLDER_ROLES | {"tool": "user", "function": "user"}):
             messages = [{"role": "user", "content": ""}, {"role": "assistant", "content": _ANSWER}, *renamed(answers.messages, roles)]
             try:
-                text = write(Conversation(messages), self.tokenizer, self._template_kwargs, add_generation_prompt=True)
+                text = write(Conversation(messages), self.tokenizer, values, add_generation_prompt=True)
             except RowError as error:
                 reason = reason or str(error)
                 continue

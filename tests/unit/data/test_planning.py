@@ -109,6 +109,13 @@ def test_work_is_balanced_where_tokens_cannot_be():
     assert rank_shares(plan, lengths, float) == pytest.approx([12 / 16, 20 / 16])
 
 
+def test_the_larger_of_both_shares_decides_and_not_their_sum():
+    # 8 and 3 beside 6 and 4 have 11 and 10 of 21 tokens, 73 and 52 of 125 of the work: at most 0.584. 8 beside the rest has the least sum
+    # of tokens and work when 3 is dealt, and would have 13 of 21 tokens on the other rank: 0.619.
+    plan = pack([8, 6, 4, 3], algorithm="balanced", row_tokens=24, dp_size=2, cost=SequenceCost(0.0, 1.0))
+    assert members(plan) == [{0, 3}, {1, 2}]
+
+
 def test_equal_lengths_keep_their_order():
     plan = pack([3] * 6, algorithm="balanced", row_tokens=6, dp_size=2, cost=COST)
     assert plan == (((0, 2), (4,)), ((1, 3), (5,)))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import re
 import unicodedata
 from dataclasses import replace
 from pathlib import Path
@@ -153,6 +154,60 @@ def test_what_an_agent_does_is_judged_by_its_environment(config: RunConfig, tmp_
     prompts = load_prompts(configured(tmp_path, *gym, "env.should_use_nemo_gym=true", "env.nemo_gym.command=ng_run")).train
     assert [prompt.env_name for prompt in prompts] == ["chess_simple_agent", "math", "swe_agents"]
     assert [json.loads(prompts[index].row) for index in (0, 2)] == [served[0], swe] and prompts[2].token_ids
+
+
+THINKS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+
+
+def requested(**request: object) -> dict[str, object]:
+    asked = {"input": "1+1", **request}
+    return {"responses_create_params": asked, "expected_answer": "2", "agent_ref": {"name": "math_with_judge_simple_agent"}}
+
+
+OFF = {"enable_thinking": False}
+ASKED = {"question": "1+1", "answer": "2"}
+
+
+@pytest.mark.parametrize(
+    ("row", "outcome"),
+    [
+        (ASKED, "<|assistant|>"),
+        (ASKED | {"chat_template_kwargs": OFF}, "<think></think>"),
+        (ASKED | {"chat_template_kwargs": json.dumps(OFF)}, "<think></think>"),
+        (ASKED | {"enable_thinking": False, "reasoning_effort": "low"}, "<think></think>"),
+        (requested(metadata={"chat_template_kwargs": json.dumps(OFF), "source": "x"}), "<think></think>"),
+        (requested(metadata={"extra_body": json.dumps({"chat_template_kwargs": OFF})}), "<think></think>"),
+        (requested(temperature=1, top_p=1.0, max_output_tokens=64, tool_choice="auto", model="m"), "<|assistant|>"),
+        (ASKED | {"chat_template_kwargs": {"effort": 1}}, "chat_template_kwargs.effort: the chat template has no such"),
+        (ASKED | {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools: the chat template has no such"),
+        (ASKED | {"chat_template_kwargs": "off"}, "chat_template_kwargs is a text that is not JSON"),
+        (ASKED | {"chat_template_kwargs": [1]}, "must be an object, or one as JSON text, not list"),
+        ({"messages": [{"role": "user", "content": "q", "prefix": True}], "answer": "2"}, "has prefix=true: rollouts"),
+        (requested(metadata={"extra_body": json.dumps({"seed": 1})}), "metadata.extra_body.seed of the request has no effect here"),
+        (requested(metadata={"audio_path": "a.wav"}), "metadata.audio_path of the request has no effect here"),
+        (requested(temperature=0.6), "temperature=0.6, and rollouts policy.generation.temperature=1.0; remove it, or set that"),
+        (requested(max_output_tokens=4), "max_output_tokens=4, and rollouts may have policy.generation.max_new_tokens=16"),
+        (requested(reasoning={"effort": "low"}), "reasoning of the request has no effect here"),
+        (requested(text={"format": {"type": "json_schema"}}), "text of the request has no effect here"),
+        (requested(stop=["x"]), "stop of the request has no effect here"),
+    ],
+)  # fmt: skip
+def test_what_rows_ask_of_the_template_and_the_engine(config: RunConfig, tmp_path: Path, row: dict[str, object], outcome: str):
+    (tmp_path / "t.jinja").write_text(THINKS)
+    write(tmp_path / "train.jsonl", [row])
+    overrides = [f"policy.tokenizer.chat_template={tmp_path}/t.jinja", "data.validation=null"]
+    overrides += ["policy.generation.vllm_cfg.max_model_len=64"]
+    overrides += ["env.should_use_nemo_gym=true"] if "responses_create_params" in row else []
+    if outcome.startswith("<"):
+        (prompt,) = load_prompts(configured(tmp_path, *overrides)).train
+        assert bytes(id for id in prompt.token_ids if id < 256).decode() == ("1+1" + outcome).removesuffix("<|assistant|>")
+        assert json.loads(prompt.template_kwargs or "{}") == ({} if outcome == "<|assistant|>" else OFF)
+        return
+    with pytest.raises(ValueError, match=re.escape(outcome)):
+        load_prompts(configured(tmp_path, *overrides))
 
 
 def test_a_row_is_taught_by_the_teacher_of_its_agent_or_else_of_its_environment(config: RunConfig, tmp_path: Path):

@@ -9,7 +9,7 @@ import pytest
 
 from mrl.data.fields import Fields, RowError
 from mrl.data.rows import parse_pair
-from tests.unit.data.test_rows import SYSTEM, assistant, dataset, parse, user
+from tests.unit.data.test_rows import SYSTEM, assistant, calls, dataset, parse, user
 
 
 def test_rows_of_trl():
@@ -36,6 +36,9 @@ def test_conversations_as_others_write_them():
     assert parse({"question": "[{a}] in LaTeX?", "answer": "x"}).messages == [user("[{a}] in LaTeX?")]
 
 
+RANKED = [{"rank": 0, "completion": [assistant("a")]}, {"rank": 1, "completion": [assistant("b")]}]
+
+
 @pytest.mark.parametrize(
     ("fields", "unshown"),
     [
@@ -48,7 +51,14 @@ def test_conversations_as_others_write_them():
         ({"prompt": "Who?", "chosen": "a", "rejected": "b", "context": "It was Ann."}, ("context",)),
         ({"messages": [user("Who?")], "system": "In French."}, ("system",)),
         ({"instruction": "Who?", "history": [["Hi", "Hello"]], "output": "Ann"}, ("history",)),
+        ({"context": [user("Who?")], "completions": RANKED}, ()),
+        ({"context": [user("Who?"), calls({"a": 1})], "completions": RANKED}, ()),
+        ({"context": [{"from": "human", "value": "Who?"}], "overall_preference": 1, "response1": "a", "response2": "b"}, ()),
+        ({"prompt": "Who?", "chosen": "a", "rejected": "b", "context": [user("who?")]}, ()),
+        ({"prompt": "Who?", "chosen": "a", "rejected": "b", "context": json.dumps([user("It was Ann.")])}, ("context",)),
+        ({"context": [user("Who?")], "completions": RANKED, "system": "In French."}, ("system",)),
     ],
 )
 def test_what_a_reply_needs_and_the_model_never_sees(fields: Fields, unshown: tuple[str, ...]):
-    assert (parse_pair(fields, dataset()) if "chosen" in fields else parse(fields)).unshown == unshown
+    is_pair = bool({"chosen", "completions", "overall_preference"} & fields.keys())
+    assert (parse_pair(fields, dataset()) if is_pair else parse(fields)).unshown == unshown

@@ -132,6 +132,13 @@ def test_pairs_have_system_messages_and_tools():
     assert pair.tools == [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
+def test_a_developers_message_that_comes_first_is_the_system_message():
+    messages: list[Fields] = [{"role": "developer", "content": "Be long."}, user("q")]
+    assert parse({"messages": messages}, system_prompt="Be brief.").messages == messages
+    with pytest.raises(RowError, match="two different system messages"):
+        parse({"messages": messages, "system": "Be brief."}, system_key="system")
+
+
 def test_two_different_system_messages_are_refused():
     own: Fields = {"messages": [{"role": "system", "content": "Be long."}, user("q")], "system": "Be brief."}
     with pytest.raises(RowError, match="system and the first message are two different system messages"):
@@ -145,14 +152,41 @@ def test_replies_of_several_turns_that_begin_alike_keep_their_prompt():
     assert pair.messages == [user("Choose."), assistant("Which?"), user("the first")]
 
 
-def test_nulls_of_other_rows_are_no_part_of_tools_and_calls():
-    filled = {"a": 1, "b": None, "of": {"c": None, "d": [None, {"e": None}]}}
-    tool: Fields = {"type": "function", "function": {"name": "add", "parameters": filled}}
-    row = parse({"messages": [user("q"), calls(filled), calls('{"a": null}'), assistant("a")], "tools": [tool]})
-    kept = {"a": 1, "of": {"d": [None, {}]}}
-    assert row.tools == [{"type": "function", "function": {"name": "add", "parameters": kept}}]
+NULLABLE: Fields = {
+    "type": "object",
+    "properties": {
+        "limit": {"type": ["integer", "null"], "default": None, "examples": [{"x": None}]},
+        "mode": {"anyOf": [{"const": None}, {"enum": [None, "x"]}]},
+        "of": {"properties": {"c": {"type": "null"}}},
+        "any": {"type": "object"},
+        "default": {"type": "string"},
+    },
+}
+
+
+def tool(parameters: object, **keys: object) -> Fields:
+    return {"type": "function", "function": {"name": "add", "parameters": parameters, **keys}}
+
+
+def test_nulls_that_a_schema_may_have_are_the_rows_own():
+    given = {"limit": None, "mode": None, "of": {"c": None}, "any": {"y": None, "z": [None, {"e": None}]}}
+    row = parse({"messages": [user("q"), calls(given), assistant("a")], "tools": [tool(NULLABLE)]})
+    assert (row.tools, row.messages[1:]) == ([tool(NULLABLE)], [calls(given)])
+    assert parse({"messages": [user("q"), calls({"x": None}), assistant("a")], "tools": [tool({})]}).messages[1:] == [calls({"x": None})]
+    assert parse({"messages": [user("q"), calls({"x": None}), assistant("a")]}).messages[1:] == [calls({"x": None})]
+    gym = {"input": "q", "tools": [{"type": "function", "name": "add", "parameters": NULLABLE, "strict": None}]}
+    assert parse({"responses_create_params": gym}).tools == [tool(NULLABLE)]
+
+
+def test_nulls_that_no_schema_has_come_from_other_rows():
+    filled = {"type": "object", "items": None, "properties": {"a": {"type": "integer", "format": None}, "default": None}}
+    call = calls({"a": 1, "default": None, "b": None})
+    row = parse({"messages": [user("q"), call, assistant("a")], "tools": [tool(filled, strict=None)]})
+    assert row.tools == [tool({"type": "object", "properties": {"a": {"type": "integer"}}})]
+    assert row.messages[1:] == [calls({"a": 1})]
     # A null in JSON text is the row's own.
-    assert row.messages[1:] == [calls(kept), calls('{"a": null}')]
+    text = calls('{"b": null}')
+    assert parse({"messages": [user("q"), text, assistant("a")], "tools": [tool(filled)]}).messages[1:] == [text]
 
 
 def test_calls_as_openai_had_them_before_tools():

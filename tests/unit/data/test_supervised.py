@@ -3,6 +3,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -174,3 +175,92 @@ def test_a_template_that_rewrites_earlier_turns_can_only_teach_the_last():
 def test_a_template_that_raises_is_told_with_its_words():
     with pytest.raises(RowError, match="unknown role tool"):
         tokenize(of_turns(("tool", "x"), ("assistant", "y")), byte_tokenizer(4096), ConversationFormat(False, True, True, False, {}))
+
+
+# As GLM's: a turn ends where the next role's mark stands. TRL's training template of it learns that mark (glm4moe_training.jinja).
+UNENDED = "{% for m in messages %}{{ '<|' + m.role + '|>' + '\n' + m.content }}{% endfor %}"
+VICUNA = "{% for m in messages %}{{ {'user': 'USER: ', 'assistant': 'ASSISTANT: '}[m.role] + m.content + ' ' }}{% endfor %}"
+BETWEEN = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content }}"
+    "{% if m.role == 'assistant' and not loop.last %}<|end|><|reserved_0|>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "first", "last"),
+    [
+        (UNENDED, "\n4<|user|>", "\nsix<|end|>"),
+        (UNENDED.replace("<|' + m.role + '|>", "[' + m.role + ']"), "[assistant]\n4[user]", "[assistant]\nsix<|end|>"),
+        (VICUNA, "ASSISTANT: 4 USER:", "ASSISTANT: six <|end|>"),
+        (BETWEEN, "assistant: 4<|end|>", "assistant: six<|end|>"),
+        (CHATML, "<|user|>assistant\n4<|end|>\n", "<|user|>assistant\nsix<|end|>\n"),
+        ("{% for m in messages %}{{ m.role + ': ' + m.content + '###' }}{% endfor %}", "assistant: 4###", "assistant: six###<|end|>"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "4", "six<|end|>"),
+    ],
+)
+def test_a_turn_without_an_end_of_its_own_ends_with_the_mark_of_the_next(template: str, first: str, last: str):
+    parts = learned(*TURNS, template=template, add_generation_prompt=False)[1]
+    assert [part.removeprefix("<|assistant|>") for part in parts] == [first, last]
+
+
+ANSWER = {"role": "assistant", "content": "a"}
+
+
+def marked(**marks: object) -> dict[str, object]:
+    return {"messages": [QUESTION, {"role": "assistant", "content": "BAD", **marks}, QUESTION, {"role": "assistant", "content": "good"}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (marked(weight=0), ["good<|end|>"]),
+        (marked(train=False), ["good<|end|>"]),
+        (marked(loss=0.0), ["good<|end|>"]),
+        (marked(trainable=True), ["BAD<|end|>", "good<|end|>"]),
+        (marked(weight=None), ["BAD<|end|>", "good<|end|>"]),
+        ({"messages": [QUESTION, ANSWER, QUESTION, ANSWER | {"weight": 0}]}, ["a<|end|>"]),
+        ({"prompt": "q", "completion": "a", "label": True}, ["a<|end|>"]),
+        ({"question": "q", "answer": "a", "label": 0, "mask": "User", "train_loss": 0.0}, ["a<|end|>"]),
+        (marked(weight=0.5), "messages[1].weight is 0.5; messages are learned (true or 1) or not"),
+        (marked(weight=0, train=True), "messages[1] has marks that contradict each other (weight, train)"),
+        (marked(is_masked=True), "messages[1].is_masked is no mark that mrl knows"),
+        (marked(lossScale=0.1), "messages[1].lossScale is no mark"),
+        (marked(train_detail=[{"begin_offset": 0}]), "messages[1].train_detail is no mark"),
+        (marked(reasoning_details=[{"text": "x"}]), "messages[1].reasoning_details would not be learned"),
+        (marked(images=["a.png"]), "messages[1] has images; only text is supported"),
+        ({"messages": [QUESTION | {"train": True}, ANSWER]}, "messages[0] is of role user and marked as learned"),
+        ({"messages": [QUESTION, ANSWER | {"weight": 0}]}, "the row's marks exclude every message"),
+        ({"prompt": "q", "completion": "a", "label": False}, "label is False: the row shows a reply that is not to be learned"),
+        ({"question": "q", "answer": "a", "kto_tag": False}, "kto_tag is False"),
+        ({"question": "q", "answer": "a", "train": False}, "train is False, which leaves out all of the row"),
+        ({"question": "q", "answer": "a", "skip": True}, "skip is True"),
+        ({"question": "q", "answer": "a", "mask": "Assistant"}, "mask is Assistant"),
+        (marked() | {"loss_mask": [0, 1]}, "loss_mask is [0, 1]"),
+    ],
+)  # fmt: skip
+def test_marks_of_what_is_learned(tmp_path: Path, row: dict[str, object], expected: list[str] | str):
+    config = config_of(tmp_path, [row])
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            load_examples(config)
+        return
+    (example,) = load_examples(config).train
+    ids = example.sequences[0].token_ids.tolist()
+    assert [byte_tokenizer(64).decode(ids[a:b]).removeprefix("<|assistant|>") for a, b in example.sequences[0].targets] == expected
+
+
+def test_marks_in_pairs(tmp_path: Path):
+    chosen = [{"role": "assistant", "content": "a", "weight": 0}]
+    with pytest.raises(ValueError, match="the row's marks exclude every message"):
+        load_examples(config_of(tmp_path, [{"prompt": [QUESTION], "chosen": chosen, "rejected": "b"}], "algorithm=dpo"))
+    with pytest.raises(ValueError, match="margin has no effect on the loss here"):
+        load_examples(config_of(tmp_path, [{"prompt": "q", "chosen": "a", "rejected": "b", "margin": 0.5}], "algorithm=rm"))
+
+
+def test_a_rows_own_values_for_the_template(tmp_path: Path):
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{{ '!' if enable_thinking else '' }}{% endfor %}")
+    rows = [ROWS[0] | own for own in ({}, {"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True})]
+    config = config_of(tmp_path, rows, f"policy.tokenizer.chat_template={template}", "data.add_bos=false")
+    texts = [byte_tokenizer(64).decode(example.sequences[0].token_ids.tolist()) for example in load_examples(config).train]
+    assert texts == ["1+1=2<|end|>", "1+1=!2!<|end|>", "1+1=!2!<|end|>"]

@@ -86,6 +86,15 @@ def test_a_turn_that_ended_with_a_string_gets_the_mark_of_its_end():
     assert turns.tail_ids(END_ID, [{"role": "user", "content": "go"}]) == tail[1:]
 
 
+def test_a_later_turn_begins_as_the_prompts_own_values_say():
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = SILENT + "{% if add_generation_prompt %}<|assistant|>{{ '' if thinks else '<think></think>' }}{% endif %}"
+    turns = TurnFormat(tokenizer, template_kwargs={"thinks": True})
+    observed = [{"role": "user", "content": "go"}]
+    assert turns.tail_ids(END_ID, observed) == ids(turns, "<|user|>go<|end|><|assistant|>")
+    assert turns.tail_ids(END_ID, observed, '{"thinks": false}') == ids(turns, "<|user|>go<|end|><|assistant|><think></think>")
+
+
 def test_a_template_without_tools_hears_of_their_results_from_the_user():
     turns = TurnFormat(byte_tokenizer(4096), template_kwargs=None)
     results = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
