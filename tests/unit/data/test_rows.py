@@ -152,43 +152,6 @@ def test_replies_of_several_turns_that_begin_alike_keep_their_prompt():
     assert pair.messages == [user("Choose."), assistant("Which?"), user("the first")]
 
 
-NULLABLE: Fields = {
-    "type": "object",
-    "properties": {
-        "limit": {"type": ["integer", "null"], "default": None, "examples": [{"x": None}]},
-        "mode": {"anyOf": [{"const": None}, {"enum": [None, "x"]}]},
-        "of": {"properties": {"c": {"type": "null"}}},
-        "any": {"type": "object"},
-        "default": {"type": "string"},
-    },
-}
-
-
-def tool(parameters: object, **keys: object) -> Fields:
-    return {"type": "function", "function": {"name": "add", "parameters": parameters, **keys}}
-
-
-def test_nulls_that_a_schema_may_have_are_the_rows_own():
-    given = {"limit": None, "mode": None, "of": {"c": None}, "any": {"y": None, "z": [None, {"e": None}]}}
-    row = parse({"messages": [user("q"), calls(given), assistant("a")], "tools": [tool(NULLABLE)]})
-    assert (row.tools, row.messages[1:]) == ([tool(NULLABLE)], [calls(given)])
-    assert parse({"messages": [user("q"), calls({"x": None}), assistant("a")], "tools": [tool({})]}).messages[1:] == [calls({"x": None})]
-    assert parse({"messages": [user("q"), calls({"x": None}), assistant("a")]}).messages[1:] == [calls({"x": None})]
-    gym = {"input": "q", "tools": [{"type": "function", "name": "add", "parameters": NULLABLE, "strict": None}]}
-    assert parse({"responses_create_params": gym}).tools == [tool(NULLABLE)]
-
-
-def test_nulls_that_no_schema_has_come_from_other_rows():
-    filled = {"type": "object", "items": None, "properties": {"a": {"type": "integer", "format": None}, "default": None}}
-    call = calls({"a": 1, "default": None, "b": None})
-    row = parse({"messages": [user("q"), call, assistant("a")], "tools": [tool(filled, strict=None)]})
-    assert row.tools == [tool({"type": "object", "properties": {"a": {"type": "integer"}}})]
-    assert row.messages[1:] == [calls({"a": 1})]
-    # A null in JSON text is the row's own.
-    text = calls('{"b": null}')
-    assert parse({"messages": [user("q"), text, assistant("a")], "tools": [tool(filled)]}).messages[1:] == [text]
-
-
 def test_calls_as_openai_had_them_before_tools():
     older: Fields = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}}
     assert parse({"messages": [user("q"), older, assistant("a")]}).messages[1] == calls("{}")
