@@ -6,21 +6,28 @@ from __future__ import annotations
 import glob
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from conversion.files.reading import name_inside, read_json
+from conversion.files.reading import name_inside, read_file, read_json
 from mrl.config.model import is_hub_id
 from mrl.config.schema.data import known_dataset
 from mrl.data.records import SUFFIXES
 
 if TYPE_CHECKING:
+    from datasets.utils.metadata import MetadataConfigs
+
     from mrl.config.schema.data import DatasetConfig
 
 logger = logging.getLogger(__name__)
+
+HEADER, STANDALONE_HEADER = "README.md", ".huggingface.yaml"
+"""Files that may say which configs a data set has, and where their files are:
+https://huggingface.co/docs/hub/datasets-manual-configuration."""
 
 FORMS = (".parquet", ".arrow", ".jsonl", ".json")
 """Forms in order of preference: a folder that has several holds the same rows in each."""
@@ -35,11 +42,23 @@ def find_data_files(dataset: DatasetConfig, *, setting: str) -> list[Path]:
             return _local_files(path, dataset, setting)
     except OSError as error:
         raise ValueError(f"{setting}.data_path={path} cannot be read: {error.strerror or error}; give one that you may read") from error
+    known = list[Path]()
     try:
-        return _files_in(_snapshot(source, dataset, setting, is_local=True), dataset, setting)
+        folder = _snapshot(source, dataset, setting, is_local=True)
+        known = _files_in(folder, dataset, setting)
+        if (folder / HEADER).exists():
+            return known
+        logger.info("Downloading %s of %s: the local Hugging Face cache lacks it", HEADER, source)
     except (LocalEntryNotFoundError, ValueError):
         logger.info("Downloading %s: the local Hugging Face cache lacks it, or its split or subset", source)
-    return _files_in(_snapshot(source, dataset, setting, is_local=False), dataset, setting)
+    try:
+        folder = _snapshot(source, dataset, setting, is_local=False)
+    except ValueError:
+        if not known:
+            raise
+        logger.warning("%s: %s of %s cannot be downloaded; its files are chosen by their names", setting, HEADER, source)
+        return known
+    return _files_in(folder, dataset, setting)
 
 
 def _local_files(path: Path, dataset: DatasetConfig, setting: str) -> list[Path]:
@@ -65,6 +84,9 @@ def is_here(dataset: DatasetConfig, *, setting: str) -> bool:
 def _files_in(folder: Path, dataset: DatasetConfig, setting: str) -> list[Path]:
     known = known_dataset(dataset.dataset_name)
     subset, split = dataset.subset or known.subset, dataset.split or known.split
+    if configs := _configs(folder):
+        if subset in configs or not (dataset.subset is not None and (folder / dataset.subset).is_dir()):
+            return _files_of_config(folder, _chosen(configs, dataset, folder, setting), split, setting)
     if subset is not None and (folder / subset).is_dir():
         folder = folder / subset
     elif dataset.subset is not None:
@@ -91,35 +113,122 @@ def _files_in(folder: Path, dataset: DatasetConfig, setting: str) -> list[Path]:
 def _files_of_split(folder: Path, split: str, setting: str) -> list[Path]:
     """The files that `datasets` takes for a split, by the names of files and folders; hidden ones do not count.
 
-    The split `train` is all files if no name contains a split's. A README.md with patterns of its own, which may lead out of the folder, is
-    not read.
+    The split `train` is all files if no name contains a split's.
     """
-    from datasets.data_files import SPLIT_KEYWORDS, DataFilesList, EmptyDatasetError, get_data_patterns  # takes a second
+    from datasets.data_files import SPLIT_KEYWORDS, EmptyDatasetError, get_data_patterns  # takes a second
 
     if glob.has_magic(str(folder)):
         raise ValueError(
             f"{setting}: `datasets` takes the brackets or stars in {folder} for a pattern; rename the folder, or name its files"
         )
-    base = os.path.abspath(folder)
     try:
-        patterns = get_data_patterns(base)
+        patterns = get_data_patterns(os.path.abspath(folder))
     except EmptyDatasetError:
         return []
     name = next((str(name) for name, keywords in SPLIT_KEYWORDS.items() if split in keywords), split)
+    return sorted(_matching(folder, patterns.get(name, [])))
+
+
+def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    """The files of the first of `FORMS` that match, in the order of `datasets`."""
+    from datasets.data_files import DataFilesList  # takes a second
+
+    base = os.path.abspath(folder)
     for form in FORMS:
-        found = DataFilesList.from_patterns(patterns.get(name, []), base, allowed_extensions=[form])
-        if files := sorted(folder / os.path.relpath(path, base) for path in found if path.lower().endswith(SUFFIXES)):
+        try:
+            found = DataFilesList.from_patterns(list(patterns), base, allowed_extensions=[form])
+        except FileNotFoundError:
+            continue
+        if files := [folder / os.path.relpath(path, base) for path in found if path.lower().endswith(SUFFIXES)]:
             return files
     return []
+
+
+def _configs(folder: Path) -> MetadataConfigs | None:
+    """The configs that the header of a data set names, as `datasets` reads it; None if there is no header, or it names none."""
+    if not any((folder / name).is_file() for name in (HEADER, STANDALONE_HEADER)):
+        return None
+    import yaml
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCard, DatasetCardData
+
+    try:
+        data = DatasetCard(_text(folder / HEADER)).data if (folder / HEADER).is_file() else DatasetCardData()
+        if (folder / STANDALONE_HEADER).is_file():
+            data = DatasetCardData(**data.to_dict() | (yaml.safe_load(_text(folder / STANDALONE_HEADER)) or {}))
+        return MetadataConfigs.from_dataset_card_data(data) or None
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise ValueError(f"the header of {folder / HEADER} is not one that `datasets` reads ({error}); correct it") from error
+
+
+def _text(path: Path) -> str:
+    return read_file(path).decode()
+
+
+def _chosen(configs: MetadataConfigs, dataset: DatasetConfig, folder: Path, setting: str) -> tuple[str, dict[str, Any]]:
+    """Name and content of the config to read: `subset`, else the data set's default."""
+    subset, names = dataset.subset or known_dataset(dataset.dataset_name).subset, ", ".join(configs)
+    if subset is not None and subset in configs:
+        return subset, configs[subset]
+    if dataset.subset is not None:
+        raise ValueError(f"{setting}.subset={dataset.subset}: {folder / HEADER} has no such config; use one of {names}")
+    default = configs.get_default_config_name()
+    if default is None:
+        raise ValueError(f"{setting}: {folder / HEADER} names several configs, and none as default; set {setting}.subset to one of {names}")
+    return default, configs[default]
+
+
+def _files_of_config(folder: Path, config: tuple[str, dict[str, Any]], split: str, setting: str) -> list[Path]:
+    """The files of a split in one config of a header. ValueError: it has none, or leads out of the folder."""
+    from datasets.data_files import EmptyDatasetError, get_data_patterns, sanitize_patterns  # takes a second
+
+    name, content = config
+    for pattern in _patterns_of(content):
+        if "://" in pattern or os.path.isabs(pattern) or ".." in Path(pattern).parts:
+            raise ValueError(
+                f"{setting}: config {name} in {folder / HEADER} leads out of the folder ({pattern}); correct it, or name files"
+            )
+    inside = folder / (content.get("data_dir") or "")
+    try:
+        data_files = content.get("data_files")
+        patterns = get_data_patterns(os.path.abspath(inside)) if data_files is None else sanitize_patterns(data_files)
+    except EmptyDatasetError:
+        patterns = {}
+    files = _matching(inside, patterns.get(split, []))
+    if not files:
+        splits = ", ".join(map(str, patterns)) or "none"
+        kinds = ", ".join(SUFFIXES)
+        raise ValueError(
+            f"{setting}: config {name} of {folder / HEADER} has no files ({kinds}) of split {split}; set {setting}.split (it has "
+            f"{splits}), "
+            f"or name a file with {setting}.data_path"
+        )
+    return files
+
+
+def _patterns_of(content: Mapping[str, Any]) -> list[str]:
+    """Patterns of files and the folder in a config of a header."""
+    given = content.get("data_files") or []
+    entries = given if isinstance(given, list) else [given]
+    paths = [entry["path"] if isinstance(entry, dict) else entry for entry in entries]
+    folder = str(content.get("data_dir") or "")
+    return [folder] * bool(folder) + [str(part) for path in paths for part in (path if isinstance(path, list) else [path])]
 
 
 def _snapshot(hub_id: str, dataset: DatasetConfig, setting: str, *, is_local: bool) -> Path:
     split = dataset.split or known_dataset(dataset.dataset_name).split
     names = [f"*{suffix}" for suffix in SUFFIXES] if split == "train" else [f"*{split}*"]
+    headers = [HEADER, STANDALONE_HEADER]
     if is_local:
-        return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=names, local_files_only=True))
+        return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=[*names, *headers], local_files_only=True))
     try:
-        return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=names))
+        folder = Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=headers))
+        if configs := _configs(folder):
+            content = _chosen(configs, dataset, folder, setting)[1]
+            inside = f"{content['data_dir'].rstrip('/')}/" if content.get("data_dir") else ""
+            listed = [f"{inside}{pattern}" for pattern in _patterns_of({"data_files": content.get("data_files")})] or [f"{inside}*"]
+            names = [form for pattern in listed for form in (pattern, pattern.replace("**/", ""))]
+        return Path(snapshot_download(hub_id, repo_type="dataset", allow_patterns=[*names, *headers]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
             f"{setting}: the data set {hub_id} is neither in the local Hugging Face cache nor to be downloaded: {error}; "

@@ -69,7 +69,7 @@ class RowsConfig:
     dataset_name: str | None = None
     """A data set known by name (`mrl.config.schema.data`): where its rows are and what their keys mean. null = the keys of a row tell."""
     subset: str | None = None
-    """Folder of a data set that is read; null = the data set's own, or all."""
+    """Config of the data set's README.md that is read, or folder; null = its default config, or all."""
     split: str | None = None
     """Split that is read; null = the data set's own, or train."""
     input_key: str | None = None

@@ -4,6 +4,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from mrl.data.files import find_data_files
@@ -48,6 +51,66 @@ def test_files_of_a_snapshot(tmp_path: Path, names: tuple[str, ...], keys: dict[
     assert found(make(tmp_path, *names), **keys) == list(expected)
 
 
+CONFIGS = ("en/train-0.parquet", "fr/train-0.parquet", "fr/dev-0.parquet", "all.jsonl", "x/train.jsonl")
+
+
+def header(folder: Path, text: str, name: str = "README.md") -> Path:
+    (folder / name).write_text(f"---\n{text}\n---\n# Rows\n" if name == "README.md" else text)
+    return folder
+
+
+def of(name: str, files: str, more: str = "") -> str:
+    return f"{{config_name: {name}, data_files: {files}{more}}}"
+
+
+TRAIN = "[{split: train, path: %s}]"
+
+
+@pytest.mark.parametrize(
+    ("configs", "keys", "expected"),
+    [
+        ([of("en", TRAIN % "en/train-*")], {}, ["en/train-0.parquet"]),
+        ([of("en", TRAIN % "en/train-*"), of("fr", TRAIN % "fr/train-*", ", default: true")], {}, ["fr/train-0.parquet"]),
+        ([of("default", "all.jsonl"), of("fr", TRAIN % "fr/train-*")], {}, ["all.jsonl"]),
+        ([of("en", TRAIN % "en/train-*"), of("fr", TRAIN % "fr/train-*")], {"subset": "fr"}, ["fr/train-0.parquet"]),
+        ([of("fr", "[{split: train, path: fr/train-*}, {split: test, path: [fr/dev-*, en/*]}]")], {"split": "test"},
+         ["fr/dev-0.parquet", "en/train-0.parquet"]),
+        (["{config_name: fr, data_dir: fr}"], {"split": "validation"}, ["fr/dev-0.parquet"]),
+        ([of("en", TRAIN % '"**/train-*"')], {}, ["en/train-0.parquet", "fr/train-0.parquet"]),
+        ([of("en", TRAIN % "en/train-*")], {"subset": "x"}, ["x/train.jsonl"]),
+        ([of("a", TRAIN % "en/*"), of("b", TRAIN % "fr/*")], {}, "names several configs, and none as default; .* one of a, b"),
+        ([of("a", TRAIN % "en/*")], {"subset": "b"}, "data.train.subset=b: .*README.md has no such config; use one of a"),
+        ([of("a", TRAIN % "en/*")], {"split": "test"}, r"README.md has no files .* of split test; .*it has train"),
+        ([of("a", TRAIN % "../*")], {}, r"config a in .*README.md leads out of the folder .\.\./\*"),
+        ([of("a", TRAIN % '"https://x/y.parquet"')], {}, "leads out of the folder"),
+        (["{data_files: all.jsonl}"], {}, "the header of .*README.md is not one that `datasets` reads"),
+    ],
+)  # fmt: skip
+def test_a_header_says_what_is_read_as_datasets_reads_it(
+    tmp_path: Path, configs: list[str], keys: dict[str, str], expected: list[str] | str
+):
+    folder = make(tmp_path / "rows", *(name for name in CONFIGS if not name.endswith("parquet")))
+    for name in (name for name in CONFIGS if name.endswith("parquet")):
+        (folder / name).parent.mkdir(exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), folder / name)
+    header(folder, "configs: [" + ", ".join(configs) + "]")
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            found(folder, **keys)
+        return
+    assert found(folder, **keys) == expected
+    if keys.get("subset") != "x":  # a folder that is no config
+        builder = datasets.load_dataset_builder(str(folder), keys.get("subset"), cache_dir=str(tmp_path / "cache"))
+        theirs = builder.config.data_files[keys.get("split", "train")]
+        assert [Path(path).relative_to(folder).as_posix() for path in theirs] == expected
+
+
+def test_a_header_of_its_own_file_counts_too(tmp_path: Path):
+    folder = header(make(tmp_path, *CONFIGS), "configs: [" + of("en", TRAIN % "en/train-*") + "]", ".huggingface.yaml")
+    assert found(folder) == ["en/train-0.parquet"]
+    assert found(header(make(tmp_path / "other", "train.jsonl"), "license: mit")) == ["train.jsonl"]
+
+
 def test_what_save_to_disk_wrote(tmp_path: Path):
     for split in ("train", "test"):
         make(tmp_path / split, "data-00000-of-00001.arrow", "dataset_info.json")
@@ -77,6 +140,9 @@ def test_data_sets_of_the_hub_come_from_the_cache(tmp_path: Path, monkeypatch: p
     assert find_data_files(dataset("gsm8k", data_path=None), setting="data.train") == [gsm8k / "main/train-00000-of-00001.parquet"]
     mine = cached(tmp_path, "me/rows", "train.jsonl")
     assert find_data_files(dataset(data_path="me/rows"), setting="data.train") == [mine / "train.jsonl"]
+    headed = cached(tmp_path, "me/configs", "en/train.jsonl", "fr/train.jsonl")
+    header(headed, "configs: [" + ", ".join(of(name, TRAIN % f"{name}/*") for name in ("en", "fr")) + "]")
+    assert find_data_files(dataset(data_path="me/configs", subset="fr"), setting="data.train") == [headed / "fr/train.jsonl"]
     with pytest.raises(ValueError, match="data.train: the data set me/nothing is neither in the local .* nor to be downloaded"):
         find_data_files(dataset(data_path="me/nothing"), setting="data.train")
 
