@@ -182,6 +182,6 @@ def lineage(run_folder: Path) -> dict[int, list]:
             for prompt in event["prompts"] + event.get("dropped", []):
                 taken.remove(prompt)
             trained[event["step"]] = event["prompts"]
-        else:
+        elif event["event"] == "rolled_back":
             trained, taken = {step: prompts for step, prompts in trained.items() if step <= event["to_step"]}, []
     return trained

@@ -10,7 +10,7 @@ from mrl.config.fields import AtLeastTwo, Count, NotNegative, Only, Positive, Pr
 from mrl.config.schema.megatron import MegatronConfig
 from mrl.config.schema.policy import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
 
-OF_GROUPS = ("grpo", "gdpo", "reinforce_plus_plus", "opd")
+OF_GROUPS = ("grpo", "gdpo", "reinforce_plus_plus", "opd", "raw_reward")
 """Estimators of advantages without a critic."""
 
 

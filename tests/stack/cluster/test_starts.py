@@ -17,7 +17,7 @@ import psutil
 import pytest
 import ray
 
-from mrl.cluster import calls, session
+from mrl.cluster import calls, policies, session
 from mrl.cluster.calls import ask, start_actor, wait_all
 from mrl.cluster.engines import EngineGroup
 from mrl.cluster.errors import ActorLost, ActorName, DeadlineExceeded, NoCluster
@@ -72,29 +72,34 @@ def test_engines_measure_a_shared_gpu_before_the_policy_is_there(overrides: list
     assert calls == order
 
 
-def test_a_rank_on_a_gpu_gets_its_share_of_the_cores_that_are_left_to_it(tmp_path: Path):
-    # To Ray a GPU is a number; the rank computes on the CPU.
+class Threads(policies.PolicyActor):
+    """A rank that builds no model, as this host has no GPU for it."""
+
+    def num_threads(self) -> str:
+        return os.environ["OMP_NUM_THREADS"]
+
+
+def test_a_rank_on_a_gpu_gets_its_share_of_the_cores_that_are_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # To Ray a GPU is a number.
+    monkeypatch.setattr(policies, "PolicyActor", Threads)
     one_rank = ["tensor_model_parallel_size=1", "expert_model_parallel_size=1", "sequence_parallel=false"]
     sizes = ["cluster.gpus_per_node=1", *(f"policy.megatron_cfg.{size}" for size in one_rank)]
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])
     cores = os.sched_getaffinity(0)
     with placed_slots(config) as placement:
-        policies = PolicyGroup(config, Ranks(config, placement, log_folder=tmp_path / "logs"), pad_token_id=256)
-        assert policies.apply(num_threads, deadline_s=HANG_S) == [str(len(cores))]
+        ranks = Ranks(config, placement, log_folder=tmp_path / "logs")
+        asked = {ActorName("rank", 0): ask(ranks.handles[0], Threads.num_threads)}
+        assert list(wait_all(asked, deadline_s=HANG_S, what="threads").values()) == [str(len(cores))]
 
 
-def num_threads(policy) -> str:
-    return os.environ["OMP_NUM_THREADS"]
-
-
-@pytest.mark.parametrize(("variables", "expected"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, 2)])
-def test_a_rank_on_a_cpu_host_has_one_thread_or_as_many_as_its_variables_say(tmp_path: Path, variables: dict[str, str], expected: int):
+@pytest.mark.parametrize(("variables", "expected"), [("{}", 1), ("{OMP_NUM_THREADS: '2'}", 2)])
+def test_a_rank_on_a_cpu_host_has_one_thread_or_as_many_as_its_variables_say(tmp_path: Path, variables: str, expected: int):
     one_rank = ["tensor_model_parallel_size=1", "expert_model_parallel_size=1", "sequence_parallel=false", f"env_vars={variables}"]
     sizes = ["cluster.cpu_units_per_node=1", *(f"policy.megatron_cfg.{size}" for size in one_rank)]
     config = load_config("grpo_tiny.yaml", [*write_inputs(tmp_path, num_rows=8), *SMALL, *sizes])
     with placed_slots(config) as placement:
-        policies = PolicyGroup(config, Ranks(config, placement, log_folder=tmp_path / "logs"), pad_token_id=256)
-        assert policies.apply(threads_of_torch, deadline_s=HANG_S) == [expected]
+        group = PolicyGroup(config, Ranks(config, placement, log_folder=tmp_path / "logs"), pad_token_id=256)
+        assert group.apply(threads_of_torch, deadline_s=HANG_S) == [expected]
 
 
 def threads_of_torch(policy) -> int:
