@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -28,6 +30,36 @@ NO_USAGE_STATISTICS = {
 for name, value in NO_USAGE_STATISTICS.items():
     os.environ.setdefault(name, value)
 
+
+def home_instead(home: str) -> str:
+    """A folder of this user's own in place of a home folder that is unknown (`~`), or can be neither written to nor made; "" if it can.
+
+    A home folder that is there stays: it has the user's settings, even if it is read-only. `/` is what containers give an unknown user.
+    """
+    place = next((place for place in (Path(home), *Path(home).parents) if place.exists()), Path())
+    can_write = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+    if os.path.isabs(home) and (can_write or (place.is_dir() and place == Path(home) != Path("/"))):
+        return ""
+    import tempfile
+
+    own = Path(tempfile.gettempdir(), f"mrl-home-{os.getuid()}")
+    with suppress(FileExistsError):
+        own.mkdir(mode=0o700)
+    found = own.lstat()
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return str(own) if is_own else tempfile.mkdtemp(prefix="mrl-home-")
+
+
+# Libraries ask for the home folder and the user's name while they are imported. A container's user may have neither.
+if instead := home_instead(os.path.expanduser("~")):  # noqa: PTH111 -- Path raises where there is none
+    lack = (
+        f"HOME={os.environ['HOME']} cannot be written to"
+        if "HOME" in os.environ
+        else "HOME is not set, and this user has no entry in passwd"
+    )
+    print(f"{lack}: caches of libraries go to {instead}; set HOME to a folder that lasts", file=sys.stderr)
+    os.environ["HOME"] = instead
+    os.environ.setdefault("USER", f"uid{os.getuid()}")
 
 ENVIRONMENT = Path(__file__).parents[1] / ".venv"
 """Virtual environment that scripts/quickstart.sh makes in a checkout."""

@@ -18,6 +18,7 @@ from conversion.families.common import MegatronParallel
 from conversion.progress import log_progress
 from mrl import env
 from mrl.config.model import model_folder
+from mrl.config.secrets import run_entry, start_logging
 from mrl.config.texts import aligned
 from mrl.store.console import bar_progress
 
@@ -35,7 +36,7 @@ KEY_LENGTH = 12
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Exit code 0; 1 if folders differ or one is damaged; 2 with one message if the input is at fault."""
     options = _parser().parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    start_logging()
     try:
         return _run(options)
     except ValueError as error:
@@ -194,4 +195,4 @@ def size_in_bytes(text: str, *, option: str = "--max-shard-size") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_entry(main))

@@ -26,11 +26,13 @@ from mrl.config.load import has_automatic_gpus, load_config
 from mrl.config.model import with_cached_folders
 from mrl.config.rules.checks import find_problems
 from mrl.config.schema.run import RunConfig
+from mrl.config.secrets import JOB, run_entry, start_logging
 from mrl.launchers import kubernetes, slurm
 from mrl.plan.hardware import GIB, GPUS, NODES
 from mrl.plan.plan import prediction
 
 logger = logging.getLogger(__name__)
+printed = logging.getLogger(JOB)
 
 SUBMIT_TIMEOUT_S = 120.0
 POLL_S = 1.0
@@ -52,7 +54,7 @@ def launch_slurm(options: argparse.Namespace) -> None:
         is_gres_site=not options.gpus_per_node_option,
         environment=None if options.container else env.VENV.read() or sys.prefix,
     )  # fmt: skip
-    logger.info("%s", slurm.render(job))
+    printed.info("%s", slurm.render(job))
     if options.submit:
         job.log_folder.mkdir(parents=True, exist_ok=True)
         command, variables = slurm.submission(job)
@@ -69,7 +71,7 @@ def launch_kubernetes(options: argparse.Namespace) -> None:
     )  # fmt: skip
     check_mounted(options, [Path(options.mount)], f"--mount {options.mount}", run_folder(config))
     text = "".join(f"# {note}\n" for note in check_nodes(config, options)) + kubernetes.render(job)
-    logger.info("%s", text)
+    printed.info("%s", text)
     if options.submit:
         submit(["kubectl", "apply", "--filename", "-"], text=text)
 
@@ -94,7 +96,7 @@ def launch_lepton(options: argparse.Namespace) -> None:
         *(f"{name}=<secret {name}>" for name in LEPTON_SECRETS),
         f"# Mount Storage: a volume that all workers share, at {options.mount}; keep model, data and checkpoints there",
     ]
-    logger.info("%s", "\n".join(lines) + "\n")
+    printed.info("%s", "\n".join(lines) + "\n")
 
 
 def run_folder(config: RunConfig) -> dict[str, Path]:
@@ -303,7 +305,7 @@ def _run_checked(run: Callable[[argparse.Namespace], None], options: argparse.Na
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Exit code 0; 2 if the input is at fault; 1 if the cluster is at fault."""
     options = parse_arguments(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    start_logging()
     try:
         check_text(options)
         options.run(options)
@@ -317,4 +319,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_entry(main))

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mrl.config.secrets import run_entry, start_logging
 from mrl.recipes.tiny import prepare_tiny
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verify.add_argument("--disk", type=Path, nargs="*", default=[], metavar="DIR", help="folders whose disks need room")
     verify.add_argument("--min-free-gb", type=float, default=200, help="of room on each of them (default: %(default)s)")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    start_logging()
     try:
         if options.kind == "verify":
             from mrl.doctor.model_files import verify
@@ -57,4 +58,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_entry(main))

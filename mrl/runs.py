@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from conversion.files.reading import parse_json, read_file
+from mrl.config.secrets import run_entry
 from mrl.config.texts import aligned, safe_text
 from mrl.metrics import METRICS as SHOWN
 from mrl.metrics import repeats
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         lines = show(found[0]) if command == "show" else compare(*found) if command == "compare" else listing(found)
     except (OSError, ValueError) as error:
-        parser.error(str(error))
+        parser.error(safe_text(str(error)))
     print("\n".join(safe_text(line) for line in lines))
     return 0
 
@@ -171,4 +172,4 @@ def _spelt(config: Json, key: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_entry(main))

@@ -14,12 +14,14 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 from urllib.parse import quote
 
 from conversion.files.durable import write_atomic
@@ -34,6 +36,11 @@ TRACEBACK = "traceback.txt"
 STORY = "story"
 """The logger of what tutorials show, which has no times in a terminal."""
 
+JOB = "job"
+"""The logger of files of jobs, which are printed as they are submitted."""
+
+OUR_LOGGERS = ("mrl", "conversion", STORY, JOB)
+_FORMAT_WARNING = warnings.formatwarning
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")  # Ray colors the errors of its actors
 _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.{0,9999}?-----END [A-Z ]{0,30}PRIVATE KEY-----", re.DOTALL), REDACTED),
@@ -177,7 +184,8 @@ class SecretsFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Formats a record; every line of its text gets the prefix."""
-        text = safe_text(redact_text(_COLOR.sub("", super().format(record)), self.secrets))
+        text = _COLOR.sub("", super().format(record))
+        text = safe_text(text if record.name == JOB else redact_text(text, self.secrets))
         now = datetime.fromtimestamp(record.created).astimezone()
         if self.style == "json":
             said = {"time": now.isoformat(timespec="milliseconds"), "level": record.levelname, "logger": record.name}
@@ -205,6 +213,18 @@ def start_logging(style: LogStyle = "plain", stream: TextIO | None = None) -> se
     handler.setFormatter(SecretsFormatter("terminal" if style == "text" and output.isatty() else style, secrets))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(style != "plain")
+    warnings.formatwarning = lambda *words, **options: safe_text(redact_text(_FORMAT_WARNING(*words, **options), secrets))
+
+    def of_library(*arguments: Any, **options: Any) -> logging.LogRecord:
+        record = logging.LogRecord(*arguments, **options)
+        if record.name.partition(".")[0] not in OUR_LOGGERS:
+            # Badly logged texts are left for logging itself, which reports them.
+            with suppress(TypeError, ValueError, KeyError):
+                record.msg, record.args = safe_text(redact_text(_COLOR.sub("", record.getMessage()), secrets)), None
+        return record
+
+    # Libraries with handlers of their own (transformers) quote configs of models, too.
+    logging.setLogRecordFactory(of_library)
     return secrets
 
 

@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
+from mrl.config.secrets import run_entry, start_logging
 from mrl.view.dumps import list_dumps, read_dump, read_evaluations
 from mrl.view.page import compressed, data_of, page
 from mrl.view.rows import METRICS
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders; several are laid over each other")
     parser.add_argument("--port", type=int, default=8777, help="of 127.0.0.1; 0 takes a free one (default: %(default)s)")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    start_logging()
     for folder in options.runs:
         if not (folder / METRICS).is_file() and not (folder / "config.yaml").is_file() and not read_evaluations(folder):
             logger.error(
@@ -138,4 +139,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_entry(main))

@@ -303,3 +303,22 @@ def test_short_values_of_the_environment_stay(monkeypatch: pytest.MonkeyPatch):
 def test_the_colors_of_rays_errors_are_left_out():
     record = logging.LogRecord("mrl", logging.ERROR, "", 0, "\x1b[36mray::EngineActor.build()\x1b[39m (pid=7)\x1b[2J", None, None)
     assert SecretsFormatter().format(record) == "ray::EngineActor.build() (pid=7)\ufffd[2J"
+
+
+LIBRARY = r"""
+import logging, warnings
+from mrl.config.secrets import start_logging
+
+start_logging()
+own = logging.getLogger("a.library")
+own.addHandler(logging.StreamHandler())
+own.propagate = False
+own.warning("model %s", "\x1b[2Jevil ghp_canary0123456789")
+warnings.warn("\x1b[2Jevil ghp_canary0123456789")
+own.warning("%d", "no number")
+"""
+
+
+def test_what_libraries_print_is_made_safe():
+    ended = subprocess.run([sys.executable, "-c", LIBRARY], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True)
+    assert ended.stderr.count("\ufffd[2Jevil <redacted>") == 2 and "\x1b" not in ended.stderr and "no number" in ended.stderr
