@@ -108,7 +108,8 @@ def begin_save(
 
     The checkpoint is complete once `finish` of the result has returned. With `group`, of all ranks and for this alone, a thread writes a
     copy of the present state in host memory; weights may change meanwhile, and `read_written` says when it is complete. `adapters` is
-    `Lora.description`, None without adapters; the checkpoint holds them apart from the weights that they change.
+    `Lora.description`, None without adapters; the checkpoint holds them apart from the weights that they change. OSError, on all ranks:
+    one cannot write, or has no memory for the copy.
     """
     folder = weights_dir / ITERATION_FOLDER
     weights, others = _model_state(state)
@@ -128,15 +129,31 @@ def begin_save(
     # Also without optimizer state, so that the schedule continues.
     sharded["opt_param_scheduler"] = state.scheduler.state_dict()
     sharded, common = save_preprocess({**sharded, "content_metadata": _FORMAT})
+    problem, run_config = "", {"model": _parallel_sizes(), "optimizer": optimizer_form, **peft}
     if dist.get_rank() == 0:
-        # From 0.17 on, Megatron pickles these values among the tensors; it still reads the file.
-        torch.save(common, folder / COMMON_FILE)
-        (folder / "hf_config.json").write_text(json.dumps(hf_config, indent=2))
-        (folder / RUN_CONFIG_FILE).write_text(json.dumps({"model": _parallel_sizes(), "optimizer": optimizer_form, **peft}, indent=2))
-        (weights_dir / LATEST_FILE).write_text("0")
-        if group is not None:
-            (weights_dir / WRITTEN).touch()
-    return CheckpointWrite(folder, *_plan(sharded, folder, group), group)
+        try:
+            # From 0.17 on, Megatron pickles these values among the tensors; it still reads the file.
+            torch.save(common, folder / COMMON_FILE)
+            (folder / "hf_config.json").write_text(json.dumps(hf_config, indent=2))
+            (folder / RUN_CONFIG_FILE).write_text(json.dumps(run_config, indent=2))
+            (weights_dir / LATEST_FILE).write_text("0")
+            if group is not None:
+                (weights_dir / WRITTEN).touch()
+        except (OSError, RuntimeError) as error:  # torch's writer turns disk errors into the second
+            problem = f"{folder}: {error}"
+    if problem := _first_problem(problem):
+        raise OSError(problem)
+    try:
+        plan = _plan(sharded, folder, group)
+    except CheckpointException as error:
+        raise OSError(f"{folder}: {_reason(error)}") from error
+    return CheckpointWrite(folder, *plan, group)
+
+
+def _reason(error: CheckpointException) -> str:
+    """The first failure of a rank, without the stacks that torch puts into the message."""
+    rank, (cause, _) = min(error.failures.items())
+    return f"policy rank {rank}: {type(cause).__name__}: {cause}"
 
 
 class CheckpointWrite:
@@ -175,7 +192,7 @@ class CheckpointWrite:
             try:
                 write_metadata()
             except CheckpointException as error:
-                problem = f"{self._folder}: {error}"
+                problem = f"{self._folder}: {_reason(error)}"
         if self._group is not None and dist.get_rank() == 0:
             tell_written(self._folder.parent, [] if problem else reports)
         return WriteReport({}, 0.0, problem) if problem else reports[dist.get_rank()]
@@ -206,12 +223,6 @@ def _plan(sharded: ShardedStateDict, folder: Path, group: dist.ProcessGroup | No
     Torch's own writer writes in the rank's process: Megatron's starts processes, which costs seconds and may fail in actors.
     """
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    if group is not None:
-        # One tensor at a time, so that tensors which only the save holds are freed on the way.
-        for entry in (entry for entries in by_key.values() for entry in entries):
-            if isinstance(entry, ShardedTensor) and entry.data is not None:
-                entry.data = entry.data.detach().to("cpu", copy=True)
-    state = mcore_to_pyt_state_dict(by_key, is_loading=False)
     # torch copies ahead in a thread that uses the first GPU instead of this rank's.
     writer = FileSystemWriter(folder, sync_files=False, thread_count=1, per_thread_copy_ahead=0)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
@@ -220,6 +231,12 @@ def _plan(sharded: ShardedStateDict, folder: Path, group: dist.ProcessGroup | No
     results: list[WriteResult] = []
 
     def local_plan() -> SavePlan:
+        if group is not None:
+            # One tensor at a time, so that tensors which only the save holds are freed on the way.
+            for entry in (entry for entries in by_key.values() for entry in entries):
+                if isinstance(entry, ShardedTensor) and entry.data is not None:
+                    entry.data = entry.data.detach().to("cpu", copy=True)
+        state = mcore_to_pyt_state_dict(by_key, is_loading=False)
         planner.set_up_planner(state, writer.storage_meta(), ranks.is_coordinator)
         writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
         plan = planner.create_local_plan()

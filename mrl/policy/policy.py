@@ -221,15 +221,18 @@ class PolicyRank:
         is_async = self._config.policy.megatron_cfg.checkpoint.async_save
         if is_async and self._save_group is None:
             self._save_group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timedelta(seconds=IO_TIMEOUT_S)))
-        self._writing = checkpoint.begin_save(
-            Path(weights_dir),
-            self._state,
-            hf_config=self._hf_config,
-            # A policy that waits for its critic has no moments yet, and is as it was loaded.
-            save_optimizer=self._config.checkpointing.save_optimizer and self._has_moments,
-            adapters=self._lora.description,
-            group=self._save_group if is_async else None,
-        )
+        try:
+            self._writing = checkpoint.begin_save(
+                Path(weights_dir),
+                self._state,
+                hf_config=self._hf_config,
+                # A policy that waits for its critic has no moments yet, and is as it was loaded.
+                save_optimizer=self._config.checkpointing.save_optimizer and self._has_moments,
+                adapters=self._lora.description,
+                group=self._save_group if is_async else None,
+            )
+        except OSError as error:
+            return str(error)
         return ""
 
     def finish_save(self, timeout_s: float) -> WriteReport:

@@ -13,6 +13,7 @@ import pytest
 
 from mrl.cluster.rollouts import AskedGroup
 from mrl.envs.task import Task
+from mrl.loop.saving import SaveFailed
 from mrl.store.checkpoints import find_damage
 from mrl.train import train_step
 from mrl.types import Prompt, Verdict
@@ -164,3 +165,27 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(live: LiveRun, caplog:
     saver.begin(live.state, waits=True)
     newest = folder.checkpoints.newest()
     assert newest is not None and newest.step == live.state.step
+
+
+def move_common_file(policy, name: str) -> None:
+    """Names Megatron's small file, which rank 0 writes. One that cannot be made stands for a disk without inodes."""
+    from mrl.policy import checkpoint
+
+    checkpoint.COMMON_FILE = name
+
+
+def test_small_files_that_rank_0_cannot_write_cost_the_checkpoint_and_not_the_run(live: LiveRun, caplog: pytest.LogCaptureFixture):
+    saver, folder = live.run.saver, live.run.folder
+    train_step(live.run, live.state)
+    live.on_ranks(move_common_file, "no/common.pt")
+    saver.begin(live.state)
+    saver.finish()
+    with pytest.raises(SaveFailed, match=rf"checkpoint of step {live.state.step} cannot be written: .*iter_0000000: .*; the one before"):
+        saver.begin(live.state, waits=True)
+    assert "Traceback" not in caplog.text and not list(folder.path.glob("tmp_*"))
+    live.on_ranks(move_common_file, "common.pt")
+    for _ in range(2):
+        train_step(live.run, live.state)
+        saver.begin(live.state, waits=True)
+        newest = folder.checkpoints.newest()
+        assert newest is not None and newest.step == live.state.step

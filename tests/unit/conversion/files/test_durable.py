@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from conversion.files.durable import publish, write_atomic
+from conversion.files.durable import built_aside, publish, write_atomic
 
 
 def test_of_many_who_publish_one_wins(tmp_path: Path):
@@ -44,3 +47,20 @@ def test_atomic_writes_leave_nothing_else(tmp_path: Path):
     write_atomic(tmp_path / "a", "1")
     write_atomic(tmp_path / "a", "2")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "2")]
+
+
+@pytest.mark.parametrize(("umask", "modes"), [(0o022, {0o755, 0o644}), (0o027, {0o750, 0o640}), (0o077, {0o700, 0o600})])
+def test_what_is_published_has_the_modes_of_the_umask(tmp_path: Path, umask: int, modes: set[int]):
+    """safetensors writes files that only their owner may read."""
+    (tmp_path / "elsewhere").touch(mode=0o600)
+    before = os.umask(umask)
+    try:
+        with built_aside(tmp_path / "out", {}) as folder:
+            (folder / "below").mkdir(mode=0o700)
+            save_file({"a": torch.zeros(2)}, folder / "below/model.safetensors")
+            (folder / "link").symlink_to(tmp_path / "elsewhere")
+    finally:
+        os.umask(before)
+    paths = [tmp_path / "out", *(path for path in (tmp_path / "out").rglob("*") if not path.is_symlink())]
+    assert {path.stat().st_mode & 0o777 for path in paths} == modes and len(paths) == 3
+    assert (tmp_path / "elsewhere").stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Last lines of attempts whose run folder or last checkpoint is lost: the reason, and only a way out that works."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from conversion.files.manifest import WriteReport
+from mrl import check
+from mrl.loop import main as entry
+from mrl.store.run_folder import RunFolder
+from mrl.train import train
+from tests.unit.loop.test_saving import Attempt
+from tests.unit.store.test_run_folder import config
+
+pytestmark = pytest.mark.usefixtures("no_report")
+
+
+@pytest.fixture
+def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs the entry with another attempt; returns its exit code."""
+    (tmp_path / "model").mkdir()
+    settings = config(tmp_path)
+    settings.checkpointing.metric_name, settings.checkpointing.save_period = None, 1
+
+    def open_folder(_: object) -> RunFolder:
+        folder = RunFolder(settings)
+        folder.open()
+        return folder
+
+    def run(attempt) -> int:
+        monkeypatch.setattr(check, "start_logging", lambda *_: set())  # which would take the messages away from pytest
+        monkeypatch.setattr(entry, "prepare", lambda _: None)
+        monkeypatch.setattr(entry, "open_folder", open_folder)
+        monkeypatch.setattr(entry, "run_attempt", lambda _train, _training, folder, _budget: attempt(Attempt(folder)))
+        return entry.main(train, ["grpo_tiny.yaml"])
+
+    return run
+
+
+def one_step(now: Attempt) -> bool:
+    state = now.saver.load(now.newest, last_step=9)
+    now.saver.save_last(now.train(state.step + 1))
+    return True
+
+
+@pytest.mark.parametrize("remove", [False, True])
+def test_a_run_folder_that_is_moved_or_removed_is_not_begun_again(ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, remove: bool):
+    path, away = tmp_path / "run", tmp_path / "away"
+
+    def attempt(now: Attempt) -> bool:
+        state = now.saver.load(now.newest, last_step=9)
+        shutil.rmtree(path) if remove else path.rename(away)
+        now.saver.save_last(state if state.step > 1 else now.train(state.step + 1))
+        return True
+
+    assert ends(one_step) == 0
+    assert ends(attempt) == 1
+    last = caplog.messages[-1]
+    assert f"{path} is not there any more: it was moved or removed" in last and "begins at step 0" in last and "same command" not in last
+    assert not path.exists()
+    if not remove:  # the way out
+        away.rename(path)
+        (path / "owner.json").unlink()  # of this process, which lives
+        for step in (2, 3):
+            assert ends(one_step) == 0 and (path / f"step_{step}/COMPLETE").exists()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG])
+def test_a_last_save_that_fails_says_why_first_and_last(ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int):
+    def attempt(now: Attempt) -> bool:
+        now.saver.load(now.newest, last_step=9)
+        now.ranks.finish_save = lambda rank, timeout_s: WriteReport({}, 0.0, f"{tmp_path}: {OSError(code, os.strerror(code))}")
+        now.saver.save_last(now.train(2))
+        return True
+
+    assert ends(one_step) == 0
+    caplog.clear()
+    assert ends(attempt) == 1
+    reason = f"the checkpoint of step 2 cannot be written: {tmp_path}: [Errno {code}] {os.strerror(code)}; the one before it stays"
+    said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert said[0] == reason and said[-1].startswith(f"The attempt ended: {reason}. ") and said[-1].endswith("The same command resumes.")
+    assert "Traceback" not in caplog.text
+    assert "SaveFailed" in (tmp_path / "run/logs/exp_002/actors/traceback.txt").read_text()
+    for step in (2, 3):
+        assert ends(one_step) == 0 and (tmp_path / f"run/step_{step}/COMPLETE").exists()
