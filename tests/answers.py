@@ -20,6 +20,8 @@ class Case:
     expected: str
     text: str
     is_right: bool
+    is_mistaken: bool = False
+    """True where strict is known to say the opposite."""
 
 
 def cases() -> Iterator[Case]:
@@ -34,9 +36,9 @@ def cases() -> Iterator[Case]:
                 kind = rest
             case "=":
                 expected = rest
-            case "+" | "-":
-                yield Case(kind, expected, f"So we get $\\boxed{{{rest}}}$.", mark == "+")
-            case "+>" | "->":
-                yield Case(kind, expected, rest.replace("\\n", "\n"), mark == "+>")
+            case "+" | "-" | "+?" | "-?":
+                yield Case(kind, expected, f"So we get $\\boxed{{{rest}}}$.", mark[0] == "+", mark.endswith("?"))
+            case "+>" | "->" | "+>?" | "->?":
+                yield Case(kind, expected, rest.replace("\\n", "\n"), mark[0] == "+", mark.endswith("?"))
             case _:
                 raise ValueError(f"{TABLE}: {line!r}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from decimal import Decimal
 from itertools import groupby
 
@@ -17,9 +17,11 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from math_verify.parser import extract_match, get_extraction_regexes
 from sympy import Abs, Add, Basic, Float, Integer, Integral, MatrixBase, Mul, Number, Pow, Product, Rational, Sum, Tuple, exp, log
 
-from mrl.envs.math_answer import DATE, Reading, read
-from mrl.envs.math_same import agrees, magnitudes
-from mrl.envs.math_tokens import plain
+from mrl.envs.math_exact import differ
+from mrl.envs.math_hedges import is_hedged
+from mrl.envs.math_notation import as_set, evened
+from mrl.envs.math_number import Plain, answers, read_number, spelled
+from mrl.envs.mcqa import ANSWER, BOXED, choose
 from mrl.envs.task import RowFault
 
 # Of type int in math-verify; 0 and below switch its own deadlines off.
@@ -38,20 +40,26 @@ PATTERNS = sorted(
 
 TOO_COSTLY = "too costly to compute"
 
-LEFT_CHARACTERS, MAX_PHRASE_CHARACTERS = 100, 200
+LEFT_CHARACTERS = 100
 BOXES = re.compile(r"\\(?:boxed|fbox)\s*+\{")
 PERCENT = re.compile(r"\s?\\?%")
-COMPUTED = re.compile(r"[\d\s+\-*×÷/().^]*$")
 ANSWER_PHRASE = re.compile(r"(?i)answer(?:\s++is)?\s*+:?\s*+((?:(?!answer(?:\s+is\b|\s*:))[^\n])*+)")
-NEGATION = re.compile(r"(?i)\b(?:not?|never|up to)\b")
 # Signs of Markdown around an answer: not the powers of programs.
 EMPHASIS = re.compile(r"(?<!\w)\*\*|\*\*(?!\w)|`|(?<![\w*])\*(?=[^\s*])([^\s*]{1,60})\*(?![\w*])|(?<!\w)__([^_\s]{1,60})__(?!\w)")
-SPELLED = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2007": " ", "`": ""})
 SCIENTIFIC = re.compile(r"[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,2}")
 HEADING = re.compile(r"(?:\d+[.):]\s*)?[^\W\d_]{2}")
-OPERATION = re.compile(r"\\(?:[a-zA-Z]+)|[!|%']")
+# The signs in a date mean no difference or quotient.
+DATE = re.compile(r"\d{4}-\d\d?-\d\d?|\d\d?[/.-]\d\d?[/.-]\d{4}")
+SHORT_WORDS = frozenset(("no", "on", "up"))
+ARTICLES = frozenset(("a", "an", "the", "on", "in", "at"))
+AMBIGUOUS = re.compile(r"[\d}]\s*+(?:m|g|s|h|l|L|mg|F|C)\s*+$")
+LETTER = re.compile(r"(?:\\(?:text|textbf|mathrm|mathbf)\{)?\s*+\(?\s*+([A-F])\s*+\)?\s*+\}?")
+FONTS = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|operatorname)\s*+\{([^{}]*)\}")
+BARE = re.compile(
+    r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox|left|right|displaystyle|quad)(?![A-Za-z])|\\[()\[\],;:! ]|[\s$]|(?<=\\)[dt](?=frac)"
+)
 WORD = re.compile(r"[^\W\d_]{2,}")
-DIGITS_OF_BASE = re.compile(r"(?<!\d)(\d++)_(?:\{(\d+)\}|(\d+))")
+DIGITS_OF_BASE = re.compile(r"(?<!\d)\(?(\d++)\)?_(?:\{(\d+)\}|(\d+))")
 # math-verify rounds decimals to so many places; of small numbers as many digits count.
 PLACES, DIGITS = 6, 4
 # It takes differences below so many places for zero, which must be smaller than the numbers. More than the most take it seconds.
@@ -59,7 +67,6 @@ PRECISION, MAX_PLACES = 15, 10_000
 
 BOX = "\\boxed{"
 JOINT = re.compile(r"[\s$.]*+(?:,|;|\\q?quad|\\text\{\s*(?:and|or)\s*\}|and|or)(?:[\s$,]|and|or)*+")
-DECIMAL_COMMA = re.compile(r"(?<![\d,.])(?:0,\d+|\d+,(?:\d\d?|\d{4,}))(?![\d,]|\.\d)")
 MAX_BOXES = 32
 MAX_SEARCH_COST = 3.0e8
 
@@ -122,6 +129,21 @@ class TooCostly(Exception):
 
 
 @dataclass(frozen=True)
+class Given:
+    """An answer to judge."""
+
+    text: str
+    expected: str
+    size: Size
+    number: Plain | None
+    """The expected answer, if it is a plain number."""
+    is_stated: bool
+    """True if the text is what stands in `<answer>` or behind `####`."""
+    is_evened: bool = False
+    """True if both answers are in the notation of `mrl.envs.math_notation`."""
+
+
+@dataclass(frozen=True)
 class Found:
     """A piece of mathematics in a text."""
 
@@ -129,8 +151,9 @@ class Found:
     target: ExprExtractionConfig | LatexExtractionConfig
     raw: str
     """The text itself; of boxes their contents."""
-    left: str
-    """The text in front of it, if an equals sign stands between."""
+    start: int
+    end: int
+    """Its place in the text; of LaTeX with its signs."""
 
 
 def score(text: str, expected: str, *, is_strict: bool = False) -> tuple[float, str]:
@@ -145,72 +168,107 @@ def score(text: str, expected: str, *, is_strict: bool = False) -> tuple[float, 
     size = size_of(expected)
     if not size.fits(ANY_EXPECTED):
         raise RowFault(f"the expected answer {expected!r:.100} is too costly to parse")
-    text = answer_part(text)[-SEARCHED_CHARACTERS:]
+    stated = answer_part(text)
+    given = Given(stated[-SEARCHED_CHARACTERS:], expected, size, expected_number(expected), len(stated) < len(text))
     try:
-        return score_form(text, expected, size) if is_strict else score_value(text, expected, size)
+        return score_form(given) if is_strict else score_value(given)
     except TooCostly:
         return 0.0, TOO_COSTLY
 
 
-def score_value(text: str, expected: str, size: Size) -> tuple[float, str]:
-    """The verdict of math-verify, corrected for words, number bases and small numbers."""
-    gold, num_digits = _parse_expected(expected)
-    values = find_answer(text, size, expected)
+def expected_number(expected: str) -> Plain | None:
+    """The plain number that the expected answer is; None if it is anything else."""
+    number = read_number(_in_latex(expected)) if "=" not in expected and DIGITS_OF_BASE.search(expected) is None else None
+    # `5m` may be 5 metres or a product.
+    is_product = number is not None and AMBIGUOUS.search(expected) is not None
+    return number if number is not None and number.is_final and not is_product else None
+
+
+def score_value(given: Given) -> tuple[float, str]:
+    """math-verify's verdict, corrected for words, number bases, exact and small numbers, and numbers that are not claimed."""
+    gold, num_digits = _parse_expected(given.expected)
+    values, piece = find_answer(given.text, given.size, given.expected)
     if not values:
         return 0.0, ""
     if isinstance(values[0], Basic) and value_digits(values[0]) > max(MAX_VALUE_DIGITS, num_digits):
         raise TooCostly
     shown = str(values[-1])
-    if _differ(values, expected):
+    if _differ(gold, values, given.expected) or _is_hedged(given, piece):
         return 0.0, shown
     places = _places(gold)
+    if given.is_evened:
+        gold, values = [as_set(gold[0])], [as_set(values[0])]
     same = verify(gold, values, float_rounding=places, numeric_precision=max(PRECISION, places), timeout_seconds=NO_TIMEOUT)
     return float(same), shown
 
 
-def score_form(text: str, expected: str, size: Size) -> tuple[float, str]:
-    """The verdict on an answer that must say what the expected one says, with nothing left to compute that is not left there too.
-
-    `mrl.envs.math_same` compares the forms. Of an equation the right side counts, if its left side is not another number. Where the
-    expected answer is none of its forms, math-verify judges an answer of the same numbers and commands.
-    """
-    text = EMPHASIS.sub(lambda match: match[1] or match[2] or "", text.translate(SPELLED).replace("\\$", ""))
-    text = joined_boxes(BOXES.sub(lambda match: BOX, text))
-    if re.fullmatch(r"-?\d*\.\d+", expected):
-        text = DECIMAL_COMMA.sub(lambda match: match[0].replace(",", "."), text)
-    wanted = read(expected)
-    gold = [] if wanted.values else _parse_expected(expected)[0]
-    if BOX not in text:
-        # math-verify finds no pairs, words and expressions in plain text.
-        phrases = ANSWER_PHRASE.findall(text)
-        shown = (phrases or text.strip().rsplit("\n", 1)[-1:])[-1].strip()
-        shown = shown if "!" in expected else shown.rstrip("!")
-        if len(shown) <= MAX_PHRASE_CHARACTERS and size_of(shown).fits(size):
-            reading = read(shown, takes_units=not wanted.work.symbols)
-            same = agrees(reading, wanted)
-            if same or wanted.is_word or (phrases and (reading.values or NEGATION.search(shown)) and _DIGITS.search(shown)):
-                return float(bool(same)), shown
-    found, answer, start = None, Reading(""), 0
-    for piece in pieces(text, size):
-        if found is not None and piece.match.start() >= start:
+def score_form(given: Given) -> tuple[float, str]:
+    """The verdict on an answer that must be a plain number if the expected one is; math-verify judges all others."""
+    text = EMPHASIS.sub(lambda match: match[1] or match[2] or "", given.text)
+    given = replace(given, text=joined_boxes(BOXES.sub(lambda match: BOX, text)))
+    shown = _said(given.text)
+    if given.number is None:
+        return score_symbols(given, shown)
+    # math-verify finds few fractions in plain text.
+    if BOX not in given.text and (number := read_number(shown)) is not None:
+        return float(answers(number, given.number)), shown
+    found, start = None, 0
+    for piece in pieces(given.text, given.size):
+        if found is not None and piece.start >= start:
             continue  # a part of what cannot be read
-        reading, start = read(piece.raw, takes_units=not wanted.work.symbols), piece.match.start()
-        if found is None or reading.values:
-            found, answer = piece, reading
-        if reading.values or BOX in text:
+        number, start = read_number(piece.raw), piece.start
+        if found is None or number is not None:
+            found = piece, number
+        if number is not None or BOX in given.text:
             break
     if found is None:
         return 0.0, ""
-    shown, left = found.raw, COMPUTED.search(found.left)
-    if answer.values and left is not None and left[0].strip(" ."):
-        answer.is_contradiction |= read(f"{left[0].strip(' .')}={shown}").is_contradiction
-    same = agrees(answer, wanted)
-    if same is None:
-        is_alike = _DIGITS.findall(shown) == _DIGITS.findall(expected)
-        values = parse(f"\\boxed{{{shown}}}", extraction_config=GOLD_TARGETS, parsing_timeout=NO_TIMEOUT)
-        is_alike = bool(is_alike and values and set(OPERATION.findall(shown)) <= set(OPERATION.findall(expected)))
-        same = is_alike and not _differ(values, expected) and verify(gold, values, timeout_seconds=NO_TIMEOUT)
-    return float(bool(same)), shown
+    piece, number = found
+    if number is None or _is_hedged(given, piece) or _is_contradiction(given.text, piece):
+        return 0.0, piece.raw
+    return float(answers(number, given.number)), piece.raw
+
+
+def _said(text: str) -> str:
+    """The last box, else what follows the last `answer is`, else the last line."""
+    if BOX in text:
+        return _up_to_closing_brace(text.rpartition(BOX)[2])
+    phrases = ANSWER_PHRASE.findall(text)
+    return (phrases or text.strip().rsplit("\n", 1)[-1:])[-1].strip()
+
+
+def score_symbols(given: Given, said: str) -> tuple[float, str]:
+    """math-verify's verdict on an answer as it is written, and in one notation; words and letters compare as text."""
+    if (letter := LETTER.fullmatch(given.expected)) is not None:
+        chosen = choose(given.text, [BOXED, ANSWER], [])
+        return float((chosen or said.strip(" .()").upper()) == letter[1]), chosen or said
+    if bare(said) == bare(given.expected) or _words(said) == _words(given.expected) != "":
+        return 1.0, said
+    reward, shown = score_value(given)
+    if reward or len(said) > MAX_CHARACTERS or not size_of(said).fits(given.size):
+        return reward, shown
+    boxed = replace(given, text=f"{BOX}{evened(said)}}}", expected=evened(given.expected), is_evened=True)
+    try:
+        return score_value(boxed)[0], shown
+    except RowFault:
+        return 0.0, shown
+
+
+def _is_hedged(given: Given, piece: Found | None) -> bool:
+    """True if the expected answer is a plain number, which the text does not claim."""
+    return given.number is not None and piece is not None and is_hedged(given.text, piece.start, piece.end, is_stated=given.is_stated)
+
+
+def _is_contradiction(text: str, piece: Found) -> bool:
+    """True if a plain text says that another number is this one: `41 = 42`."""
+    left = text[max(0, piece.start - LEFT_CHARACTERS) : piece.start].rpartition("\n")[2]
+    is_equation = BOX not in text and left.rstrip().endswith("=") and not re.search("[^\\W\\d_]", left)
+    return is_equation and read_number(left + piece.raw) is None
+
+
+def bare(text: str) -> str:
+    """A text without white space, delimiters of mathematics, fonts and sizes."""
+    return re.sub(r"\{(\w|[:-]|\\[A-Za-z]+)\}", r"\1", BARE.sub("", FONTS.sub(r"\1", spelled(text.rstrip(". ")))))
 
 
 def _parse_expected(expected: str) -> tuple[list[object], float]:
@@ -229,9 +287,7 @@ def _in_latex(expected: str) -> str:
     """The expected answer as math-verify reads it: numbers as 1e-05, and signs and digits of Unicode, are none for it."""
     if len(expected) < MAX_DIGIT_RUN and SCIENTIFIC.fullmatch(expected):
         return format(Decimal(expected), "f")
-    if expected.isascii():
-        return expected
-    return plain("".join(str(int(sign)) if sign.isdecimal() else sign for sign in expected)).replace('"', "")
+    return expected if expected.isascii() else spelled(expected)
 
 
 def answer_part(text: str) -> str:
@@ -269,15 +325,31 @@ def _orders(node: Basic | MatrixBase) -> Iterator[float]:
         yield float(log(size, 10))
 
 
-def _differ(values: list[object], expected: str) -> bool:
-    """True if math-verify would be wrong to take an answer for the expected one: words, bases of numbers, and zero."""
+def _differ(gold: list[object], values: list[object], expected: str) -> bool:
+    """True if math-verify would take a wrong answer: another word, date, base or exact number, or zero."""
     shown = str(values[-1])
-    ours, theirs, mine, wanted = read(shown), read(expected), DIGITS_OF_BASE.search(shown), DIGITS_OF_BASE.search(expected)
-    if theirs.is_word and (ours.is_word or DATE.fullmatch(expected)):
-        return ours.values != theirs.values
-    if mine is not None and wanted is not None:
-        return [group for group in mine.groups() if group] != [group for group in wanted.groups() if group]
-    return isinstance(values[0], Number) and bool(values[0] == 0) and any(magnitudes(theirs.values))
+    if _base(shown) != _base(expected):
+        return True
+    said, wanted = _words(shown), _words(expected)
+    if wanted and (said or DATE.fullmatch(expected)):
+        return said != wanted
+    return differ(gold[0], values[0]) or (values[0] == 0 and isinstance(gold[0], Number) and gold[0] != 0)
+
+
+def _base(text: str) -> tuple[str, ...] | None:
+    """Digits and base of a number that is written with its base; None without one, or in base 10."""
+    match = DIGITS_OF_BASE.search(FONTS.sub(r"\1", text))
+    return None if match is None or "10" in match.groups() else tuple(group for group in match.groups() if group)
+
+
+def _words(text: str) -> str:
+    """The words of a text that is words alone, or a date, in small letters; empty for any other text: letters may be a product."""
+    text = FONTS.sub(r" \1 ", text)
+    words = re.findall(r"[^\W\d_]+", text.lower())
+    is_word = any(len(word) > 3 or word in SHORT_WORDS or (len(word) == 3 and list(word) != sorted(word)) for word in words)
+    if DATE.fullmatch(text.strip()) or (is_word and not re.search(r"[\d\\^_+*/=<>{}()-]", text)):
+        return " ".join(word for word in re.findall(r"[^\W_]+", text.lower()) if word not in ARTICLES)
+    return ""
 
 
 def pieces(text: str, expected: Size) -> Iterator[Found]:
@@ -298,19 +370,18 @@ def pieces(text: str, expected: Size) -> Iterator[Found]:
 def _piece(match: re.Match[str], target: ExprExtractionConfig | LatexExtractionConfig, parts: list[str]) -> Found:
     groups = {name: content for name, content in match.groupdict().items() if content}
     bare = [name for name in groups if not name.endswith("percent")]
-    start = min(map(match.start, bare), default=match.start())
-    before = match.string[max(0, start - LEFT_CHARACTERS) : start].rstrip()
+    start, end = min(map(match.start, bare), default=match.start()), max(map(match.end, bare), default=match.end())
     if BOX in match[0]:
-        raw = parts[-1] if "first_latexBoxed" in groups else ", ".join(parts)
+        raw = parts[-1] if "first_latexBoxed" in groups else ", ".join(part for part in parts if part)
     else:
         is_latex = isinstance(target, LatexExtractionConfig)
-        raw = ", ".join(groups[name] for name in bare) if is_latex else match.string[start : max(map(match.end, bare))]
+        raw = ", ".join(groups[name] for name in bare) if is_latex else match.string[start:end]
     is_percentage = len(bare) < len(groups) or PERCENT.match(match.string, match.end()) is not None
-    return Found(match, target, raw + "\\%" * is_percentage, before[:-1] if before.endswith("=") else "")
+    return Found(match, target, raw + "\\%" * is_percentage, start, end)
 
 
-def find_answer(text: str, size: Size, expected: str = "") -> list[object]:
-    """The answer that math-verify would take, and the text of its first try; only the text if nothing can be parsed."""
+def find_answer(text: str, size: Size, expected: str = "") -> tuple[list[object], Found | None]:
+    """The answer that math-verify would take, and the text of its first try; only the text if nothing can be parsed. And its place."""
     first: list[object] = []
     for piece in pieces(text, size):
         said = right_side(piece.raw)
@@ -320,8 +391,8 @@ def find_answer(text: str, size: Size, expected: str = "") -> list[object]:
         value, shown = extract_match(piece.match, piece.target)
         first = first or ([shown] if shown else [])
         if value is not None:
-            return [value, *first]
-    return first
+            return [value, *first], piece
+    return first, None
 
 
 def right_side(text: str) -> str:

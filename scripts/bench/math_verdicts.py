@@ -7,11 +7,12 @@ import logging
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from mrl.envs.math_value import score
+from mrl.envs.math_value import expected_number, score
 from scripts.bench.turns import bench_parser, report
 from tests.answers import Case, cases
 from tests.long.record import Row
 
+PLAIN = "plain numbers"
 # As NeMo RL calls it.
 TARGETS = [ExprExtractionConfig(), LatexExtractionConfig()]
 
@@ -23,10 +24,11 @@ def is_right_by_math_verify(case: Case) -> bool:
 
 
 def rows_of(found: dict[Case, tuple[bool, bool]]) -> list[Row]:
-    """A row of counts for each kind, and one for all."""
+    """A row of counts for each kind, one for plain numbers, and one for all."""
     rows: list[Row] = []
-    for kind in [*sorted({case.kind for case in found}), "all"]:
-        some = {case: verdicts for case, verdicts in found.items() if kind in (case.kind, "all")}
+    kinds = {case: (case.kind, "all", *([PLAIN] if expected_number(case.expected) is not None else [])) for case in found}
+    for kind in [*sorted({case.kind for case in found}), PLAIN, "all"]:
+        some = {case: verdicts for case, verdicts in found.items() if kind in kinds[case]}
         row: Row = {"expected answer": kind}
         for is_right, what, mistake in ((True, "right answers", "refused by"), (False, "wrong or restated", "taken by")):
             row[what] = sum(case.is_right == is_right for case in some)

@@ -12,7 +12,7 @@ import pytest
 
 from mrl.config.texts import safe_text
 from mrl.envs import instruction_following as instructions
-from mrl.envs import languages, math, math_answer, math_same, math_tokens, math_value, mcqa
+from mrl.envs import languages, math, math_hedges, math_notation, math_number, math_value, mcqa
 from mrl.envs.code import last_code_block
 from mrl.envs.tool_calls import tool_calls
 from tests.sources import ROOT
@@ -61,27 +61,37 @@ def choose_letter(text: str) -> None:
             mcqa.choose_as_gym(reply, {"A": "a", "B": "1."}, [], mode)
 
 
-def split_answer(text: str) -> None:
-    math_tokens.tokens_of(math_tokens.plain(text))
+def read_answer(text: str) -> None:
+    math_number.spelled(text)
+    math_number.tidy(text)
+    math_number.read_number(text[: math_number.MAX_CHARACTERS])
 
 
-def match_answer(text: str) -> None:
-    math_same.agrees(math_answer.Reading(text), math_answer.Reading("7_8"))
-    math_same.agrees(math_answer.Reading(text), math_answer.Reading("(C)"))
+def even_answer(text: str) -> None:
+    math_value.bare(text)
+    math_notation.evened(text)
+
+
+def find_hedges(text: str) -> None:
+    length = min(len(text), math_number.MAX_CHARACTERS)
+    math_hedges.is_hedged(text, length, length + 1, is_stated=True)
 
 
 def search_answer(text: str) -> None:
-    every(math_value.OPERATION, math_value.DIGITS_OF_BASE, math_value.BOXES, math_value.LIMITS, math_value.FUNCTION_NAMES)(text)
-    every(math_value.DECIMAL_COMMA)(text)
+    every(math_value.DIGITS_OF_BASE, math_value.BOXES, math_value.LIMITS, math_value.FUNCTION_NAMES)(text)
     math_value.joined_boxes(text[-math_value.SEARCHED_CHARACTERS :])
     math_value.right_side(text)
 
 
 def search_end(text: str) -> None:
-    every(math_value.EMPHASIS, math_value.ANSWER_PHRASE, math_value.NEGATION)(text[-math_value.SEARCHED_CHARACTERS :])
+    every(math_value.EMPHASIS, math_value.ANSWER_PHRASE)(text[-math_value.SEARCHED_CHARACTERS :])
 
 
-_TOKEN_PATTERNS = "_VULGAR _STYLE _WORDS _THOUSANDS _NOTHING _UNIT_FRACTION _TOKEN _GROUPED _INFIX _HALF_OF_DAY _RUN_ON plain".split()
+NUMBERS = (
+    "COMPUTING _VULGAR _SUPERSCRIPTS _ROOT _FONT _NOTHING _THOUSANDS _SPELLINGS _WORDS _DECIMAL _REPEATING _MIXED _RATIO _BODY _UNIT _LIST "
+    "_HEDGE _UNFINISHED _JOINED _EQUALS computed _one_side _unit"
+).split()
+HEDGES = "_BEFORE _BEHIND _OR_BEFORE _OR_BEHIND _ALSO _NUMBERS _NAMES _JOINTS".split()
 
 MCQA = "BOXED ANSWER MORE ENDS BOX_ENDS choose BOXED_LETTER COLON COLON_MD ALONE BETWEEN _letter_of".split()
 
@@ -89,20 +99,17 @@ MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     "mrl.config.texts._UNSAFE": safe_text,
     "mrl.envs.math.ANSWER_LINE": lambda text: math.score_dapo(text, "1"),
     "mrl.envs.math.plain_answer": lambda text: math.score_dapo(f"answer: {text[: math.DAPO_TAIL_CHARACTERS]}", "1"),
-    **dict.fromkeys((f"mrl.envs.math_tokens.{name}" for name in _TOKEN_PATTERNS), split_answer),
-    **dict.fromkeys((f"mrl.envs.math_answer.{name}" for name in ("INDEX", "MATRIX", "DATE", "GAP", "_symbol", "words")), math_answer.read),
-    **dict.fromkeys((f"mrl.envs.math_same.{name}" for name in ("CHOICE", "CHOSEN", "LETTER", "agrees")), match_answer),
+    **dict.fromkeys((f"mrl.envs.math_number.{name}" for name in NUMBERS), read_answer),
+    **dict.fromkeys((f"mrl.envs.math_hedges.{name}" for name in HEDGES), find_hedges),
+    **dict.fromkeys((f"mrl.envs.math_value.{name}" for name in ("BARE", "FONTS", "bare", "_words")), even_answer),
+    "mrl.envs.math_notation._REWRITTEN": even_answer,
     "mrl.envs.math_value.HEADING": math_value.answer_part,
     "mrl.envs.math_value.WORD": lambda text: math_value.answer_part(f"#### {text}\\boxed{{"),
-    "mrl.envs.math_value.COMPUTED": lambda text: math_value.COMPUTED.search(text[-math_value.LEFT_CHARACTERS :]),
     **dict.fromkeys(
-        (
-            f"mrl.envs.math_value.{name}"
-            for name in ("OPERATION", "DIGITS_OF_BASE", "BOXES", "LIMITS", "FUNCTION_NAMES", "DECIMAL_COMMA", "JOINT")
-        ),
+        (f"mrl.envs.math_value.{name}" for name in ("DIGITS_OF_BASE", "BOXES", "LIMITS", "FUNCTION_NAMES", "JOINT")),
         search_answer,
     ),
-    **dict.fromkeys((f"mrl.envs.math_value.{name}" for name in ("EMPHASIS", "ANSWER_PHRASE", "NEGATION")), search_end),
+    **dict.fromkeys((f"mrl.envs.math_value.{name}" for name in ("EMPHASIS", "ANSWER_PHRASE")), search_end),
     "mrl.envs.math_value.PERCENT": math_value.PERCENT.match,
     "mrl.envs.math_value._PARTS": math_value.size_of,
     "mrl.envs.math_value._DIGITS": math_value.size_of,
@@ -129,7 +136,10 @@ MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
 
 MEETS_NO_TEXT = {
     "mrl.envs.math_value.SCIENTIFIC",
-    "mrl.envs.math_value.score_form",
+    "mrl.envs.math_value.AMBIGUOUS",
+    "mrl.envs.math_value.DATE",
+    "mrl.envs.math_value.LETTER",
+    "mrl.envs.math_value._is_contradiction",
     "mrl.data.chat.use_chat_template",
     "mrl.data.reading.Names",
     "mrl.data.rendering._LAYOUT",

@@ -48,11 +48,8 @@ def quiet() -> Iterator[None]:
         ("42", r"\boxed{12+30}  12+30  $12+30$  \boxed{6\cdot 7}  \boxed{84/2}  \boxed{\frac{84}{2}}  \boxed{\sqrt{1764}}  \boxed{42^1}"),
         ("42", r"\boxed{\sum_{k=1}^{6} 2k}  \boxed{\int_0^{42} 1 dx}  \boxed{\lim_{x \to 0} 42}  \boxed{\gcd(84,126)}  \boxed{\max(42,1)}"),
         ("42", r"\boxed{|{-42}|}  \boxed{\lfloor 42.5\rfloor}  \boxed{\binom{42}{1}}  \boxed{41=42}  41=42  41 = 42  $41=42$"),
-        # Operations that the expected answer lacks are left to do.
-        (r"\frac{n(n+1)}{2}", r"\boxed{\sum_{k=1}^{n} k}"),
-        ("2x", r"\boxed{\lim_{h\to 0} \frac{(x+h)^2-x^2}{h}}"),
-        ("4x", r"\boxed{\frac{4!}{3!} x}"),
-        (r"\frac{1}{2}", r"\boxed{\frac{2}{4}}"),
+        (r"\frac{1}{2}", r"\boxed{\frac{2}{4}}  \boxed{1-\frac12}  \boxed{2^{-1}}  \boxed{0.5 \cdot 1}"),
+        (r"2\sqrt{2}", r"\boxed{\sqrt{8}}  \boxed{\frac{4}{\sqrt{2}}}  \boxed{\sqrt{2}+\sqrt{2}}  \boxed{\frac{4\sqrt{2}}{2}}"),
         ("0.5", r"\boxed{1-\frac{1}{2}}"),
     ],
 )
@@ -88,6 +85,63 @@ def test_an_expected_answer_that_nobody_can_compute_is_the_rows_fault():
 
 def test_the_demo_is_strict():
     assert load_config(str(ROOT / "configs" / "grpo_tiny.yaml"), []).env.math.strict
+
+
+HEDGED = (
+    r"<answer>41 or 42</answer>  <answer>42 or 41</answer>  #### 41 or 42  <answer>not 42</answer>  #### not 42  #### at least 42  "
+    r"#### > 42  <answer>between 41 and 42</answer>  <answer>x = 41 or x = 42</answer>  <answer>$41$ or $42$</answer>  #### 41, 42  "
+    r"#### x \ne 42  <answer>41, 42, or 43</answer>  <answer>maybe 42</answer>  <answer>42?</answer>  <answer>42 \pm 1</answer>  "
+    r"#### isn't 42  The answer is not 42.  The answer is 41 or 42.  Answer: 42 or 43  <answer>more than 42</answer>  "
+    r"#### cannot be 42  #### 42 or more"
+)
+
+
+@pytest.mark.attack("an answer flatters its grader")
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_hedges_and_denials_are_no_answers(is_strict: bool):
+    assert [text for text in HEDGED.split("  ") if score(text, "42", is_strict=is_strict)[0] != 0.0] == []
+    claims = "<answer>1/2 or 0.5</answer>  #### 0.5  Not 0.3 but 0.5  The answer is 0.5.  x is 3 or 4; so it is 0.5"
+    assert [text for text in claims.split("  ") if score(text, "0.5", is_strict=is_strict)[0] != 1.0] == []
+
+
+@pytest.mark.attack("an answer flatters its grader")
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize(
+    ("expected", "said"),
+    [
+        (r"1-\frac{1}{2^{2023}}", "1"),
+        ("1", r"1-\frac{1}{2^{2023}}"),
+        (r"\frac{1}{2}+\frac{1}{2^{2021}}", r"\frac{1}{2}"),
+        ("2^{1012}-2", "2^{1012}+2"),
+        (r"\frac{2^{100}+1}{3\cdot 2^{101}}", r"\frac{7}{2^{300}}"),
+        (r"(1, 1-2^{-2000})", "(1, 1)"),
+        (r"x^2+2^{-200}", "x^2"),
+        ("10^{30}", "10^{30}+1"),
+        (r"\frac{1}{2004!}", r"\frac{1}{2006!}"),
+        ("12345678901234567891", "12345678901234567890"),
+        ("2516_8", "2516"),
+        ("2516", "2516_8"),
+    ],
+)
+def test_numbers_compare_exactly(expected: str, said: str, is_strict: bool):
+    assert score(f"\\boxed{{{said}}}", expected, is_strict=is_strict)[0] == 0.0
+    assert score(f"\\boxed{{{expected}}}", expected, is_strict=is_strict)[0] == 1.0
+
+
+def test_an_equation_before_a_box_does_not_count():
+    lefts = r"f(3)  a_3  20% of 90  9 x 2  9 \times 2  1,018 - 1,000  \$1,018 - \$1,000  \frac{3}{4} \times 24  half of 36  n + 1  |x|"
+    assert [left for left in lefts.split("  ") if score(f"{left} = \\boxed{{18}}", "18", is_strict=True)[0] != 1.0] == []
+
+
+@pytest.mark.attack("an answer starves the others")
+@pytest.mark.parametrize(
+    "said",
+    [*("10^{999999999}", r"\frac{10^{999999999}}{3}", "2^{3^{4^{5^{6}}}}", r"\sqrt{99999999999999999999999999999999999961}", "9" * 290)]
+    + ["(" * 140 + "1" + ")" * 140, "1e999999999", r"0.\overline{" + "1" * 280 + "}", "1/" * 140 + "1", r"\sqrt" * 50 + "{2}"],
+)
+def test_no_plain_number_takes_long(said: str):
+    for expected in ("42", "0.5", r"3\sqrt{2}", "10^{5000}"):
+        assert score(f"\\boxed{{{said}}}", expected, is_strict=True)[0] == 0.0
 
 
 @pytest.mark.attack("an answer flatters its grader")

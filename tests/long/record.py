@@ -29,7 +29,7 @@ _FILES = ("conversion/convert.py", "conversion/cache.py", "conversion/files", "c
 _PEAKS = ("mrl/plan/activations.py", "mrl/plan/peaks.py", "mrl/plan/states.py", "scripts/bench/plan_points.py")
 _MODEL = (*_UPDATE, "mrl/policy/model.py", "mrl/policy/specs.py", "mrl/policy/parallel.py", "mrl/algo/losses.py")
 _GRADERS = tuple(f"mrl/envs/{name}.py" for name in ("code", "instruction_following", "mcqa", "structured_outputs", "workplace_assistant"))
-_MATH = tuple(f"mrl/envs/math_{name}.py" for name in ("value", "answer", "form", "same", "sums", "tokens"))
+_MATH = tuple(f"mrl/envs/math_{name}.py" for name in ("value", "number", "hedges", "exact", "notation"))
 
 PATHS: dict[str, tuple[str, ...]] = {
     "algorithms": (*_LEARNS, *_TINY),
