@@ -141,8 +141,8 @@ def check_no_window(hf_config: HfConfig, *, has_switch: bool = False) -> None:
         window = window if hf_config.get("use_sliding_window") else None
     if window is None:
         return
-    is_number = isinstance(window, int) and not isinstance(window, bool)
-    if has_switch or not is_number or window < positive_integer(hf_config, "max_position_embeddings"):
+    size = window if isinstance(window, int) and not isinstance(window, bool) else 0
+    if has_switch or size < positive_integer(hf_config, "max_position_embeddings"):
         way_out = "use_sliding_window to false" if has_switch else "it to null if the model attends to all tokens"
         raise ValueError(f"config.json: sliding_window={window} is in use, which is not supported; only full attention is: set {way_out}")
 

@@ -65,7 +65,7 @@ def parse_once() -> Iterator[None]:
     read = files._read_yaml
     read_once, parse = functools.cache(read), functools.cache(grammar_parser.parse)
 
-    def read_yaml(path: Path) -> tuple[dict[str, object], dict[files.Key, int]]:
+    def read_yaml(path: Path) -> tuple[dict[str, object], dict[files.Key, tuple[int, object]]]:
         return copy.deepcopy(read_once(path)) if path.is_relative_to(ROOT) else read(path)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -246,7 +246,7 @@ def test_marks_of_what_is_learned(tmp_path: Path, row: dict[str, object], expect
         return
     (example,) = load_examples(config).train
     ids = example.sequences[0].token_ids.tolist()
-    assert [byte_tokenizer(64).decode(ids[a:b]).removeprefix("<|assistant|>") for a, b in example.sequences[0].targets] == expected
+    assert [str(byte_tokenizer(64).decode(ids[a:b])).removeprefix("<|assistant|>") for a, b in example.sequences[0].targets] == expected
 
 
 def test_marks_in_pairs(tmp_path: Path):

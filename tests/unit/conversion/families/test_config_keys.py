@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig
@@ -74,7 +75,7 @@ def test_keys_that_are_off_or_that_nobody_reads_do_no_harm(model_type: str, chan
 def test_what_transformers_writes_is_accepted(model_type: str, tmp_path: Path):
     """With every key of the class, missing or at its default."""
     given = tiny(model_type)
-    AutoConfig.for_model(**given).save_pretrained(tmp_path)
+    AutoConfig.for_model(**dict[str, Any](given)).save_pretrained(tmp_path)
     written = AutoConfig.from_pretrained(tmp_path).to_dict()
     assert family(written).canonical(written) == family(given).canonical(given)
 
@@ -85,7 +86,7 @@ def test_a_missing_key_has_the_value_that_transformers_gives_it(model_type: str)
     num_optional = 0
     for key in sorted(keys):
         without = {name: value for name, value in given.items() if name != key}
-        value = AutoConfig.for_model(**without).to_dict().get(key)
+        value = AutoConfig.for_model(**dict[str, Any](without)).to_dict().get(key)
         try:
             found = family(without).megatron_arguments(without)
         except ValueError:
