@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,8 +20,8 @@ from conversion.families.common import HfConfig, MegatronParallel
 from conversion.families.registry import family
 from conversion.files.checkpoint_metadata import METADATA_FILE
 from conversion.files.durable import IO_TIMEOUT_S, built_aside
-from conversion.files.hf_folder import REWARD_HEAD, copy_companions, without_lost_code, write_json
-from conversion.files.hf_weights import check_hf, is_unused, read_model_config
+from conversion.files.hf_folder import EMBEDDING, REWARD_HEAD, copy_companions, without_lost_code, write_json
+from conversion.files.hf_weights import check_hf, has_output_alone, is_unused, read_model_config
 from conversion.files.manifest import (
     MANIFEST,
     RUN_CONFIG_FILE,
@@ -142,7 +143,9 @@ def convert_mcore_to_hf(
         check_same_tensors(root, tensors)
         # transformers 5 writes "dtype", older versions "torch_dtype"; a folder that both have edited has both.
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
-            config[key] = dtype or dtype_name(opened.folder.dtype(EMBEDDING_KEY))
+            config[key] = dtype or dtype_name(_common_dtype(source, config))
+        if family(config).leaves_out_mtp:
+            config |= dict.fromkeys({"num_nextn_predict_layers", "num_mtp_layers"} & config.keys(), 0)
         if REWARD_HEAD in source.names:
             config["num_labels"] = 1
         if opened.paths.tokenizer is None:
@@ -188,6 +191,15 @@ def open_checkpoint(mcore: Path) -> OpenCheckpoint:
         return OpenCheckpoint(paths, folder, tensors, tensors, None)
     factors = CanonicalTensors(folder, layout | adapters.layout)
     return OpenCheckpoint(paths, folder, MergedTensors(factors, adapters), factors, adapters)
+
+
+def _common_dtype(source: CanonicalTensors | MergedTensors, config: HfConfig) -> torch.dtype:
+    """The dtype of most values of the layers, in which transformers holds all: other tensors may be kept in a wider or narrower one."""
+    numbers = Counter[torch.dtype]()
+    for rules in family(config).model(config, None).layers:
+        for tensor in (tensor for rule in rules for tensor in rule.cut.tensors):
+            numbers[source.dtype(tensor.name)] += math.prod(tensor.shape)
+    return max(numbers, key=lambda dtype: (numbers[dtype], dtype.itemsize))
 
 
 def _head_layout(shape: tuple[int, ...]) -> Layout:
@@ -255,7 +267,8 @@ def faults_against_manifest(folder: Path) -> Iterator[str]:
 def _opened(folder: Path, stack: ExitStack) -> tuple[set[str], BoxSource]:
     if (folder / "config.json").exists():
         source, config = stack.enter_context(SafetensorsFolder(folder)), read_model_config(folder)
-        return {name for name in source.names if not is_unused(name, config)}, source
+        names = {name for name in source.names if not is_unused(name, config)}
+        return names | ({EMBEDDING} if has_output_alone(source.names, config) else set()), source
     tensors = open_checkpoint(folder).tensors
     return set(tensors.names), tensors
 

@@ -50,9 +50,10 @@ _HOLDERS = ("config", "hf_config", "hf_text_config", "text_config")
 
 
 def config_keys() -> dict[str, object]:
-    """For each model_type, `defaults` of transformers, `aliases`, and `off`: keys that others read, with the values that do nothing.
+    """For each model_type, its `class` in vLLM, `defaults` of transformers, `aliases`, and `off`.
 
-    null does nothing whatever the key. `engine` has such keys of every model in vLLM, `rope` those of rotary positions, by kind.
+    `off` has keys that others read, with the values that do nothing; null does nothing whatever the key. `engine` has such
+    keys of every model in vLLM, `rope` those of rotary positions, by kind.
     """
     found: dict[str, object] = {
         "rope": {kind: _rope(kind) for kind in ROPE_KINDS},
@@ -68,7 +69,7 @@ def config_keys() -> dict[str, object]:
         if of_vllm is not None:
             reads += _reads(_source("vllm", f"model_executor/models/{MODELS_OF_VLLM[of_vllm][0]}"), _HOLDERS)
         defaults = {name: default for name, default in fields.items() if _is_plain(default)}
-        found[model_type] = {"defaults": defaults, "aliases": kind.attribute_map, "off": _off(reads)}
+        found[model_type] = {"class": of_vllm, "defaults": defaults, "aliases": kind.attribute_map, "off": _off(reads)}
     return found
 
 

@@ -24,13 +24,17 @@ logger = logging.getLogger(__name__)
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+"""Tensors that may be one: files of models that tie them have one or both."""
 REWARD_HEAD = "score.weight"
 """The head of reward models and critics, as transformers' models for sequence classification call it."""
 ADAPTER_CONFIG = "adapter_config.json"
-OF_THE_MODEL = ("generation_config.json", "*.py")
+OF_THE_MODEL = ("generation_config.json", "*.py", "LICENSE*", "NOTICE*")
 TEMPLATES = ("*.jinja", "additional_chat_templates/*.jinja")
-COMPANIONS = ("*.json", "*.model", "*.model.v*", "*.txt", *TEMPLATES, *OF_THE_MODEL)
-"""Tokenizer, chat templates, generation settings, and the code that `auto_map` names."""
+VOCABULARIES = ("*.model", "*.model.v*", "*.tiktoken", "*.spm", "*.bpe", "*.vocab")
+"""Files of tokenizers without a tokenizer.json."""
+COMPANIONS = ("*.json", "*.txt", *VOCABULARIES, *TEMPLATES, *OF_THE_MODEL)
+"""Tokenizer, chat templates, generation settings, the code that `auto_map` names, and the model's licence."""
 _OF_WEIGHTS = ("*.index.json", "config.json", "manifest.json", ADAPTER_CONFIG)
 
 _OTHER_WEIGHTS = {

@@ -5,23 +5,33 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import cast
 
 from conversion.boxes import DTYPE_BYTES
 from conversion.families.registry import family
 from conversion.families.settings import HfConfig
-from conversion.files.hf_folder import DTYPES, REWARD_HEAD, HeaderTensor, read_config, stored_tensors, without_mtp
+from conversion.files.hf_folder import (
+    DTYPES,
+    EMBEDDING,
+    OUTPUT,
+    REWARD_HEAD,
+    HeaderTensor,
+    read_config,
+    stored_tensors,
+    without_mtp,
+)
 from conversion.files.reading import open_file
 from conversion.texts import listed
 
 logger = logging.getLogger(__name__)
 
-OUTPUT = "lm_head.weight"
 TIED = "tie_word_embeddings"
 _BLOCK_BYTES = 4 << 20
+_STACKED = re.compile(r"\.experts\.(gate_up_proj|up_proj|down_proj)$")
 
 Stored = Mapping[str, tuple[Path, HeaderTensor]]
 
@@ -57,8 +67,16 @@ def check_hf(hf: Path) -> dict[str, tuple[int, ...]]:
     if left_out := [name for name in stored if family(config).is_left_out(config, name)]:
         found = len(left_out), listed(sorted(left_out))
         logger.warning("%s: multi-token prediction is neither trained nor exported (tensors: %d): %s", hf, *found)
-    check_tensors(hf, {name: tensor for name, (_, tensor) in stored.items() if not is_unused(name, config)}, shapes)
+    used = {name: tensor for name, (_, tensor) in stored.items() if not is_unused(name, config)}
+    if has_output_alone(stored, config):
+        used[EMBEDDING] = stored[OUTPUT][1]
+    check_tensors(hf, used, shapes)
     return shapes
+
+
+def has_output_alone(stored: Collection[str], config: HfConfig) -> bool:
+    """Tells whether weights of a model with tied embeddings have the tensor under the name of the output layer alone."""
+    return config.get(TIED) is True and OUTPUT in stored and EMBEDDING not in stored
 
 
 def check_tensors(hf: Path, stored: Mapping[str, HeaderTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -67,6 +85,12 @@ def check_tensors(hf: Path, stored: Mapping[str, HeaderTensor], shapes: Mapping[
         if stored[name].dtype not in DTYPES:
             raise ValueError(f"{hf}: {name} has dtype {stored[name].dtype}; only unquantised weights are supported ({sorted(DTYPES)})")
     missing, unknown = shapes.keys() - stored.keys(), stored.keys() - shapes.keys()
+    if missing and any(_STACKED.search(name) for name in unknown):
+        raise ValueError(
+            f"{hf}: all experts of a layer are one tensor ({next(name for name in sorted(unknown) if _STACKED.search(name))}), "
+            "as transformers 5 saves them with save_original_format=False; load the model with transformers, and save it "
+            "with save_pretrained(folder), which writes a tensor for each expert"
+        )
     if missing or unknown:
         raise ValueError(
             f"{hf}: the weights do not fit config.json; missing: {listed(sorted(missing))}; "

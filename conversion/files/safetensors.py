@@ -18,7 +18,18 @@ import torch
 from torch import Tensor
 
 from conversion.boxes import Box, Layout, Slot, lengths
-from conversion.files.hf_folder import DTYPES, INDEX_FILE, SINGLE_FILE, HeaderTensor, read_header, weight_files, weights_by_file, write_json
+from conversion.files.hf_folder import (
+    DTYPES,
+    EMBEDDING,
+    INDEX_FILE,
+    OUTPUT,
+    SINGLE_FILE,
+    HeaderTensor,
+    read_header,
+    weight_files,
+    weights_by_file,
+    write_json,
+)
 from conversion.files.manifest import FileChecksums, FileRecord, FinishedFiles, HashedFile, TensorRecord
 from conversion.files.reading import open_file
 from conversion.progress import Report, counter
@@ -40,12 +51,17 @@ class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
             if self._folder.is_file():
                 file, self._folder = self._folder.name, self._folder.parent
             if (self._folder / file).exists():
-                self._file_of = dict.fromkeys(self._open(file)[1], file)
+                self._file_of = self._with_embedding(dict.fromkeys(self._open(file)[1], file))
                 return
         except (OSError, ValueError) as error:
             raise ValueError(f"{self._folder}: no readable {SINGLE_FILE} ({error}); name a Hugging Face folder") from error
         weight_files(self._folder)
-        self._file_of = weights_by_file(self._folder)
+        self._file_of = self._with_embedding(weights_by_file(self._folder))
+
+    def _with_embedding(self, file_of: dict[str, str]) -> dict[str, str]:
+        # `check_hf` lets no other model pass than one that ties the two.
+        self._has_output_alone = OUTPUT in file_of and EMBEDDING not in file_of
+        return {**file_of, EMBEDDING: file_of[OUTPUT]} if self._has_output_alone else file_of
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         for descriptor, _ in self._open_files.values():
@@ -54,7 +70,8 @@ class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
 
     @property
     def names(self) -> set[str]:
-        return set(self._file_of)
+        """Names as they are stored: the embedding of a tied model may be there as the output layer alone."""
+        return set(self._file_of) - ({EMBEDDING} if self._has_output_alone else set())
 
     @property
     def files(self) -> list[Path]:
@@ -96,7 +113,7 @@ class SafetensorsFolder(AbstractContextManager["SafetensorsFolder"]):
         file = self._file_of[name]
         try:
             descriptor, tensors = self._open(file)
-            return descriptor, tensors[name]
+            return descriptor, tensors[OUTPUT if name == EMBEDDING and self._has_output_alone else name]
         except (FileNotFoundError, ValueError, KeyError) as error:
             raise ValueError(f"{self._folder / file}: {name} cannot be read: {error}") from error
 

@@ -112,14 +112,14 @@ def _cpu_for_cuda() -> dict[str, object]:
     real_type = torch.Tensor.type
 
     def on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Wraps `factory`: device="cuda" means the CPU, whose memory needs no pinning."""
+        """Wraps `factory`: device="cuda" means the CPU, and no memory is pinned, for which torch wants a GPU."""
 
         @functools.wraps(factory)
         def wrapped(*args: object, **kwargs: Any) -> Tensor:
             device = kwargs.get("device")
             if device is not None and torch.device(device).type == "cuda":
                 kwargs["device"] = CPU
-                kwargs.pop("pin_memory", None)
+            kwargs.pop("pin_memory", None)
             return factory(*args, **kwargs)
 
         return wrapped

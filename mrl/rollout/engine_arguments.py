@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 from vllm import EngineArgs
 from vllm.platforms import current_platform
 
+from conversion.families.settings import known_keys
+from conversion.files.hf_folder import read_config
 from mrl.config.passthrough import LAYOUT_ARGUMENTS
 from mrl.config.schema.generation import GenerationConfig
 from mrl.rollout.environment import EngineNodes
@@ -82,6 +85,10 @@ def engine_arguments(
         if not (isinstance(kernels, dict) and FLASHINFER in kernels):
             # vLLM would import and time FlashInfer at each start, though neither its sampler nor its experts serve here.
             arguments[FLASHINFER] = False
+    hf_config = read_config(Path(model_dir) / "config.json")
+    if not hf_config.get("architectures"):
+        # vLLM would take a class of its own for the lack; transformers goes by model_type.
+        arguments["hf_overrides"] = {"architectures": [known_keys()[str(hf_config["model_type"])]["class"]]}
     if nodes is not None:
         arguments |= {"nnodes": nodes.count, "node_rank": nodes.rank, "master_addr": nodes.address, "master_port": nodes.port}
     # The user's repetitions of LAYOUT_ARGUMENTS are for GPUs.

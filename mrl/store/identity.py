@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from conversion.files.durable import write_atomic
-from conversion.files.hf_folder import weight_files
+from conversion.files.hf_folder import VOCABULARIES, weight_files
 from conversion.files.hf_weights import read_model_config
 from conversion.files.reading import file_hashes, read_json, sha256_file
 from mrl import env
@@ -48,7 +48,10 @@ OTHER = {
 UNKNOWN = ""
 """Stands for the checksum of what was not read."""
 _ALWAYS = ("model", "tokenizer", "data")
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_template*")
+TOKENIZER_FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*"),
+    *VOCABULARIES,
+)
 _NOT_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 
 

@@ -172,6 +172,7 @@ MODEL_RULES: dict[str, ModelCheck] = {
     "dispatch to experts": training.check_dispatch,
     "multi-token prediction": training.check_mtp,
     "reward heads": lambda config, model, problems: models.check_heads(config, problems),
+    "engine's files": lambda config, model, problems: models.check_engine_files(config, problems),
     "speculation": training.check_speculation,
     "room for checkpoints": lambda config, model, problems: check_disk(config, model.num_parameters, problems),
 }

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from conversion.files.hf_folder import has_reward_head
+from conversion.families.settings import known_keys
+from conversion.files.hf_folder import OUTPUT, has_reward_head, read_config, stored_tensors
+from conversion.files.hf_weights import has_output_alone
 from mrl.config.errors import Problems, Unchecked, in_section, prefix_of
-from mrl.config.model import ModelSizes, find_override_problems, is_hub_id, read_model
+from mrl.config.model import ModelSizes, find_override_problems, is_hub_id, overridden_config, read_model
 from mrl.config.rules import algorithms, layout, training
 from mrl.config.rules.tokens import check_tokens
 from mrl.config.schema.run import RunConfig
@@ -31,6 +33,7 @@ TRAINED_MODEL_RULES: tuple[ModelCheck, ...] = (
     lambda config, model, problems: training.check_trained(config, problems),
 )
 """Counterparts of `RULES` and `TRAINED_RULES` that need the model's config.json."""
+_CLASSES = ("ForCausalLM", "ForSequenceClassification")
 _OF_ENGINES = ("policy.generation.", "policy.router_replay.")
 
 
@@ -61,6 +64,24 @@ def check_heads(config: RunConfig, problems: Problems) -> None:
             if has_reward_head(Path(name)):
                 rule = f"it has the head of a reward model (score.weight), for which algorithm={config.algorithm} has no use here"
                 problems.extend([f"{key}={name}: {rule}; take a language model: heads are of value.model_name, and of algorithm=rm"])
+
+
+def check_engine_files(config: RunConfig, problems: Problems) -> None:
+    """Checks, as far as the model is here, that vLLM will find its class and its embedding."""
+    folder, overrides = Path(config.policy.model_name), config.policy.hf_config_overrides
+    if not config.has_engines:
+        return
+    with suppress(OSError, ValueError):
+        hf_config = overridden_config(read_config(folder / "config.json"), overrides)
+        names = hf_config.get("architectures") or []
+        is_known = not names and bool(known_keys().get(str(hf_config.get("model_type")), {}).get("class"))
+        if not is_known and (not isinstance(names, list) or not any(str(name).endswith(_CLASSES) for name in names)):
+            rule = f"config.json: architectures={names!r} names no language model, and vLLM takes its class from there"
+            problems.extend([f"policy.model_name={folder}: {rule}; name the one that ends with ForCausalLM"])
+        if has_output_alone(stored_tensors(folder), hf_config):
+            rule = f"its tied embedding is stored as {OUTPUT} alone, which vLLM does not read"
+            way_out = "convert it there and back with python -m mrl.convert (hf-to-mcore, then mcore-to-hf), and name the new folder"
+            problems.extend([f"policy.model_name={folder}: {rule}; {way_out}"])
 
 
 def read_sizes(config: RunConfig, problems: Problems, unchecked: str) -> ModelSizes | None:

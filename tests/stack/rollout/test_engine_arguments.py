@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +37,17 @@ def test_the_arguments_reach_vllms_configuration(checkpoint: Callable[[int], Pat
     assert made.parallel_config.expert_placement_strategy == "linear"
     assert made.parallel_config.assigned_physical_gpu_ids == [2, 3]
     assert (made.parallel_config.enable_expert_parallel, made.parallel_config.enable_eplb) == (True, False)
+
+
+def test_vllm_finds_the_class_of_a_model_that_names_none(checkpoint: Callable[[int], Path], tmp_path: Path) -> None:
+    from mrl.rollout.engine_arguments import engine_arguments
+
+    folder = Path(shutil.copytree(checkpoint(0), tmp_path / "model"))
+    content = json.loads((folder / "config.json").read_text())
+    (class_name,) = content.pop("architectures")
+    (folder / "config.json").write_text(json.dumps(content))
+    made = engine_arguments(str(folder), config(), seed=0).create_engine_config()
+    assert made.model_config.architecture == class_name
 
 
 def test_flashinfer_is_not_timed_at_a_start_unless_it_is_asked_for(checkpoint: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model may be named by its id on the Hub; a run of it goes on with the local snapshot."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from mrl.config.errors import ConfigError
 from mrl.config.load import load_config
 from mrl.config.model import is_hub_id, read_model, with_local_folders
+from mrl.config.rules.checks import find_problems
 from mrl.data.prompts import load_prompts
 from mrl.loop.preflight import check_start
 from mrl.recipes.tokenizer import byte_tokenizer
@@ -105,3 +107,18 @@ def test_only_what_is_prepared_is_promised_to_be():
     for name, way_out in (("model", "`python -m mrl.prepare tiny` makes it"), ("teacher", "give the folder of a Hugging Face model")):
         with pytest.raises(ValueError, match=f"no readable config.json .*; {way_out}"):
             read_model(Path("nowhere/prepared/tiny") / name)
+
+
+def test_what_an_engine_would_not_find_is_said_before_the_start(workplace: Path):
+    folder = workplace / "prepared/tiny/model"
+    tiny = json.loads((folder / "config.json").read_text())
+    for architectures in (["NemotronHForCausalLM"], [], None):
+        (folder / "config.json").write_text(json.dumps(tiny | {"architectures": architectures}))
+        assert find_problems(load_config("grpo_tiny.yaml", [])) == []
+    (folder / "config.json").write_text(json.dumps(tiny | {"architectures": ["NemotronHModel"]}))
+    (problem,) = find_problems(load_config("grpo_tiny.yaml", []))
+    assert "architectures=['NemotronHModel'] names no language model, and vLLM takes its class from there" in problem
+    (folder / "config.json").write_text(json.dumps(tiny))
+    key = "+policy.generation.vllm_kwargs.hf_config_path"
+    (problem,) = find_problems(load_config("grpo_tiny.yaml", [f"{key}=elsewhere"]))
+    assert "hf_config_path=elsewhere: refits write the weights as the checkpoint has them" in problem

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -110,6 +110,48 @@ def test_both_keys_say_the_dtype_of_the_weights(hf: Path):
     configure(hf, dtype="bfloat16", torch_dtype="bfloat16")
     back = json.loads((there_and_back(hf) / "config.json").read_text())
     assert (back["dtype"], back["torch_dtype"]) == ("float32", "float32")
+
+
+@pytest.mark.parametrize(("layers", "ends"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_the_dtype_is_that_of_the_layers_whatever_embedding_and_norms_have(hf: Path, layers: torch.dtype, ends: torch.dtype):
+    before = load_file(hf / SINGLE_FILE)
+    rewrite(hf, **{name: tensor.to(layers if "proj" in name else ends) for name, tensor in before.items()})
+    configure(hf, dtype=str(layers).removeprefix("torch."))
+    back = there_and_back(hf)
+    assert read_model_config(back)["dtype"] == str(layers).removeprefix("torch.")
+    states = [AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict() for folder in (hf, back)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_tied_model_may_be_stored_under_the_name_of_its_output_alone(hf: Path):
+    model = AutoModelForCausalLM.from_pretrained(hf)
+    (hf / SINGLE_FILE).unlink()
+    save_model(model, str(hf / SINGLE_FILE), {"format": "pt"})
+    assert OUTPUT in load_file(hf / SINGLE_FILE) and EMBEDDING not in load_file(hf / SINGLE_FILE)
+    back = there_and_back(hf)
+    assert torch.equal(load_file(back / SINGLE_FILE)[EMBEDDING], model.lm_head.weight)
+    assert list(differences(hf, back)) == []
+
+
+def test_experts_in_one_tensor_are_refused_with_a_way_out(tmp_path: Path):
+    hf, stacked = models.save_model(tmp_path / "moe", "qwen3_moe"), tmp_path / "stacked"
+    AutoModelForCausalLM.from_pretrained(hf).save_pretrained(stacked, save_original_format=False)
+    with pytest.raises(ValueError, match=r"all experts of a layer are one tensor \(model.layers.0.mlp.experts.down_proj\)"):
+        check_hf(stacked)
+
+
+def test_layers_that_an_export_leaves_out_are_not_in_its_config(tmp_path: Path):
+    hf = models.save_model(tmp_path / "glm", "glm4_moe", num_nextn_predict_layers=1)
+    assert read_model_config(hf)["num_nextn_predict_layers"] == 1
+    assert read_model_config(there_and_back(hf))["num_nextn_predict_layers"] == 0
+
+
+def test_files_of_every_tokenizer_and_the_licence_go_there_and_back(hf: Path):
+    names = ("qwen.tiktoken", "spiece.spm", "LICENSE", "NOTICE.txt", "codes.bpe", "LICENSE.md")
+    for name in names:
+        (hf / name).write_text(name)
+    back = there_and_back(hf)
+    assert [(back / name).read_text() for name in names] == list(names)
 
 
 @pytest.mark.parametrize("has_code", [True, False])
