@@ -85,10 +85,7 @@ def engine_arguments(
         if not (isinstance(kernels, dict) and FLASHINFER in kernels):
             # vLLM would import and time FlashInfer at each start, though neither its sampler nor its experts serve here.
             arguments[FLASHINFER] = False
-    hf_config = read_config(Path(model_dir) / "config.json")
-    if not hf_config.get("architectures"):
-        # vLLM would take a class of its own for the lack; transformers goes by model_type.
-        arguments["hf_overrides"] = {"architectures": [known_keys()[str(hf_config["model_type"])]["class"]]}
+    arguments |= _class_of(Path(model_dir) / "config.json")
     if nodes is not None:
         arguments |= {"nnodes": nodes.count, "node_rank": nodes.rank, "master_addr": nodes.address, "master_port": nodes.port}
     # The user's repetitions of LAYOUT_ARGUMENTS are for GPUs.
@@ -97,3 +94,10 @@ def engine_arguments(
         # The experts of CPU hosts are those of mrl.rollout.cpu, which keep the checkpoint's order.
         arguments["moe_backend"] = "auto"
     return EngineArgs(**arguments)  # type: ignore[arg-type]  # vLLM checks
+
+
+def _class_of(path: Path) -> dict[str, object]:
+    """The argument that names the class of a model whose config.json does not: vLLM would take any, transformers goes by model_type."""
+    hf_config = read_config(path) if path.exists() else {}
+    known = known_keys().get(str(hf_config.get("model_type")), {}).get("class")
+    return {"hf_overrides": {"architectures": [known]}} if known and not hf_config.get("architectures") else {}
