@@ -2,7 +2,8 @@
 """Sentences and words of a text, cut as the verifiers of NeMo Gym cut them. Every pattern takes linear time.
 
 `sentences` follows NLTK's Punkt without its learned contexts, `tokens` its Treebank tokenizer; `ruled_sentences` is the other splitter of
-IFEval, by rules alone.
+IFEval, by rules alone. NLTK itself is not used: its wheel has no model of Punkt, which it downloads at run time, and
+nodes of a cluster reach no network.
 """
 
 from __future__ import annotations
