@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -47,6 +48,8 @@ NEVER_SEEN = (
     "values of weights, of which only the files' headers are read; what own functions do; ports, other hosts and the network",
     "GPUs and drivers, which `python -m mrl.doctor` looks at",
 )
+MODEL_KEY = re.compile(r"[\w., ]*\bmodel_name=")
+"""Beginning of the problem of a model that is not known."""
 WIDTH = 14
 COUNTED_ROWS = 20_000
 """Rows that a check counts to say how many steps they make: under a second of reading."""
@@ -131,6 +134,12 @@ class Checked:
     def unchecked(self) -> list[str]:
         """Rules that could not be applied, and what they lack."""
         return [problem for problem in self.problems if isinstance(problem, Unchecked)]
+
+    @property
+    def unknown_models(self) -> list[str]:
+        """A line that names the models without a config.json here, if there are any."""
+        lacking = [str(problem).partition(": ")[0] for problem in self.unchecked if MODEL_KEY.match(problem)]
+        return [f"the model: no config.json of {', '.join(lacking)} is here, which says what it can run"] if lacking else []
 
     @property
     def provided(self) -> list[str]:
@@ -244,7 +253,7 @@ def tell(checked: Checked, *, to_evaluate: bool = False, strict: bool = False) -
     limits = ", as far as it could be checked" if checked.unchecked else ""
     groups[f"Refused: {len(checked.refused)}{limits}"] = checked.refused
     if checked.config is not None:
-        groups["Not looked at:"] = [*checked.unseen, *NEVER_SEEN]
+        groups["Not looked at:"] = [*checked.unseen, *NEVER_SEEN, *checked.unknown_models]
     for title, lines in groups.items():
         logger.info("%s", title)
         for line in "\n".join(lines).splitlines():

@@ -46,6 +46,9 @@ MISSING_ALGORITHMS = {"teachers": "distillation between tokenizers, for which te
 """Section of NeMo RL -> its algorithm."""
 
 _AUTOMATIC = f", {AUTO}"
+SCRATCH = "_"
+"""Beginning of the names of sections that hold values for others to refer to."""
+
 _SIZES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 WITHOUT_TRAINER: Mapping[str, object] = {
     "checkpointing.enabled": False,
@@ -157,10 +160,12 @@ def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None,
 
     refused: list[str] = []
     translated, migration = migrate(known, value_of, refused)
+    notes = {key: setting for key, setting in unknown.items() if key[0].startswith(SCRATCH)}
+    migration.without_effect += [(key, setting, "read only where another key refers to it") for key, setting in notes.items()]
     named = {name for setting in known.values() for name in REFERENCE.findall(str(setting.value))}
     # Expressions may name keys that the schema lacks, or keys of the inactive backend.
     beside = {key: written[key] for name in sorted(named) if (key := split_key(name)) in written and key not in translated}
-    reader = ValueReader(Tree(beside | translated, secrets), translated, misplaced)
+    reader = ValueReader(Tree(notes | beside | translated, secrets), translated, misplaced)
     config = reader.section(RunConfig)
     origins = {".".join(key): setting.origin for key, setting in translated.items()}
     config = config.with_facts(Facts(frozenset(secrets), origins))
@@ -235,6 +240,8 @@ def _sort_out(settings: Settings, problems: list[str]) -> tuple[Settings, Settin
         elif at:
             misplaced.add(at)
             problems.append(f"{describe(key, setting)}: {fault}")
+        elif key[0].startswith(SCRATCH):
+            unknown[key] = setting
         else:
             unknown[key] = setting
             start = next((key[:end] for end in range(1, len(key)) if key[:end] not in beginnings), key)

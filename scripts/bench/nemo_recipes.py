@@ -220,8 +220,9 @@ def count_row(algorithm: str, backend: str, outcomes: Sequence[Outcome]) -> Row:
         "algorithm": algorithm,
         "trained by": backend,
         "files": len(outcomes),
-        "accepted": len(accepted),
-        "of them against the model's config.json": sum(not outcome.unchecked for outcome in accepted),
+        "accepted, model known": sum(not outcome.unchecked for outcome in accepted),
+        "accepted, model unknown": sum(bool(outcome.unchecked) for outcome in accepted),
+        "refused": len(outcomes) - len(accepted),
         "refused, needing a GPU": sum(NEEDS_GPU in " ".join(outcome.refused) for outcome in outcomes),
         "refused for one reason": sum(len(outcome.refused) == 1 for outcome in outcomes),
         "most often refused": f"{str(reasons[0]['reason']).partition(':')[0]} ({reasons[0]['files']})" if reasons else None,
@@ -238,7 +239,10 @@ def reason_rows(outcomes: Sequence[Outcome]) -> list[Row]:
 def print_report(outcomes: Sequence[Outcome]) -> None:
     """Counts per group, reasons by frequency, what one reason alone refuses, and tracebacks."""
     for row in group_rows(outcomes):
-        print("{algorithm:<20} {trained by:<10} {files:>4} files {accepted:>4} accepted".format(**row))
+        print(
+            "{algorithm:<20} {trained by:<10} {files:>4} files; accepted {accepted, model known:>4} with their models known, "
+            "{accepted, model unknown:>4} unknown; refused {refused:>4}".format(**row)
+        )
     for title, part in (("all files", outcomes), ("language models that Megatron trains", megatron(outcomes))):
         rows = reason_rows(part)
         print(f"\nReasons in {title}: files, and files that nothing else refuses")

@@ -46,7 +46,9 @@ def outcomes(checkout: Path) -> list[Outcome]:
 
 def test_files_are_counted_by_what_they_are(outcomes: list[Outcome]):
     rows = {(row["algorithm"], row["trained by"]): row for row in group_rows(outcomes)}
-    counts = {group: (row["files"], row["accepted"], row["refused for one reason"]) for group, row in rows.items()}
+    accepted = {group: (row["accepted, model known"], row["accepted, model unknown"]) for group, row in rows.items()}
+    assert all(row["files"] == sum(accepted[group]) + row["refused"] for group, row in rows.items())
+    counts = {group: (row["files"], sum(accepted[group]), row["refused for one reason"]) for group, row in rows.items()}
     assert counts == {
         ("grpo", "megatron"): (1, 0, 1),
         ("grpo", "automodel"): (2, 1, 1),

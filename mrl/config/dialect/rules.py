@@ -21,7 +21,8 @@ from mrl.config.values import as_written
 MEGATRON, DTENSOR = "policy.megatron_cfg", "policy.dtensor_cfg"
 LORA = f"{DTENSOR}.lora_cfg"
 OPTIMIZER, SCHEDULER = "policy.optimizer", "policy.scheduler"
-OPTIMIZERS = ("torch.optim.AdamW",)
+FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
+OPTIMIZERS = ("torch.optim.AdamW", FUSED_ADAM)
 LORA_INITS = {"xavier": "xavier", "uniform": "kaiming"}
 FUSED_LAYERS: dict[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -238,7 +239,7 @@ def _lora(found: Translation) -> None:
         if (setting := found.given(source)) is None:
             continue
         layers = found.value_of(source)
-        wanted = {str(layer).removeprefix("*.").removeprefix("*") for layer in layers} if isinstance(layers, list) else {str(layers)}
+        wanted = {str(layer).strip("*").strip(".") for layer in layers} if isinstance(layers, list) else {str(layers)}
         fused = [layer for layer, parts in FUSED_LAYERS.items() if wanted.issuperset(parts)]
         if unknown := wanted - {part for layer in fused for part in FUSED_LAYERS[layer]}:
             parts = "where q_proj, k_proj, v_proj are one; so are gate_proj, up_proj"
@@ -259,6 +260,8 @@ def _optimizer(found: Translation) -> None:
             found.refuse(f"{OPTIMIZER}.kwargs.betas", betas, "AdamW has two", "write for example [0.9, 0.999]")
     if name is not None and (value := found.value_of(f"{OPTIMIZER}.name")) not in OPTIMIZERS:
         found.refuse(f"{OPTIMIZER}.name", name, f"{value} is not supported", f"use {', '.join(OPTIMIZERS)}")
+    elif name is not None and value == FUSED_ADAM and found.given(f"{OPTIMIZER}.kwargs.weight_decay") is None:
+        found.put(f"{OPTIMIZER}.name", name, f"{MEGATRON}.optimizer.weight_decay", 0.0)  # its default, unlike AdamW's
     schedule = [setting for key, setting in found.written.items() if key[:2] == ("policy", "scheduler") and setting.value is not None]
     if not schedule and name is None:
         return

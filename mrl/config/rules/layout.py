@@ -323,9 +323,6 @@ def check_engines(config: RunConfig, problems: Problems) -> None:
     if (vllm.max_num_batched_tokens or math.inf) < (vllm.max_num_seqs or 1):
         rule = f"an engine step needs a token for each of policy.generation.vllm_cfg.max_num_seqs={vllm.max_num_seqs} rollouts"
         problems.add(f"{_ENGINE}.max_num_batched_tokens", rule, f"use at least {vllm.max_num_seqs}")
-    if vllm.load_format == "dummy":
-        rule = "the first refit proves the conversion tables on the model's weights, as vLLM's own loader read them"
-        problems.add(f"{_ENGINE}.load_format", rule, "leave it out")
     if "" in (generation.stop_strings or ()):
         problems.add(f"{_GENERATION}.stop_strings", "every text ends with an empty one", "leave that out")
 

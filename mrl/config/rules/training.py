@@ -11,7 +11,7 @@ from conversion.adapters import adapted_layers
 from conversion.families.registry import family
 from conversion.files.hf_folder import read_config
 from mrl.config.errors import Problems, spell
-from mrl.config.model import ModelSizes
+from mrl.config.model import ModelSizes, read_model
 from mrl.config.schema.run import RunConfig
 
 _MEGATRON = "policy.megatron_cfg"
@@ -223,7 +223,8 @@ def _check_adapters(config: RunConfig, hf_config: dict[str, object], problems: P
     if peft.lora_dtype == "float32" and config.policy.megatron_cfg.optimizer.optimizer_cpu_offload:
         rule = "Megatron's optimizer on the host (policy.megatron_cfg.optimizer.optimizer_cpu_offload=true) loads bfloat16 weights only"
         problems.add(f"{prefix}.lora_dtype", rule, "leave it out")
-    if config.policy.megatron_cfg.moe_router_bias_update_rate > 0:
+    has_bias = read_model(Path(config.policy.model_name)).has_expert_bias
+    if has_bias and config.policy.megatron_cfg.moe_router_bias_update_rate > 0:
         rule = "the router's biases belong to the model, which adapters leave as it is, and an exported adapter would lack them"
         problems.add(f"{_MEGATRON}.moe_router_bias_update_rate", rule, "set it to 0")
     if peft.lora_dtype == "bfloat16" and config.policy.precision == "float32":

@@ -86,8 +86,8 @@ class VllmConfig:
     """Prompts share the cache of a common beginning until the next refit. null = as vLLM does; policy.router_replay decides itself."""
     enforce_eager: bool = False
     """No CUDA graphs. Must be true on hosts without GPUs."""
-    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """Source of the engine's first weights for vLLM. `dummy` is refused: the first refit must find them right."""
+    load_format: Literal["auto", "safetensors"] = "auto"
+    """Source of the engine's first weights for vLLM. NeMo RL's `dummy` means auto here: the first refit must find them right."""
     expose_http_server: bool = False
     """Every engine answers OpenAI's Chat Completions and Completions over HTTP, for agents and reward functions: see docs/http.md."""
     http_server_share: ShareAboveZero = 0.25

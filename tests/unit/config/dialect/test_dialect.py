@@ -3,6 +3,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mrl.config.dialect.tables import FOREIGN, NO_EFFECT, REFUSED, RENAMED, TRANSLATED
 from mrl.config.dialect.translate import DIALECT_KEYS, is_foreign, migrate
@@ -160,6 +161,76 @@ def test_a_key_that_is_read_beside_another_value_only_has_no_effect_elsewhere(lo
     said = refused("", f"{key}=alltoall", f"{dispatcher}=flex")
     assert f"{key}=alltoall (command line): no such value; known are deepep, null, hybridep; set it to deepep" in said
     assert "HybridEP" not in said
+
+
+# As in examples/nemo_gym/nemotron-3.5-super/student_rlvr.yaml of NeMo RL's commit 472bb6451248.
+SUPER = """
+checkpointing: {load_replay_buffer: false, save_replay_buffer: true}
+env: {genrm_agent_names: [genrm_simple_agent], use_genrm_compare: true}
+grpo:
+  async_grpo: {enabled: true, max_trajectory_age_steps: 1, in_flight_weight_updates: true, nemo_gym_stream_retries: 1}
+  orm_advantage_weight: 0
+  use_orm_advantage: false
+  seq_logprob_error_force_on_policy: false
+loss_fn: {behaviour_kl_input_clamp_value: 20, behaviour_kl_output_clamp_value: 10, behaviour_kl_penalty: 0, behaviour_kl_type: k3}
+"""
+
+
+def test_the_off_values_of_a_newer_recipe_change_nothing(load: Callable[..., RunConfig], refused: Callable[..., str]):
+    engine, megatron = "policy.generation.vllm_cfg", "policy.megatron_cfg"
+    config = load(SUPER, f"{engine}.load_format=dummy", f"{megatron}.moe_flex_dispatcher_backend=alltoall")
+    plain = load("grpo: {async_grpo: {enabled: true, max_trajectory_age_steps: 1, in_flight_weight_updates: true}}")
+    assert config == plain
+    for key, reason in {
+        "loss_fn.behaviour_kl_penalty=0.1": "no loss holds the policy near the weights that sampled",
+        "grpo.use_orm_advantage=true": "advantages of teachers and of rewards are not mixed",
+        "grpo.seq_logprob_error_force_on_policy=true": "a masked sequence is not trained",
+        "policy.megatron_cfg.fp32_lm_head=tf32": "the output layer computes in policy.precision",
+    }.items():
+        assert f"{key} (command line): {reason}" in refused(SUPER, key)
+
+
+UNBUILT = [key for key, entry in FOREIGN.items() if entry.reason == "NeMo RL has it, and mrl has not"]
+
+
+@pytest.mark.parametrize("key", UNBUILT)
+def test_off_values_of_what_only_nemo_rl_has_pass(key: str):
+    for value, passes in (("false", True), ("0", True), ("null", True), ("[]", True), ("true", False), ("3", False)):
+        settings, problems = {split_key(key): Setting(yaml.safe_load(value), "a.yaml:1")}, list[str]()
+        _, migration = migrate(settings, lambda _, value=value: yaml.safe_load(value), problems)
+        assert (problems == []) == passes == bool(migration.without_effect)
+
+
+def test_sections_for_references_only_have_a_leading_underscore(load: Callable[..., RunConfig], refused: Callable[..., str]):
+    text = "_teachers: {general: /models/g, math: '${_teachers.general}', unused: 3}\n"
+    config = load(text, "policy.model_name=${_teachers.math}", "logger.wandb.name=${_teachers.general}")
+    assert (config.policy.model_name, config.logger.wandb.name) == ("/models/g", "/models/g")
+    assert "teachers_ (config.yaml:3): no such section" in refused("teachers_: {general: a, math: b}\n")
+    assert "policy.model_name=${_teachers.maths}" in refused(text, "policy.model_name=${_teachers.maths}")
+
+
+FUSED = """
+policy:
+  dtensor_cfg: {enabled: true, moe_parallelizer: {ignore_router_for_ac: true}}
+  optimizer:
+    name: transformer_engine.pytorch.optimizers.fused_adam.FusedAdam
+    kwargs: {lr: 1.0e-06, master_weights: true, store_param_remainders: true, exp_avg_dtype: torch.bfloat16}
+"""
+
+
+def test_automodel_s_fused_adam_is_megatron_s(tmp_path: Path, refused: Callable[..., str]):
+    path = tmp_path / "fused.yaml"
+    path.write_text("data: {train: {data_path: d}}\n" + FUSED)
+    optimizer = load_config(path, ["policy.model_name=m"]).policy.megatron_cfg.optimizer
+    # Transformer Engine's default of weight_decay, unlike torch's.
+    assert (optimizer.optimizer, optimizer.lr, optimizer.weight_decay) == ("adam", 1e-6, 0.0)
+    said = refused("", "policy.dtensor_cfg.enabled=true", "policy.optimizer.kwargs.master_weights=false")
+    assert "master_weights=false (command line): parameters are updated in float32" in said
+
+
+def test_wildcards_of_adapted_layers_may_stand_on_both_sides(load: Callable[..., RunConfig]):
+    peft = load("", "policy.dtensor_cfg={enabled: true, lora_cfg: {enabled: true, exclude_modules: ['*out_proj*']}}")
+    assert peft.policy.megatron_cfg.peft.exclude_modules == ["out_proj"]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ SIZES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_te
 BREAKS = [f"policy.megatron_cfg.{name}_parallel_size={size}" for name in SIZES for size in (3, 7)]
 BREAKS += ["policy.generation.vllm_cfg.tensor_parallel_size=3", "policy.generation.vllm_cfg.expert_parallel_size=1000"]
 BREAKS += ["cluster.num_nodes=7", "grpo.num_generations_per_prompt=1", "policy.megatron_cfg.num_layers_in_first_pipeline_stage=1000"]
-BREAKS += ["loss_fn.use_kl_in_reward=true", "policy.generation.vllm_cfg.load_format=dummy", "policy.train_global_batch_size=7"]
+BREAKS += ["loss_fn.use_kl_in_reward=true", "policy.generation.stop_strings=['']", "policy.train_global_batch_size=7"]
 BREAKS += ["policy.dynamic_batching.enabled=true", "policy.megatron_cfg.freeze_config.modules=[nothing]", "checkpointing.metric_name=x"]
 BREAKS += ["policy.megatron_cfg.optimizer.clip_grad=-1"]
 # Each config has an eighth of them here, and each of them several configs; part "config" tries every pair.
@@ -91,8 +91,8 @@ def test_the_key_that_was_set_last_is_blamed(workplace: Path):
 
 
 def test_two_faults_are_two_problems(workplace: Path):
-    problems = refused("grpo_tiny.yaml", "policy.train_global_batch_size=7", "policy.generation.vllm_cfg.load_format=dummy")
+    problems = refused("grpo_tiny.yaml", "policy.train_global_batch_size=7", "policy.generation.stop_strings=['']")
     assert [problem.partition("=")[0] for problem in problems] == [
         "policy.train_global_batch_size",
-        "policy.generation.vllm_cfg.load_format",
+        "policy.generation.stop_strings",
     ]

@@ -92,7 +92,7 @@ policy.dynamic_batching.enabled=true -> set one of them to false
 policy.sequence_packing.enabled=false & policy.max_total_sequence_length=4097 => ENGINE.max_model_len=4097 -> lower policy.max_total_
 ENGINE.enforce_eager=false -> set it to true
 ENGINE.max_num_seqs=128 & ENGINE.max_num_batched_tokens=64 -> at least 128
-ENGINE.load_format=dummy -> leave it out
+ENGINE.load_format=dummy -> fine
 GENERATION.stop_token_ids=[1,-2] => GENERATION.stop_token_ids=[1, -2] -> at least 0
 policy.precision=bfloat16 & MEGATRON.optimizer.bf16=false -> set it to true
 policy.max_grad_norm=3.0 & MEGATRON.optimizer.clip_grad=2.0 -> leave it out
