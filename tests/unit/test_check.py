@@ -285,3 +285,11 @@ def test_a_reader_that_has_enough_is_no_error(workplace: Path):
         process.stdout.close()
         said = process.stderr.read()
     assert (process.returncode, said) == (0, b"")
+
+
+def test_the_last_line_names_models_that_nobody_looked_at(said, workplace: Path):
+    _, output = said("grpo_tiny.yaml", f"policy.model_name={workplace}/nowhere")
+    last = output.rstrip().splitlines()[-1].strip()
+    assert last.startswith("the model: no config.json of policy.model_name=") and "nowhere is here" in last
+    _, output = said("grpo_tiny.yaml")
+    assert "the model: " not in output

@@ -65,7 +65,7 @@ def _entry(entry: Mapping[str, Any], reason: str, *, is_section: bool = False) -
     accepted, refused, beside = entry.get("accepted"), entry.get("refused"), entry.get("read_with")
     if refused is None:
         kinds = [kind for kind, of_kind in KINDS.items() for value in accepted or () if value is not None and isinstance(value, of_kind)]
-        refused = kinds[0] if kinds else "any"
+        refused = kinds[0] if kinds and not is_section else "any"
         assert refused != "text", f"say which values are refused: {entry}"
     return Foreign(
         reason,
