@@ -196,7 +196,7 @@ def migrate(settings: Settings, value_of: Callable[[str], object], problems: lis
             report.without_effect.append((key, setting, f"read only with {beside}={needed}"))
         elif entry.same is None or value in same:
             report.without_effect.append((key, setting, entry.reason))
-        elif entry.refuses(value) or ".".join(key) not in FOREIGN:  # a key of a section that is refused
+        elif entry.refuses(value):
             problems.append(f"{described}: {entry.reason}; {entry.way_out}")
         else:
             problems.append(f"{described}: no such value; known are {entry.known}; {entry.way_out}")
