@@ -43,6 +43,7 @@ from mrl.data.prompts import PromptData, load_prompts, validation_sampling
 from mrl.loop.preflight import check_start
 from mrl.store.console import rollout_progress
 from mrl.store.evaluations import ALL, scores_by_environment, table_lines, write_results
+from mrl.store.identity import with_template_date
 from mrl.store.loggers.thread import exit_with
 from mrl.types import RolloutGroup
 
@@ -108,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_evaluation(config, problems := Problems(config))
             if problems.texts:
                 raise ConfigError(problems.texts)
-            config = check_start(config, trains=False)
+            config = with_template_date(check_start(config, trains=False))
             data = load_prompts(config)
             folder = Path(config.eval.save_path or Path(config.checkpointing.checkpoint_dir) / "evaluations").absolute()
             log_folder = folder / "logs"

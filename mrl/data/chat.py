@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from conversion.files.reading import check_plain_folder, read_file, read_json
 from mrl.config.rules.data import key_of
 from mrl.config.rules.tokens import beyond_vocabulary
+from mrl.data.dates import dated, writes_date
 from mrl.data.fields import Fields, Message
 from mrl.data.gym import LEADING
 from mrl.data.rendering import Conversation, fit
@@ -135,7 +136,7 @@ def template_text(chosen: str | None) -> str:
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig) -> None:
-    """Gives the tokenizer the chat template that the config names."""
+    """Gives the tokenizer the chat template that the config names, with the run's date in it, if it writes one."""
     if config.chat_template != OWN_TEMPLATE:
         tokenizer.chat_template = template_text(config.chat_template)
     if tokenizer.chat_template is None:
@@ -143,6 +144,11 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfi
             f"policy.tokenizer.name={tokenizer.name_or_path} has no chat template; use an instruction-tuned model's tokenizer, "
             f"or add chat_template.jinja to that folder"
         )
+    templates, day = tokenizer.chat_template, config.template_date
+    if isinstance(templates, dict):
+        tokenizer.chat_template = {name: dated(text, day) for name, text in templates.items()}
+    else:
+        tokenizer.chat_template = dated(templates, day)
     if (names := template_variables(tokenizer)) is None:
         return
     for name in config.chat_template_kwargs or ():
@@ -152,6 +158,16 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfi
                 f"policy.tokenizer.chat_template_kwargs.{name}: the chat template has no such variable; "
                 f"correct it (the nearest word is {nearest!r}), or remove it"
             )
+
+
+def served_template(chosen: str | None, config: TokenizerConfig) -> str | None:
+    """The chat template of conversations over HTTP that `chosen` names; None: the tokenizer's own, which does not write the date."""
+    template = None if chosen == OWN_TEMPLATE else template_text(chosen)
+    if not writes_date(config, template):
+        return template
+    if template is None:
+        template = str(load_tokenizer(config.name).get_chat_template())
+    return dated(template, config.template_date)
 
 
 def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:

@@ -23,7 +23,7 @@ from mrl.data.supervised import Example, SupervisedData, load_examples
 from mrl.loop.preflight import check_start
 from mrl.loop.run import Budget, Run, Step, Training
 from mrl.loop.saving import open_saver
-from mrl.store.identity import identity_of
+from mrl.store.identity import identity_of, with_template_date
 from mrl.store.run_folder import RunFolder
 from mrl.types import Batch, RunState
 
@@ -84,7 +84,7 @@ class ExampleSupplier:
 
 def prepare(config: RunConfig) -> Training[ExampleSupplier]:
     """Checks config, model and data before any process starts; returns the run, ready to start. ValueError: the input is at fault."""
-    config = check_start(config)
+    config = with_template_date(check_start(config))
     data = load_examples(config)
     training, num_steps = config.training, num_steps_of(config, len(data.train))
     num_steps = num_steps if training.max_num_steps < 0 else min(num_steps, training.max_num_steps)

@@ -35,7 +35,7 @@ from mrl.loop.signal_watch import NoSignal, SignalWatch, reasons_of
 from mrl.metrics import NO_SIGNAL_IN_A_ROW
 from mrl.store.about import about_refit
 from mrl.store.console import rollout_progress
-from mrl.store.identity import identity_of
+from mrl.store.identity import identity_of, with_template_date
 from mrl.store.ledger import Ledger
 from mrl.store.run_folder import RunFolder
 from mrl.store.summary import Clock, rollout_metrics, validation_metrics
@@ -471,7 +471,7 @@ def prepare(config: RunConfig) -> Training[RolloutSupplier]:
     # With Ray, which takes a second.
     from mrl.cluster.session import start_session
 
-    config = check_start(config)
+    config = with_template_date(check_start(config))
     data, grpo = load_prompts(config), config.rollouts
     # Only the data tell how many steps an epoch has.
     num_steps = min(grpo.max_num_steps, num_steps_of(config, len(data.train)))

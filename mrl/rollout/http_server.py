@@ -37,7 +37,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tool_parsers import ToolParserManager
 
 from mrl.config.schema.policy import PolicyConfig
-from mrl.data.chat import OWN_TEMPLATE, template_text
+from mrl.data.chat import served_template
 from mrl.data.prompts import sampling_params
 from mrl.rollout.agent_session import RECORD, ROUTES, write_routes
 from mrl.rollout.callers import Answered, Question
@@ -149,7 +149,7 @@ class Handlers:
         own_kwargs = chosen.default_chat_template_kwargs
         rendering: dict[str, Any] = {
             "request_logger": None,
-            "chat_template": None if chosen.chat_template == OWN_TEMPLATE else template_text(chosen.chat_template),
+            "chat_template": served_template(chosen.chat_template, policy.tokenizer),
             "chat_template_content_format": "auto",
             "default_chat_template_kwargs": policy.tokenizer.chat_template_kwargs if own_kwargs is None else own_kwargs,
         }

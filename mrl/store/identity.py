@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,11 +18,14 @@ from conversion.files.hf_weights import read_model_config
 from conversion.files.reading import file_hashes, read_json, sha256_file
 from mrl import env
 from mrl.config.errors import ConfigError
-from mrl.config.model import overridden_config
+from mrl.config.model import overridden_config, with_value
 from mrl.config.schema.run import RunConfig
 from mrl.data.chat import OWN_TEMPLATE, template_text
+from mrl.data.dates import KEY as DATE
+from mrl.data.dates import writes_date
 from mrl.data.order import epoch_order
 from mrl.data.reading import LeftOut, Rows
+from mrl.store.checkpoints import newest_step
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +76,21 @@ def identity_of(config: RunConfig, rows: Rows[Example], read: Sequence[LeftOut])
     return {**models_of(config, hashes), "data": data_of(config, rows, read)}
 
 
+def with_template_date(config: RunConfig) -> RunConfig:
+    """The config with the date that its chat template writes: the config's, else that of the run so far, else today; unchanged if none."""
+    tokenizer = config.policy.tokenizer
+    template = None if tokenizer.chat_template == OWN_TEMPLATE else template_text(tokenizer.chat_template)
+    if tokenizer.template_date is not None or not writes_date(tokenizer, template):
+        return config
+    folder = Path(config.checkpointing.checkpoint_dir)
+    before = None
+    with suppress(ValueError):  # damaged: `check_identity` refuses it
+        before = _read(folder / IDENTITY, newest_step(folder))
+    day = (before or {}).get("tokenizer", {}).get(DATE) or date.today().isoformat()
+    logger.info("The chat template writes the date: all prompts of this run have %s, also after it resumes (%s sets another)", day, DATE)
+    return with_value(config, DATE, day)
+
+
 def memory_of(config: RunConfig) -> Path:
     """The folder that remembers checksums of weights."""
     return (env.cache_root() or Path(config.checkpointing.checkpoint_dir).absolute()) / "hashes"
@@ -97,6 +116,7 @@ def models_of(config: RunConfig, hashes: Callable[[Sequence[Path]], Mapping[Path
     if tokenizer.chat_template != OWN_TEMPLATE:
         texts["policy.tokenizer.chat_template"] = _digest(template_text(tokenizer.chat_template))
     texts["policy.tokenizer.chat_template_kwargs"] = _digest(tokenizer.chat_template_kwargs or {})
+    texts[DATE] = tokenizer.template_date or UNKNOWN
     models = {"model": _model_parts(config, hashes)}
     for model in config.models_beside:
         role, _, name = model.partition(":")

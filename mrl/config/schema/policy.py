@@ -24,6 +24,8 @@ class TokenizerConfig:
     """default = the tokenizer's own; else a template in Jinja, or the path of a .jinja file; null = messages are joined as they are."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Values for variables of the chat template, such as enable_thinking; null = none."""
+    template_date: str | None = None
+    """Date that the chat template writes as today's, as 2026-01-31; null = the day of the run's first start, kept in its identity."""
 
 
 @dataclass

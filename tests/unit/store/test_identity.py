@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import shutil
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
 from mrl.config.schema.run import Facts, RunConfig
 from mrl.data.reading import LeftOut, Rows
 from mrl.store.checkpoints import CheckpointStore
-from mrl.store.identity import Identity, check_identity, identity_of
+from mrl.store.identity import Identity, check_identity, identity_of, with_template_date
 from mrl.store.run_folder import RunFolder
 from mrl.types import RunState
 from tests.unit.store.test_run_folder import config as config_of
@@ -117,6 +118,30 @@ def test_a_run_resumes_with_what_it_had_unless_a_key_says_otherwise(tmp_path: Pa
     with pytest.raises(ValueError, match=r"identity\.json is damaged; restore it"):
         check_identity(file, one, allowed=[], resumes_at=20)
     check_identity(tmp_path / "older_run.json", two, allowed=[], resumes_at=20)  # whose attempts wrote no identity
+
+
+def test_a_run_keeps_the_date_of_its_first_start(model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    def on(day: str, run: RunConfig) -> RunConfig:
+        monkeypatch.setattr("mrl.store.identity.date", type("day", (), {"today": staticmethod(lambda: date.fromisoformat(day))}))
+        return with_template_date(run)
+
+    caplog.set_level("INFO")
+    run = config(model)
+    assert on("2026-01-31", run).policy.tokenizer.template_date is None and not caplog.records
+    (model / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}")
+    first = on("2026-01-31", run)
+    assert (run.policy.tokenizer.template_date, first.policy.tokenizer.template_date) == (None, "2026-01-31")
+    assert "all prompts of this run have 2026-01-31, also after it resumes" in caplog.text
+    Path(run.checkpointing.checkpoint_dir).mkdir(parents=True, exist_ok=True)
+    file = Path(run.checkpointing.checkpoint_dir) / "identity.json"
+    check_identity(file, identity(first), allowed=[], resumes_at=0)
+    later = on("2026-02-02", run)
+    assert later.policy.tokenizer.template_date == "2026-01-31"
+    check_identity(file, identity(later), allowed=[], resumes_at=20)
+    check_identity(file, identity(on("2026-02-03", run)), allowed=[], resumes_at=40)
+    run.policy.tokenizer.template_date = "2026-02-02"
+    with pytest.raises(ValueError, match=r"another tokenizer than before \(policy.tokenizer.template_date differ\)"):
+        check_identity(file, identity(on("2026-02-02", run)), allowed=[], resumes_at=40)
 
 
 def open_attempt(run: RunConfig) -> None:
