@@ -104,6 +104,8 @@ def stored_tensors(hf: Path) -> dict[str, tuple[Path, HeaderTensor]]:
     for path in files:
         try:
             file = open_file(path)
+        except PermissionError as error:
+            raise ValueError(f"{path} may not be read by this user: {error}; let it: chmod -R a+rX {hf}, as their owner") from error
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error}; download it again") from error
         try:
