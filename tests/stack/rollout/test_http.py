@@ -142,11 +142,12 @@ def test_conversations_may_have_a_template_of_their_own(engine: Engine, folder: 
 
     policy = load_config("grpo_tiny.yaml", json.loads((folder / "overrides.json").read_text())).policy
     served_chat = policy.generation.vllm_cfg.http_server_serving_chat_kwargs
-    served_chat.chat_template = "{% for message in messages %}{{ message.content }}{{ mark }}{% endfor %}"
+    served_chat.chat_template = "{% for message in messages %}{{ message.content }}{{ mark }}{% endfor %}{{ strftime_now('%Y') }}"
+    policy.tokenizer.template_date = "2024-02-29"
     served_chat.default_chat_template_kwargs = {"mark": "!"}
     url = start_server(engine, policy, host="127.0.0.1", api_key=KEY, wake=lambda: None).removesuffix("/v1") + "/tokenize"
     asked = {"messages": [{"role": "user", "content": "hi"}]}
-    for values, expected in (({}, b"hi!"), ({"chat_template_kwargs": {"mark": "?"}}, b"hi?")):
+    for values, expected in (({}, b"hi!2024"), ({"chat_template_kwargs": {"mark": "?"}}, b"hi?2024")):
         answer = httpx.post(url, json=asked | values, headers={"Authorization": f"Bearer {KEY}"})
         assert answer.json()["tokens"] == list(expected)
 
