@@ -112,8 +112,10 @@ def global_batch_size(rows: list[PackedRow]) -> BatchSize:
     ]
     counts = torch.tensor([*sizes, (0, 0, 0, 0, 0, lone)], dtype=torch.int64).sum(dim=0)
     dist.all_reduce(counts, group=group)
-    # The sequences of a rollout may lie on several ranks. A rollout has the index of its first sequence.
-    tokens_R, own = torch.zeros(int(counts[4])), [row.valid_tokens_S for row in rows]
+    # The sequences of a rollout may lie on several ranks. A rollout has the index of its first sequence; a teacher has some of them only.
+    num_indices = torch.tensor(1 + max((index for row in rows for index in row.rollouts or ()), default=-1))
+    dist.all_reduce(num_indices, op=dist.ReduceOp.MAX, group=group)
+    tokens_R, own = torch.zeros(int(num_indices)), [row.valid_tokens_S for row in rows]
     for row, tokens_S in zip(rows, own, strict=True):
         if row.rollouts:
             tokens_R.index_add_(0, torch.tensor(row.rollouts), tokens_S[: len(row.rollouts)])
