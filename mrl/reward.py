@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from mrl.config.load import load_config
 from mrl.config.own import REWARD, find_fitting
-from mrl.config.secrets import run_entry
+from mrl.config.secrets import run_entry, start_logging
 from mrl.config.texts import aligned, safe_text
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys of the config: env.own.allow, data.default.input_key ...")
     options = parser.parse_args(arguments)
+    start_logging(stream=sys.stderr)
+    logging.getLogger().setLevel(logging.WARNING)
     try:
         path = _module_path(options.function)
         try:
@@ -144,5 +146,4 @@ def _report(judged: Sequence[tuple[str, Task, Verdict]]) -> list[str]:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     sys.exit(run_entry(main))

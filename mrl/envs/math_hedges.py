@@ -17,7 +17,7 @@ _COMPARED = "more|less|fewer|greater|larger|smaller|bigger|higher|lower|other|ra
 _BEFORE = re.compile(
     r"(?i)(?:\b(?:not?|never|cannot|neither|nor|maybe|perhaps|possibly|probably|either|at\s+(?:least|most)|up\s+to|"
     rf"(?:{_COMPARED})\s+than|between\s.{{1,20}}\band|from\s.{{1,20}}\bto)"
-    r"|n['’]t|[<≤≥≠≮≯±]|(?<![=-])>|\\(?:neq?|leq?|geq?|lt|gt|pm|leqslant|geqslant)|\.\.\.|…)"
+    r"|n['’]t|[<≤≥≠≮≯±]|(?<![=>-])>|\\(?:neq?|leq?|geq?|lt|gt|pm|leqslant|geqslant)|\.\.\.|…)"
     rf"(?:\s+(?:be|equal(?:\s+to)?|exactly|even))?{_OPEN}$"
 )
 _BEHIND = re.compile(
@@ -29,6 +29,8 @@ _OR_BEHIND = re.compile(rf"(?i){_CLOSE}\b(?:or|and/or)\b{_OPEN}({_NUMBER})")
 _ALSO = re.compile(r"(?i)\bor\s+(?:more|less|fewer|above|below)\b")
 _NUMBERS = re.compile(_NUMBER)
 _NAMES = re.compile(r"[A-Za-z]\w*\s*=|\\[()\[\]]|[\s$*.]")
+# Tags (`</think>`) and tokens of templates (`<|im_end|>`): their `>` compares nothing.
+_MARKS = re.compile(r"</?[A-Za-z][\w-]{0,40}>|<\|[^<>|]{1,40}\|>")
 _JOINTS = re.compile(r"(?i)(?:[,;&()–—]|or|and|to)+")
 
 
@@ -37,7 +39,7 @@ def is_hedged(text: str, start: int, end: int, *, is_stated: bool) -> bool:
 
     A text that is `is_stated` is an answer and nothing else; in others only `or` joins several.
     """
-    before = text[max(0, start - MAX_CHARACTERS) : start].rpartition("\n")[2]
+    before = _MARKS.sub(" ", text[max(0, start - MAX_CHARACTERS) : start].rpartition("\n")[2])
     behind = text[end : end + MAX_CHARACTERS].partition("\n")[0]
     if _BEFORE.search(before) or _BEHIND.match(behind) or _ALSO.search(text[start:end]):
         return True

@@ -182,3 +182,18 @@ def test_schemas_never_fetch(tmp_path: Path, keyword: str, scheme: str):
         with socket.create_connection(("127.0.0.1", port)) as own:
             listener.join(HANG_S)
             assert callers == [own.getsockname()]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>so 30</think>\\boxed{32}", "<think>\\boxed{32}</think>", "<b>Answer</b> \\boxed{32}", "<|im_start|>\\boxed{32}",
+        "12 + 20 -> \\boxed{32}", "answer >> \\boxed{32}", "hence => 32", "<answer>32</answer>",
+    ],
+)  # fmt: skip
+def test_a_mark_before_an_answer_compares_nothing(text: str):
+    assert [score(text, "32", is_strict=is_strict)[0] for is_strict in (False, True)] == [1.0, 1.0]
+
+
+def test_a_comparison_before_an_answer_is_a_bound():
+    assert [score(text, "32", is_strict=False)[0] for text in ("x > \\boxed{32}", "<b>x</b> > \\boxed{32}", "x \\geq 32")] == [0.0] * 3

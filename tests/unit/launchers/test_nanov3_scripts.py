@@ -106,7 +106,7 @@ def record(site: dict[str, str], program: str) -> tuple[list[str], dict[str, str
 
 
 def test_the_launcher_submits_the_tutorials_job_from_tmp(site: dict[str, str]):
-    done = call("launch_nanov3.sh", site, "grpo.max_num_steps=10", "++logger.wandb.name=it's mine")
+    done = call("launch_nanov3.sh", site, "grpo.max_num_steps=10", '++logger.wandb.name="it\'s mine"')
     assert done.returncode == 0, done.stdout + done.stderr
     base = site["WORKSPACE"]
     lines = done.stdout.splitlines()
@@ -129,7 +129,7 @@ def test_the_launcher_submits_the_tutorials_job_from_tmp(site: dict[str, str]):
         "python", "-m", "mrl.train", "--config", "grpo_nanov3.yaml", f"policy.model_name={run}/model",
         f"data.train.data_path={run}/data/train-split.jsonl", f"data.validation.data_path={run}/data/val-split.jsonl",
         "checkpointing.enabled=true", f"checkpointing.checkpoint_dir={run}/checkpoints",
-        "cluster.num_nodes=32", "cluster.gpus_per_node=8", "grpo.max_num_steps=10", "++logger.wandb.name=it's mine",
+        "cluster.num_nodes=32", "cluster.gpus_per_node=8", "grpo.max_num_steps=10", "++logger.wandb.name=\"it's mine\"",
     ]  # fmt: skip
 
 
