@@ -92,6 +92,7 @@ def test_a_wheel_that_was_exchanged_is_not_installed(tmp_path: Path):
     (tmp_path / "scripts").mkdir()
     script = (ROOT / "scripts/install_gpu.sh").read_text().replace("    check_host\n", "").replace("BUILD=(torch ", "BUILD=(parcel ")
     (tmp_path / "scripts/install_gpu.sh").write_text(script)
+    (tmp_path / "constraints-gpu.txt").write_text("parcel==1.0\n")
     (tmp_path / "constraints-gpu.hashes.txt").write_text(f"parcel==1.0 --hash=sha256:{digest}\n")
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nshift 3\nexec {sys.executable} -m pip install --target {tmp_path}/site "$@"\n')
