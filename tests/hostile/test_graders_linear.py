@@ -98,8 +98,6 @@ MCQA = "BOXED ANSWER MORE ENDS BOX_ENDS choose BOXED_LETTER COLON COLON_MD ALONE
 MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     "mrl.config.texts._UNSAFE": safe_text,
     "mrl.envs.math_hedges._MARKS": find_hedges,
-    "mrl.data.dates.dated": safe_text,
-    "mrl.data.dates._CALL": safe_text,
     "mrl.envs.math.ANSWER_LINE": lambda text: math.score_dapo(text, "1"),
     "mrl.envs.math.plain_answer": lambda text: math.score_dapo(f"answer: {text[: math.DAPO_TAIL_CHARACTERS]}", "1"),
     **dict.fromkeys((f"mrl.envs.math_number.{name}" for name in NUMBERS), read_answer),
@@ -144,6 +142,8 @@ MEETS_NO_TEXT = {
     "mrl.envs.math_value.LETTER",
     "mrl.envs.math_value._is_contradiction",
     "mrl.data.chat._words",
+    "mrl.data.dates._CALL",
+    "mrl.data.dates.dated",
     "mrl.data.extras._words",
     "mrl.data.reading.Names",
     "mrl.data.rendering._LAYOUT",

@@ -90,7 +90,7 @@ def test_a_wheel_that_was_exchanged_is_not_installed(tmp_path: Path):
     digest = hashlib.sha256(wheel(tmp_path, "honest = True").read_bytes()).hexdigest()
     wheel(tmp_path, "import os")
     (tmp_path / "scripts").mkdir()
-    script = (ROOT / "scripts/install_gpu.sh").read_text().replace("    check_host\n", "").replace("BUILD=(torch ", "BUILD=(parcel ")
+    script = (ROOT / "scripts/install_gpu.sh").read_text().replace("        check_toolkit\n", "").replace("BUILD=(torch ", "BUILD=(parcel ")
     (tmp_path / "scripts/install_gpu.sh").write_text(script)
     (tmp_path / "constraints-gpu.txt").write_text("parcel==1.0\n")
     (tmp_path / "constraints-gpu.hashes.txt").write_text(f"parcel==1.0 --hash=sha256:{digest}\n")
