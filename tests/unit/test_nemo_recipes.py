@@ -47,7 +47,7 @@ def outcomes(checkout: Path) -> list[Outcome]:
 def test_files_are_counted_by_what_they_are(outcomes: list[Outcome]):
     rows = {(row["algorithm"], row["trained by"]): row for row in group_rows(outcomes)}
     accepted = {group: (int(row["accepted, model known"] or 0), int(row["accepted, model unknown"] or 0)) for group, row in rows.items()}
-    assert all(row["files"] == sum(accepted[group]) + row["refused"] for group, row in rows.items())
+    assert all(row["files"] == sum(accepted[group]) + int(row["refused"] or 0) for group, row in rows.items())
     counts = {group: (row["files"], sum(accepted[group]), row["refused for one reason"]) for group, row in rows.items()}
     assert counts == {
         ("grpo", "megatron"): (1, 0, 1),
