@@ -40,7 +40,7 @@ def test_two_steps_of_dpo(tmp_path: Path):
     assert steps[1]["val/validation-default_loss"] != first["val/validation-default_loss"]
     assert steps[0]["train/num_valid_tokens"] == 16 * 2 * 3  # two digits and the end of every answer
     events = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
-    assert [event["event"] for event in events] == ["taken", "trained"] * 2
+    assert [event["event"] for event in events] == ["taken", "trained"] * 2 + ["saved"]
     assert find_damage(run / "step_2") is None
     assert re.search(r"^=+ Step 2/2 =+$", printed, re.MULTILINE)
     assert re.search(
