@@ -2,7 +2,7 @@
 """Rows `{"terms": [12, 30]}`: sums for the reward and the environment of these pages, in turn."""
 
 
-def sums(row: dict) -> dict:
+def sums(row: dict[str, list[int]]) -> dict[str, object]:
     first, second = row["terms"]
     return {
         "question": f"{first}+{second}=",

@@ -123,25 +123,31 @@ def test_the_logger_has_every_step(run_folder: Path):
 
 
 def test_the_loop_of_ones_own_trains_as_mrls_does(tmp_path: Path):
-    """The example computes the estimator of grpo_tiny.yaml by hand: step by step both have the same losses and weights."""
+    """The example computes the estimator of grpo_tiny.yaml by hand: step by step both have the same losses and weights.
+
+    So has the loop on the first page, as it is printed there, with a smaller config of that name beside it.
+    """
     prepare_tiny(ROOT / "prepared" / "tiny", seed=0)
     (tmp_path / "prepared").symlink_to(ROOT / "prepared")
-    short = [
-        "cluster.cpu_units_per_node=2",
-        "grpo.max_num_steps=2",
-        "grpo.num_prompts_per_step=8",
-        f"grpo.num_generations_per_prompt={GROUP}",
-        "grpo.max_val_samples=8",
-        "grpo.val_period=0",
-    ]
+    (tmp_path / "grpo_tiny.yaml").write_text(
+        f"defaults: {ROOT / 'configs' / 'grpo_tiny.yaml'}\ncluster: {{cpu_units_per_node: 2}}\ngrpo: {{num_prompts_per_step: 8, "
+        f"num_generations_per_prompt: {GROUP}, max_val_samples: 8, val_period: 0, val_at_start: false, val_at_end: false}}\n"
+    )
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    printed = call(tmp_path, "-c", block, timeout_s=TRAIN_TIMEOUT_S)
+    assert re.search(r"^\d\d\+\d\d= \d+ [01]\.0$", printed, re.MULTILINE) and "{'val/accuracy': " in printed, printed[-6000:]
+    short = ["grpo.max_num_steps=2"]
     console = call(tmp_path, str(EXAMPLES / "own_loop.py"), *short, timeout_s=TRAIN_TIMEOUT_S)
     assert "accuracy before: 0." in console and "bytes of the engines verified" in console
     assert (tmp_path / "results" / "own_loop" / "step_2" / "policy").is_dir()
     call(tmp_path, "-m", "mrl.train", "grpo_tiny.yaml", *short, "checkpointing.checkpoint_dir=mrls", timeout_s=TRAIN_TIMEOUT_S)
-    own, mrls = ([row for row in metrics_of(tmp_path / name) if "train/loss" in row] for name in ("results/own_loop", "mrls"))
+    folders = ("results/own_loop", "results/mine", "mrls")
+    own, first_page, mrls = ([row for row in metrics_of(tmp_path / name) if "train/loss" in row] for name in folders)
     assert [row["step"] for row in own] == [row["step"] for row in mrls] == [1, 2]
+    assert [row["step"] for row in first_page] == [1, 2, 3, 4]
     for name in ("train/reward", "train/loss", "train/grad_norm", "refit/verified_bytes"):
-        assert [row[name] for row in own] == pytest.approx([row[name] for row in mrls], rel=1e-5, abs=1e-8), name
+        for rows in (own, first_page[:2]):
+            assert [row[name] for row in rows] == pytest.approx([row[name] for row in mrls], rel=1e-5, abs=1e-8), name
 
 
 def test_the_agent_trains(tmp_path: Path):

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,19 @@ def test_the_built_in_loop_is_made_of_public_parts_that_the_page_explains():
     assert [name for name in used if f"`{name}(" not in page] == []
     of_run = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("run.")}
     assert of_run == {"run.is_over"}, "the rest is behind the public parts"
+
+
+KINDS = {"group": api.RolloutGroup, "prompt": api.Prompt, "rollout": api.RolloutInfo, "verdict": api.Verdict}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_page_has_every_field_of_what_a_loop_gets(name: str):
+    (_, table) = (ROOT / "docs" / "extend" / "loop.md").read_text().split("| Field | What it is |\n|---|---|\n")
+    rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith(f"| `{name}.")]
+    shown = [field for row in rows for field in re.findall(r"`\w*\.(\w+)`", row)]
+    kind = KINDS[name]
+    properties = [key for key, value in vars(kind).items() if isinstance(value, property)]
+    assert sorted(shown) == sorted([*(field.name for field in fields(kind)), *properties])
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "rm"])
