@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from conversion.tensors import BoxSource, merge_lora, read_whole
 _PEFT_WEIGHTS, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+)")
-_GATED = re.compile(r"\.experts\.0\.(gate_proj|w1)\.")
 _UNGATED = ("up_proj", "down_proj")
 
 
@@ -96,10 +95,13 @@ def write_peft(tensors: BoxSource, adapters: CheckpointAdapters, hf_config: Mapp
     layer, as PEFT has it for what transformers holds in one parameter; it makes that of gated ones itself.
 
     Raises:
-        ValueError: PEFT would refuse adapters of these layers, or ignore them silently.
+        ValueError: PEFT, which is asked, refuses adapters of these layers or ignores them silently; or it is not installed.
     """
+    try:
+        from conversion.peft_check import check_applied
+    except ImportError as error:
+        raise ValueError(f"{error}: only PEFT itself says whether it applies adapters; pip install 'mrl[adapters]'") from error
     canonical = family(hf_config).canonical(hf_config)
-    _check_expressible([name.removesuffix(".weight") for name in adapters.factors], canonical)
     content, targets, parameters = dict[str, Tensor](), set[str](), set[str]()
     stacked: dict[tuple[str, str], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for weight, pair in adapters.factors.items():
@@ -135,23 +137,9 @@ def write_peft(tensors: BoxSource, adapters: CheckpointAdapters, hf_config: Mapp
     with built_aside(out, {"adapters": adapters.layers}) as folder:
         save_file(content, folder / _PEFT_WEIGHTS, {"format": "pt"})
         write_json(folder / _PEFT_CONFIG, config)
+        check_applied(folder, hf_config, _changes(tensors, adapters))
 
 
-def _check_expressible(modules: Sequence[str], canonical: Mapping[str, object]) -> None:
-    """Raises ValueError unless PEFT (0.21 was tried) loads adapters of all these modules."""
-    last = {module.rpartition(".")[2] for module in modules}
-    of_experts = {found[2] for module in modules if (found := _EXPERT.fullmatch(module))}
-    is_mamba, is_gated = any(name.endswith("A_log") for name in canonical), any(_GATED.search(name) for name in canonical)
-    of_dense = {module.rpartition(".")[2] for module in modules if not _EXPERT.fullmatch(module)} & {"gate_proj", "up_proj", "down_proj"}
-    what, way_out = "", ""
-    if is_mamba and "out_proj" in last:
-        what, way_out = "refuses adapters of Mamba's out_proj", "exclude_modules=[out_proj]"
-    elif is_gated and of_experts & {"w1", "gate_proj"} and not of_experts & {"w2", "down_proj"}:
-        what, way_out = "passes over adapters of experts' linear_fc1 without linear_fc2", "target_modules that name both, or neither"
-    elif is_gated and of_dense:
-        what, way_out = "takes the dense MLPs' gate_proj, up_proj and down_proj for those of experts", "exclude_modules of the dense layers"
-    if what:
-        raise ValueError(
-            f"PEFT {what}, so that the adapters of this checkpoint cannot be used with it; mcore-to-hf writes the model with them merged. "
-            f"For adapters alone, train with policy.megatron_cfg.peft.{way_out}"
-        )
+def _changes(tensors: BoxSource, adapters: CheckpointAdapters) -> Iterator[tuple[str, Tensor]]:
+    for weight, (a, b) in adapters.factors.items():
+        yield weight, adapters.scale * read_whole(tensors, b).float() @ read_whole(tensors, a).float()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exported adapters, applied as PEFT's documentation says, give the merged weights. A long test has PEFT itself apply them."""
+"""Exported adapters, applied as PEFT's documentation says, give the merged weights; PEFT itself says which it does not apply."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.conversion.lora_cases import Patterns, export
 EXCLUDED = {
     "nemotron_h": ("out_proj",),
     "glm4_moe": ("*.mlp.linear_fc1", "*.mlp.linear_fc2", "*.shared_experts.*"),
-    "qwen2_moe": ("*.mlp.linear_fc1", "*.mlp.linear_fc2", "*.shared_experts.*"),
+    "qwen2_moe": ("*.mlp.linear_fc1", "*.mlp.linear_fc2", "*.shared_experts.*", "*.experts.*"),
 }
 """Modules of which PEFT takes no adapters, or takes them for others."""
 
@@ -68,6 +68,7 @@ CASES: list[tuple[str, Patterns]] = [
     ("nemotron_h", ("linear_fc2",)),
     ("nemotron_h", ("decoder.layers.1.mlp.experts.linear_fc1", "decoder.layers.4.*", "linear_qkv")),
     ("mixtral", ("linear_fc2", "linear_qkv")),
+    ("qwen3_moe", ("decoder.layers.1.mlp.experts.*",)),
 ]
 
 
@@ -82,23 +83,27 @@ def test_the_adapters_are_what_is_merged(model_type: str, targets: Patterns, tmp
         torch.testing.assert_close(by_peft[name], expected, atol=1e-5, rtol=1e-5, msg=name)
 
 
+OTHERS = r"PEFT 0.21.* passes over them, or takes them for others, in layers"
+
+
 @pytest.mark.parametrize(
-    ("model_type", "targets", "overrides", "reason"),
+    ("model_type", "targets", "excludes", "overrides", "reason"),
     [
-        (
-            "nemotron_h",
-            (),
-            {},
-            r"PEFT refuses adapters of Mamba's out_proj, .* train with policy.megatron_cfg.peft.exclude_modules=\[out_proj",
-        ),
-        ("qwen3_moe", ("linear_fc1",), {}, "PEFT passes over adapters of experts' linear_fc1 without linear_fc2"),
-        ("mixtral", ("linear_fc1", "linear_qkv"), {}, "PEFT passes over adapters of experts' linear_fc1 without linear_fc2"),
-        ("glm4_moe", (), {}, "PEFT takes the dense MLPs' gate_proj, up_proj and down_proj for those of experts"),
-        ("qwen2_moe", (), {}, "PEFT takes the dense MLPs' gate_proj, up_proj and down_proj for those of experts"),
-        ("qwen3_moe", (), {"mlp_only_layers": [1]}, "PEFT takes the dense MLPs' gate_proj, up_proj and down_proj for those of experts"),
+        ("nemotron_h", (), (), {}, r"PEFT 0.21.* does not load them: .*'out_proj' is incompatible with Mamba-based models"),
+        ("qwen3_moe", ("linear_fc1",), (), {}, rf"{OTHERS}.0: experts, layers.1: experts"),
+        ("mixtral", ("linear_fc1", "linear_qkv"), (), {}, rf"{OTHERS}.0: experts, layers.1: experts"),
+        ("glm4_moe", (), (), {}, rf"{OTHERS}.0: down_proj"),
+        ("qwen2_moe", (), (), {}, rf"{OTHERS}.0: experts"),
+        # The shared experts have the names of the routed ones.
+        ("qwen2_moe", (), ("*.shared_experts.*",), {}, rf"{OTHERS}.0: experts"),
+        ("qwen2_moe", ("linear_fc2",), ("*.shared_experts.*",), {}, rf"{OTHERS}.0: experts"),
+        ("qwen3_moe", (), (), {"mlp_only_layers": [1]}, rf"{OTHERS}.1: down_proj"),
     ],
 )
-def test_what_peft_cannot_express_is_refused(model_type: str, targets: Patterns, overrides: dict[str, object], reason: str, tmp_path: Path):
+def test_what_peft_does_not_apply_is_refused(
+    model_type: str, targets: Patterns, excludes: Patterns, overrides: dict[str, object], reason: str, tmp_path: Path
+):
     hf_config = tiny_config(model_type, **overrides)
-    with pytest.raises(ValueError, match=reason):
-        export(hf_config, random_weights(hf_config), tmp_path / "peft", targets=targets)
+    with pytest.raises(ValueError, match=f"cannot be used with PEFT: {reason}.* mcore-to-hf writes the model with them merged"):
+        export(hf_config, random_weights(hf_config), tmp_path / "peft", targets=targets, excludes=excludes)
+    assert not (tmp_path / "peft").exists()
