@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the library PEFT applies exported adapters: it loads them itself, into a model without weights. Not imported without PEFT."""
+"""Check of exported adapters by the library PEFT, which loads them into a model without weights. Imported only where PEFT is installed."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ def check_applied(folder: Path, hf_config: Mapping[str, object], changes: Iterab
 def _without_weights(hf_config: Mapping[str, object]) -> PreTrainedModel:
     """The model of transformers with parameters that take no memory. Not on the meta device, to which PEFT would move adapters."""
     with tempfile.TemporaryDirectory() as folder:
+        # auto_map names code that a folder brings along. Of a file, transformers also reads infinite numbers as it writes them.
         write_json(Path(folder, "config.json"), {key: value for key, value in hf_config.items() if key != "auto_map"})
         config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import uv
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM

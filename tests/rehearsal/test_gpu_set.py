@@ -19,7 +19,7 @@ from tests.sources import ROOT
 from tests.waiting import HANG_S
 
 CONSTRAINTS = ROOT / "constraints-gpu.txt"
-EXTRAS = ("gpu", "cluster", "loggers")
+EXTRAS = ("gpu", "adapters", "cluster", "loggers")
 # The oldest glibc for which every package but those below has a wheel (llguidance asks for 2.31).
 PLATFORM = "x86_64-manylinux_2_31"
 ONLY_SOURCES = ("causal-conv1d", "mamba-ssm", "pwinput", "transformer-engine-torch")

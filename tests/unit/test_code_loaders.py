@@ -53,6 +53,7 @@ REASONS = {
     ("mrl/config/passthrough.py", "yaml.load"): "a file of mrl's own, by a safe loader",
     ("mrl/view/run_data.py", "yaml.load"): "by a safe loader, after check_yaml",
     ("mrl/rollout/gym.py", "yaml.load"): "what Gym's head server says, by a safe loader",
+    ("conversion/peft_check.py", "AutoConfig.from_pretrained"): "a config.json without auto_map, written by the same function",
     ("mrl/data/chat.py", "AutoTokenizer.from_pretrained"): "trust_remote_code=False",
 }
 

@@ -56,7 +56,7 @@ ALLOWED_BESIDE = {
 HOMES = {"megatron": "mrl.policy", "vllm": "mrl.rollout", "ray": "mrl.cluster"}
 # The files of conversion/ that touch bytes; all others are tables and need the standard library only.
 BYTE_MODULES = {
-    *(f"conversion.{name}" for name in "convert lora_export tensors".split()),
+    *(f"conversion.{name}" for name in "convert lora_export peft_check tensors".split()),
     *(f"conversion.files.{name}" for name in "checkpoint_metadata crc32 safetensors torch_dist torch_dist_writer".split()),
 }
 # What a bare GPU machine has: enough to try the policy and the refit without the rest.

@@ -66,7 +66,8 @@ def test_pre_commit_runs_the_pinned_linters():
 
 
 def test_every_import_is_declared():
-    declared = names(PROJECT["dependencies"]) | names(PROJECT["optional-dependencies"]["loggers"]) | {"vllm"}
+    extras = PROJECT["optional-dependencies"]
+    declared = names([*PROJECT["dependencies"], *extras["loggers"], *extras["adapters"]]) | {"vllm"}
     missing = {}
     for path in python_files(("mrl", "conversion")):
         for statement in (node for node in ast.walk(tree_of(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)):
@@ -82,7 +83,7 @@ def test_every_import_is_declared():
 def test_constraints_pin_every_dependency():
     extras = PROJECT["optional-dependencies"]
     needed = {kind: names([*PROJECT["dependencies"], *extras[kind]]) for kind in ("cpu", "gpu")}
-    tools, optional = names(extras["dev"]), names([*extras["loggers"], *extras["cluster"]])
+    tools, optional = names(extras["dev"]), names([*extras["loggers"], *extras["adapters"], *extras["cluster"]])
     pinned = {kind: pins(f"constraints-{kind}.txt").keys() for kind in ("cpu", "gpu", "dev")}
     assert needed["cpu"] - pinned["cpu"] == set()
     assert (needed["gpu"] | optional) - pinned["gpu"] == set()

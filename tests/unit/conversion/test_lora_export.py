@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,4 +107,13 @@ def test_what_peft_does_not_apply_is_refused(
     hf_config = tiny_config(model_type, **overrides)
     with pytest.raises(ValueError, match=f"cannot be used with PEFT: {reason}.* mcore-to-hf writes the model with them merged"):
         export(hf_config, random_weights(hf_config), tmp_path / "peft", targets=targets, excludes=excludes)
+    assert not (tmp_path / "peft").exists()
+
+
+def test_without_peft_the_package_to_install_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(sys.modules, "conversion.peft_check", raising=False)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    hf_config = tiny_config("llama")
+    with pytest.raises(ValueError, match=r"only PEFT itself says whether it applies adapters; pip install 'mrl\[adapters\]'"):
+        export(hf_config, random_weights(hf_config), tmp_path / "peft")
     assert not (tmp_path / "peft").exists()
