@@ -13,32 +13,27 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from conversion.files.hf_weights import describe_dtypes
 from mrl.config.dialect.translate import Migration
 from mrl.config.errors import ConfigError, NotKnown, Unchecked, Unprovided
 from mrl.config.files import find_config
 from mrl.config.load import changes_since, read_run
-from mrl.config.model import find_missing_weights, find_wrong_weights, read_model, with_cached_folders
+from mrl.config.model import find_missing_weights, find_wrong_weights, with_cached_folders
 from mrl.config.rules.checks import find_problems
-from mrl.config.rules.gym_servers import describe_routes
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import CheckpointingConfig, RunConfig
 from mrl.config.secrets import run_entry, start_logging
-from mrl.data.order import count_steps, find_few_rows
-from mrl.envs.workers import describe_workers, usable_cores
+from mrl.data.order import find_few_rows
+from mrl.description import ROWS
 from mrl.gpus import find_fault, host_gpus
 from mrl.inputs import Look, look_at_inputs
 from mrl.kernels import describe_missing, missing_kernels
-from mrl.plan.deadlines import all_deadlines
 from mrl.plan.hardware import GPUS, Gpu, local_gpu, local_memory
-from mrl.plan.memory import describe_limits
 from mrl.plan.plan import prediction
-from mrl.store.checkpoints import RUN_CONFIG, CheckpointStore, find_lost_run, newest_step
+from mrl.store.checkpoints import RUN_CONFIG, CheckpointStore, find_lost_run
 
 logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
@@ -51,8 +46,6 @@ NEVER_SEEN = (
 MODEL_KEY = re.compile(r"[\w., ]*\bmodel_name=")
 """Beginning of the problem of a model that is not known."""
 WIDTH = 14
-COUNTED_ROWS = 20_000
-"""Rows that a check counts to say how many steps they make: under a second of reading."""
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -277,157 +270,6 @@ def describe_run(config: RunConfig) -> list[str]:
         except OSError as error:
             lines.append(f"{name:<{WIDTH}}{error.filename}: {error.strerror}")
     return lines
-
-
-def _model(config: RunConfig) -> str:
-    policy = config.policy
-    try:
-        sizes = read_model(Path(policy.model_name))
-    except ValueError:
-        return f"{policy.model_name}, {policy.precision}"
-    experts = f", {sizes.experts} experts" if sizes.experts else ""
-    number = f"{sizes.num_parameters / 1e9:.3g} billion" if sizes.num_parameters >= 1e8 else f"{sizes.num_parameters:,}"
-    return f"{policy.model_name}, {policy.precision}: {number} parameters, {len(sizes.layers)} layers{experts}"
-
-
-def _weights(config: RunConfig) -> str:
-    try:
-        return describe_dtypes(Path(config.policy.model_name), config.policy.precision)
-    except (OSError, ValueError):
-        return "not here, or not readable"
-
-
-def _batch(config: RunConfig) -> str:
-    grpo, batch_size = config.rollouts, config.policy.train_global_batch_size
-    if not config.has_engines:
-        return f"{batch_size:,} rows a step"
-    rollouts = f"{grpo.num_prompts_per_step:,} prompts x {grpo.num_generations_per_prompt} rollouts = {grpo.num_rollouts_per_step:,}"
-    return f"{rollouts} a step, {batch_size:,} an update"
-
-
-def _slots(config: RunConfig) -> str:
-    cluster = config.cluster
-    what = "GPUs" if cluster.gpus_per_node else "policy ranks without GPUs"
-    return f"{cluster.num_nodes} node{'s' * (cluster.num_nodes != 1)} x {cluster.slots_per_node} = {cluster.num_slots} {what}"
-
-
-def _trainer(config: RunConfig) -> str:
-    megatron, dp = config.policy.megatron_cfg, config.data_parallel_size
-    sizes = f"tensor {megatron.tensor_model_parallel_size} x pipeline {megatron.pipeline_model_parallel_size}"
-    experts = f"expert {megatron.expert_model_parallel_size} x expert tensor {megatron.expert_tensor_parallel_size}"
-    lora = f"; LoRA of rank {megatron.peft.dim}" if megatron.peft.enabled else ""
-    return f"{sizes} x context {megatron.context_parallel_size} x data {dp}; {experts}{lora}"
-
-
-def _teachers(config: RunConfig) -> str:
-    k, lines = config.num_taught_logits, []
-    what = f"{config.loss_fn.kl_type} KL over its {k} likeliest tokens" if k else "logprobs of the tokens that the policy drew"
-    for model in config.teachers:
-        seen, name = config.of_model(model), model.partition(":")[2]
-        lines.append(f"{name}{': ' if name else ''}{_model(seen)}; {_trainer(seen)}; {what}")
-    return "\n".join(lines) or "none"
-
-
-def _critic(config: RunConfig) -> str:
-    seen, alone = config.of_model("critic"), config.ppo.policy_training_start_step
-    first = f", alone in the first {alone} steps" if alone else ""
-    return f"{_model(seen)}; {_trainer(seen)}; {config.num_passes} passes a step{first}"
-
-
-def _engines(config: RunConfig) -> str:
-    if not config.has_engines:
-        return "none"
-    generation = config.policy.generation
-    where = "on the trainer's slots" if generation.colocated.enabled else f"on {config.num_dedicated_slots} slots of their own"
-    nodes = f" over {config.nodes_of_engine} nodes" if config.nodes_of_engine > 1 else ""
-    limits = describe_limits(config, None)
-    vllm = generation.vllm_cfg
-    stages = f" x pipeline {vllm.pipeline_parallel_size}" if vllm.pipeline_parallel_size > 1 else ""
-    groups = f" x {vllm.num_groups} groups that share experts" if vllm.num_groups > 1 else ""
-    return f"{config.num_engines} of tensor {vllm.tensor_parallel_size}{stages}{groups}{nodes}, {where}, {limits}"
-
-
-def _rewards(config: RunConfig) -> str:
-    if not config.has_engines:
-        return "none"
-    # A host from which jobs are submitted has other cores than their nodes.
-    is_elsewhere = config.cluster.num_nodes > 1 or (config.cluster.gpus_per_node > 0 and local_gpu() is None)
-    return describe_workers(config, num_cores=None if is_elsewhere else usable_cores())
-
-
-def _data(config: RunConfig) -> str:
-    data = config.data
-    train = ", ".join(dataset.source for dataset in data.train_sets.values())
-    validation = [f"{dataset.held_out:g} of {key}" for key, dataset in data.train_sets.items() if dataset.held_out]
-    validation += [dataset.source for dataset in data.validation_sets.values()]
-    scored = f"; scored by {data.default.env_name}" if config.has_engines else ""
-    return f"{train}; held out: {', '.join(validation) or 'none'}{scored}"
-
-
-def _tokens(config: RunConfig) -> str:
-    policy, sampled, rows = config.policy, "", f"{config.policy.train_micro_batch_size} sequences a row"
-    if policy.sequence_packing.enabled:
-        rows = f"packed into rows of {policy.sequence_packing.train_mb_tokens:,}"
-    elif policy.dynamic_batching.enabled:
-        rows = f"rows of {policy.dynamic_batching.train_mb_tokens:,}"
-    if config.has_engines:
-        sampled = f", of which at most {policy.generation.max_new_tokens:,} are sampled"
-    return f"{policy.max_total_sequence_length:,} a sequence{sampled}; {rows}"
-
-
-def _steps(config: RunConfig) -> str:
-    training = config.training
-    limits = f"at most {training.max_num_steps:,} (-1 = all), and {training.max_num_epochs:,} epochs"
-    num_steps = None
-    with suppress(NotKnown, ValueError):  # of which the report has a line of its own
-        num_steps = count_steps(config, most_rows=COUNTED_ROWS)
-    if num_steps is not None and not 0 <= training.max_num_steps <= num_steps:
-        limits += f" = {num_steps:,} step{'s' * (num_steps > 1)}, as the data have no more rows"
-    return f"{limits}; validation every {training.val_period} (0 = never)"
-
-
-def _optimizer(config: RunConfig) -> str:
-    optimizer, scheduler = config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler
-    rate = f"lr {optimizer.lr:g} {scheduler.lr_decay_style} to {optimizer.min_lr:g}"
-    return f"{optimizer.optimizer}, {rate} after {scheduler.lr_warmup_iters} steps of warmup"
-
-
-def _start(config: RunConfig) -> str:
-    section, num_steps = config.checkpointing, config.training.max_num_steps
-    step = newest_step(Path(section.checkpoint_dir))
-    of = f" of {num_steps}" if num_steps > 0 else ""
-    return f"{section.checkpoint_dir}: {f'resumes at step {step}{of}' if step else 'starts at step 0'}"
-
-
-def _checkpoints(config: RunConfig) -> str:
-    section = config.checkpointing
-    if not section.enabled:
-        return "none"
-    return f"every {section.save_period} steps, best {section.keep_top_k} by {section.metric_name}"
-
-
-ROWS: dict[str, Callable[[RunConfig], str]] = {
-    "algorithm": lambda config: config.algorithm,
-    "model": _model,
-    "weights": _weights,
-    "slots": _slots,
-    "trainer": _trainer,
-    "teacher": _teachers,
-    "critic": lambda config: _critic(config) if config.has_critic else "none",
-    "engines": _engines,
-    "batch": _batch,
-    "tokens": _tokens,
-    "steps": _steps,
-    "data": _data,
-    "rewards": _rewards,
-    "agents": lambda config: (config.has_engines and describe_routes(config)) or "none of NeMo Gym's",
-    "optimizer": _optimizer,
-    "run folder": _start,
-    "checkpoints": _checkpoints,
-    "logs": lambda config: config.logger.log_dir,
-    "deadlines": lambda config: "\n".join(map(str, all_deadlines(config))),
-}
-"""Line of the report -> what it says of a run."""
 
 
 @dataclass(frozen=True)

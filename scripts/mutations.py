@@ -140,9 +140,9 @@ a worker holds a key head that it shares | unit/plan/test_engine.py::test_states
 mrl/plan/engine.py: max(1, shape.kv_heads // tp) >>> shape.kv_heads / tp
 # rollouts and gateway
 no rollout is older than the lag | unit/loop/test_rollout_queue.py::test_nothing_is_lost_or_trained_twice_over_a_kill
-mrl/loop/rollouts.py: group.oldest_version > self.plan.lag >>> group.oldest_version > self.plan.lag + 1
+mrl/loop/queue.py: group.oldest_version > self.plan.lag >>> group.oldest_version > self.plan.lag + 1
 surplus ages by a version | unit/loop/test_rollout_queue.py::test_surplus_of_a_synchronous_step_is_drawn_again_by_the_next_weights
-mrl/loop/rollouts.py: next_version=state.weight_version + 1) >>> next_version=state.weight_version)
+mrl/loop/queue.py: next_version=state.weight_version + 1) >>> next_version=state.weight_version)
 a turn is trained in one sequence | unit/rollout/test_turn_tree.py::test_a_retry_shares_its_beginning_and_trains_it_once
 mrl/rollout/turn_tree.py: taken.update(mine) >>> pass
 what a grammar forced is not trained | unit/rollout/test_gateway.py::test_what_a_grammar_forced_is_not_trained

@@ -77,9 +77,7 @@ class PolicyRank:
         Weights are random until `load_hf`, `load_mcore` or `load_checkpoint`. `timeout_s` bounds every wait for another rank. A model
         other than the policy has no arena, because no engine maps it, and a teacher nothing to train with.
         """
-        if on_gpu() != (config.cluster.gpus_per_node > 0):
-            device = "a GPU" if on_gpu() else "the CPU"
-            raise RuntimeError(f"this process computes on {device}, but cluster.gpus_per_node={config.cluster.gpus_per_node}")
+        _check_device(config.cluster.gpus_per_node)
         vocab_size = vocab_size_of(config, model)
         self._config = config = config.of_model(model)
         self._role = role_for(model)
@@ -474,3 +472,9 @@ class PolicyRank:
     def _arena_tensors(self, tensors: Mapping[Slot, Tensor]) -> Mapping[Slot, Tensor]:
         """The weights that lie in the arena. With adapters these are the frozen ones, to which `Lora.merge` adds them."""
         return tensors if self._lora.description is None else {slot: tensors[slot] for slot in self._layout}
+
+
+def _check_device(gpus_per_node: int) -> None:
+    if on_gpu() != (gpus_per_node > 0):
+        device = "a GPU" if on_gpu() else "the CPU"
+        raise RuntimeError(f"this process computes on {device}, but cluster.gpus_per_node={gpus_per_node}")

@@ -11,7 +11,6 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 import vllm._custom_ops as ops
@@ -21,11 +20,10 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
-from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
-from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from mrl.rollout.cpu_groups import gather_any, gather_rows, sum_rows
+from mrl.rollout.cpu_sampling import CountingRequest, draw_tokens, gumbel_seeds
 from mrl.rollout.cpu_speculation import come_back, convolve_proposed, draw_ahead, note_accepted, sample_targets, scan_proposed, spread
 
 # The matrix kernels give rows other bits when there are few of them; from 4 rows on, multiples of 4 agree. 16 keeps a margin.
@@ -264,62 +262,6 @@ def _selective_state_update(
     return out
 
 
-class CountingGenerator(torch.Generator):
-    """A seed and a number of draws, which vLLM's model runner can rewind as it does a CUDA generator: by 4 of its offset a draw."""
-
-    num_draws = 0
-
-    def get_offset(self) -> int:
-        return 4 * self.num_draws
-
-    def set_offset(self, offset: int) -> None:
-        self.num_draws = offset // 4
-
-
-@dataclass
-class CountingRequest(CachedRequestState):
-    """A request whose generator counts its draws, and which knows what it needs to come back to a batch."""
-
-    num_accepted: int = 1
-    """Tokens of its last step that it kept: where its Mamba states lie."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.generator is not None:
-            self.generator = CountingGenerator(device="cpu").manual_seed(self.generator.initial_seed())
-
-
-def _draw_tokens(
-    sampler: TopKTopPSampler, logits: Tensor, generators: dict[int, CountingGenerator], k: Tensor | None, p: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    logits = apply_top_k_top_p(logits, k, p)
-    logprobs = None
-    if sampler.logprobs_mode == "processed_logprobs":
-        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
-    elif sampler.logprobs_mode == "processed_logits":
-        logprobs = logits
-    seeds = torch.randint(0, 2**31, (len(logits),))
-    if generators:
-        drawn = np.array([(one.initial_seed(), one.num_draws) for one in generators.values()], dtype=np.uint64)
-        seeds[list(generators)] = gumbel_seeds(drawn[:, 0], drawn[:, 1])
-        for generator in generators.values():
-            generator.num_draws += 1
-    return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), logprobs
-
-
-def gumbel_seeds(seeds: np.ndarray, indices: np.ndarray) -> Tensor:
-    """The seed of draw `indices` of each request's seed, int64."""
-    return torch.from_numpy(splitmix64(seeds, indices) >> np.uint64(33)).long()
-
-
-def splitmix64(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Output `indices` of the generator of each seed, uint64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators)."""
-    z = seeds + (indices + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
 def _take_over(original: Callable[..., IntermediateTensors]) -> Callable[..., IntermediateTensors]:
     def sync_and_gather(runner: GPUModelRunner, *arguments: object) -> IntermediateTensors:
         if runner.intermediate_tensors is None:
@@ -440,7 +382,7 @@ PATCHES = (
         "the same function, with seeds from each request's count",
         "counts can be rewound, and vLLM's draw of one seed after the other takes a tenth of a small model's step",
         "the patch of CachedRequestState goes",
-        lambda _: _draw_tokens,
+        lambda _: draw_tokens,
     ),
     EnginePatch(
         "vllm.triton_utils.dispatcher.vars",

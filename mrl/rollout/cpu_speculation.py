@@ -90,7 +90,7 @@ def spread(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int 
 
 
 class Returning(Protocol):
-    """`mrl.rollout.cpu.CountingRequest`."""
+    """`mrl.rollout.cpu_sampling.CountingRequest`."""
 
     num_tokens: int
     num_computed_tokens: int
@@ -127,7 +127,7 @@ def come_back(original: Callable[..., int]) -> Callable[..., int]:
 
 
 class Counting(Protocol):
-    """`mrl.rollout.cpu.CountingGenerator`."""
+    """`mrl.rollout.cpu_sampling.CountingGenerator`."""
 
     num_draws: int
 

@@ -36,18 +36,6 @@ def engine_arguments(
     Worker `i` runs on the visible GPU `device_ids[i]`; vLLM counts from 0 if there are none.
     """
     vllm_cfg, is_cpu = config.vllm_cfg, current_platform.is_cpu()
-    prefix_caching = vllm_cfg.enable_prefix_caching
-    if keeps_routes:
-        # vLLM keeps the routes of cached blocks, and insists on a cache; RouteRecorder knows nothing of tokens that are not computed.
-        needed = not is_cpu
-        if prefix_caching not in (None, needed):
-            logger.warning(
-                "enable_prefix_caching=%s is not followed: policy.router_replay needs %s here, to know all routes", prefix_caching, needed
-            )
-        prefix_caching = needed
-    elif prefix_caching is None and is_cpu:
-        # vLLM's CPU scan keeps final states only: a cached prefix of a Mamba model ends in an IndexError.
-        prefix_caching = False
     arguments: dict[str, object] = {
         "model": model_dir,
         "skip_tokenizer_init": tokenizer is None,
@@ -74,7 +62,7 @@ def engine_arguments(
         "async_scheduling": None,
         "disable_log_stats": True,
         "per_request_spec_decode_metrics": "summary" if config.speculative_method else "none",
-        "enable_prefix_caching": prefix_caching,
+        "enable_prefix_caching": _prefix_caching(vllm_cfg.enable_prefix_caching, keeps_routes=keeps_routes),
         "enable_return_routed_experts": keeps_routes and not is_cpu,
     }
     if is_cpu:
@@ -94,6 +82,23 @@ def engine_arguments(
         # The experts of CPU hosts are those of mrl.rollout.cpu, which keep the checkpoint's order.
         arguments["moe_backend"] = "auto"
     return EngineArgs(**arguments)  # type: ignore[arg-type]  # vLLM checks
+
+
+def _prefix_caching(setting: bool | None, *, keeps_routes: bool) -> bool | None:
+    """The argument for the cache of prefixes; None leaves it to vLLM."""
+    is_cpu = current_platform.is_cpu()
+    if not keeps_routes:
+        # vLLM's CPU scan keeps final states only: a cached prefix of a Mamba model ends in an IndexError.
+        return False if setting is None and is_cpu else setting
+    # vLLM keeps the routes of cached blocks, and insists on a cache; RouteRecorder only knows tokens that are computed.
+    needed = not is_cpu
+    if setting not in (None, needed):
+        logger.warning(
+            "enable_prefix_caching=%s is not followed: policy.router_replay needs %s here, to know all routes",
+            setting,
+            needed,
+        )
+    return needed
 
 
 def _class_of(path: Path) -> dict[str, object]:

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S, make_folder, put_aside, read_whole, sync_file, write_atomic
+from conversion.files.durable import IO_TIMEOUT_S, WRITE_TIMEOUT_S, make_folder, sync_file, write_atomic
 from conversion.files.hf_folder import OF_THE_MODEL, copy_companions
 from conversion.files.limits import is_waiting, within
 from mrl import spans
@@ -30,7 +30,6 @@ from mrl.env import kill_point
 from mrl.phases import ModelName
 from mrl.store.about import about_this_attempt
 from mrl.store.checkpoints import (
-    DAMAGED,
     LEDGER,
     RUN_CONFIG,
     Checkpoint,
@@ -45,6 +44,7 @@ from mrl.store.checkpoints import (
 from mrl.store.console import step_header, step_lines, story, supervised_lines
 from mrl.store.identity import IDENTITY, TOKENIZER_FILES, Identity, check_identity
 from mrl.store.ledger import Ledger
+from mrl.store.lines import JsonlLogger, drop_later_steps, last_step_in, read_or_set_aside
 from mrl.store.loggers.group import Loggers, check_loggers
 from mrl.store.marks import Mark, find_run, find_strangers, new_id, write_mark
 from mrl.store.ownership import FolderLost, Ownership
@@ -52,7 +52,7 @@ from mrl.store.samples import Split, append_report_samples, best_and_worst, drop
 from mrl.types import RolloutGroup, TokenSamples, TrainSequence
 from mrl.view.advisories import Advisor
 from mrl.view.page import write_report
-from mrl.view.rows import METRIC_KEYS, METRICS, SAMPLES, parse_row, read_rows
+from mrl.view.rows import METRIC_KEYS, METRICS, SAMPLES, read_rows
 from mrl.view.run_data import ABOUT, OWNER, REFIT, State, facts_of
 
 if TYPE_CHECKING:
@@ -430,61 +430,5 @@ class RunFolder:
                 logger.warning("%s cannot be written, and the run goes on without it: %s. logger/lost counts losses", what, error)
 
 
-class JsonlLogger:
-    """`metrics.jsonl`: one JSON object a step, flushed at once. After an error, the next call also writes the lines that failed."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = within(WRITE_TIMEOUT_S, f"open of {path}", lambda: path.open("a", encoding="utf-8"))
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Writes `{"step": step, ...}`; a value that is not finite is written as null, which JSON has. TimeoutError: no answer."""
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        line = json.dumps({"step": step, **finite}) + "\n"
-
-        def write() -> None:
-            self._file.write(line)
-            self._file.flush()
-
-        within(WRITE_TIMEOUT_S, f"write of {self._path}", write)
-
-    def close(self) -> None:
-        within(WRITE_TIMEOUT_S, f"write of {self._path}", self._file.close)
-
-
 def _place(checkpoint: Checkpoint | None) -> tuple[int, Path | None]:
     return (checkpoint.step, checkpoint.ledger) if checkpoint is not None else (0, None)
-
-
-def drop_later_steps(path: Path, step: int) -> set[int]:
-    """Drops lines of steps after `step`, which run again, and torn lines. Returns the steps that have a line."""
-    lines = _lines(path)
-    kept = {number: found for number, (found, _) in enumerate(lines) if found is not None and found <= step}
-    if len(kept) < len(lines):
-        write_atomic(path, "".join(lines[number][1] + "\n" for number in kept))
-    return set(kept.values())
-
-
-def last_step_in(path: Path) -> int:
-    """The last step with a whole line; -1 if there is none."""
-    return max((step for step, _ in _lines(path) if step is not None), default=-1)
-
-
-def read_or_set_aside(path: Path) -> bytes:
-    """Reads a file; one that is unreadable or no regular file is renamed out of the way, and counts as empty."""
-    if not os.path.lexists(path):
-        return b""
-    try:
-        return read_whole(path)
-    except TimeoutError:
-        raise
-    except OSError as error:
-        aside = put_aside(path, DAMAGED)
-        logger.warning("%s cannot be read: %s. It is set aside as %s", path, error, aside.name)
-        return b""
-
-
-def _lines(path: Path) -> list[tuple[int | None, str]]:
-    """Step and text of each line; None: it is torn, or no line of ours."""
-    lines = read_or_set_aside(path).decode("ascii", errors="replace").splitlines()
-    return [(row["step"] if (row := parse_row(line)) is not None else None, line) for line in lines]

@@ -12,7 +12,7 @@ import pytest
 
 from mrl.config.texts import safe_text
 from mrl.envs import instruction_following as instructions
-from mrl.envs import languages, math, math_hedges, math_notation, math_number, math_value, mcqa
+from mrl.envs import languages, math, math_hedges, math_notation, math_number, math_size, math_value, mcqa
 from mrl.envs.code import last_code_block
 from mrl.envs.tool_calls import tool_calls
 from tests.sources import ROOT
@@ -78,7 +78,7 @@ def find_hedges(text: str) -> None:
 
 
 def search_answer(text: str) -> None:
-    every(math_value.DIGITS_OF_BASE, math_value.BOXES, math_value.LIMITS, math_value.FUNCTION_NAMES)(text)
+    every(math_value.DIGITS_OF_BASE, math_value.BOXES, math_size.LIMITS, math_size.FUNCTION_NAMES)(text)
     math_value.joined_boxes(text[-math_value.SEARCHED_CHARACTERS :])
     math_value.right_side(text)
 
@@ -112,12 +112,12 @@ MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     ),
     **dict.fromkeys((f"mrl.envs.math_value.{name}" for name in ("EMPHASIS", "ANSWER_PHRASE")), search_end),
     "mrl.envs.math_value.PERCENT": math_value.PERCENT.match,
-    "mrl.envs.math_value._PARTS": math_value.size_of,
-    "mrl.envs.math_value._DIGITS": math_value.size_of,
-    "mrl.envs.math_value._EAGER": math_value.size_of,
-    "mrl.envs.math_value._EAGER_COST": lambda text: math_value.size_of(f"gcd {text}"),
-    "mrl.envs.math_value._NUMBER_RUN": math_value.search_cost,
-    "mrl.envs.math_value._ENVIRONMENTS": math_value.search_cost,
+    "mrl.envs.math_size._PARTS": math_size.size_of,
+    "mrl.envs.math_size._DIGITS": math_size.size_of,
+    "mrl.envs.math_size._EAGER": math_size.size_of,
+    "mrl.envs.math_size._EAGER_COST": lambda text: math_size.size_of(f"gcd {text}"),
+    "mrl.envs.math_size._NUMBER_RUN": math_size.search_cost,
+    "mrl.envs.math_size._ENVIRONMENTS": math_size.search_cost,
     **dict.fromkeys((f"mrl.envs.mcqa.{name}" for name in MCQA), choose_letter),
     "mrl.envs.languages.detect": languages.detect,
     "mrl.envs.tool_calls.BLOCK": lambda text: tool_calls(f"<tool_call>{text}"),

@@ -21,9 +21,14 @@ Row = dict[str, str | int | float | None]
 
 
 _UPDATE = ("mrl/policy/batch.py", "mrl/policy/step.py", "mrl/policy/objectives.py", "mrl/policy/optimizer.py", "mrl/policy/packed.py")
-_LEARNS = ("mrl/algo", *_UPDATE, "mrl/policy/output.py", "mrl/loop/learning.py", "mrl/loop/rollouts.py")
+_LEARNS = ("mrl/algo", *_UPDATE, "mrl/policy/output.py", "mrl/loop/learning.py", "mrl/loop/rollouts.py", "mrl/loop/queue.py")
 _TINY = ("configs/grpo_tiny.yaml", "mrl/recipes/additions.py")
-_ROLLOUTS = ("mrl/loop/rollouts.py", *(f"mrl/cluster/{name}.py" for name in ("rollouts", "book", "engines")), "mrl/rollout/engine.py")
+_ROLLOUTS = (
+    "mrl/loop/rollouts.py",
+    "mrl/loop/queue.py",
+    *(f"mrl/cluster/{name}.py" for name in ("rollouts", "book", "engines")),
+    "mrl/rollout/engine.py",
+)
 _COPIES = ("conversion/schedule.py", "conversion/reshard.py", "conversion/rounds.py")
 _FILES = ("conversion/convert.py", "conversion/cache.py", "conversion/files", "conversion/tensors.py")
 _PEAKS = ("mrl/plan/activations.py", "mrl/plan/peaks.py", "mrl/plan/states.py", "scripts/bench/plan_points.py")
@@ -38,7 +43,13 @@ PATHS: dict[str, tuple[str, ...]] = {
     "config": ("mrl/config",),
     "conversion": _FILES,
     "convert": _FILES,
-    "engine": ("mrl/rollout/engine.py", "mrl/rollout/engine_arguments.py", "mrl/rollout/worker.py", "mrl/rollout/cpu.py"),
+    "engine": (
+        "mrl/rollout/engine.py",
+        "mrl/rollout/engine_arguments.py",
+        "mrl/rollout/worker.py",
+        "mrl/rollout/cpu.py",
+        "mrl/rollout/cpu_sampling.py",
+    ),
     "driver": ("mrl/train.py", *_ROLLOUTS, "mrl/cluster/rewards.py", "mrl/cluster/event_loop.py", "mrl/cluster/calls.py"),
     "driver_memory": ("mrl/train.py", *_ROLLOUTS, "mrl/cluster/rewards.py", "mrl/store/samples.py"),
     "distillation": (*_LEARNS, "mrl/policy/distillation.py", "configs/distillation_tiny.yaml", "configs/sft_tiny.yaml"),

@@ -7,7 +7,7 @@ import dataclasses
 import json
 
 from mrl.config.schema.run import RunConfig
-from mrl.loop.rollouts import RolloutQueue, open_queue
+from mrl.loop.queue import RolloutQueue, open_queue
 from mrl.train import train_step
 from tests.stack.loop.conftest import LiveRun
 

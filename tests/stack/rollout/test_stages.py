@@ -44,11 +44,8 @@ def test_an_engine_of_two_parts_draws_what_one_process_draws(
 ) -> None:
     loaded, other = (models.save_model(tmp_path / str(seed), model_type, seed) for seed in range(2))
     alone = start_engine(loaded, max_num_batched_tokens=CHUNK_TOKENS)
-    from vllm import SamplingParams
-    from vllm.inputs.engine import tokens_input
     from vllm.v1.engine.core_client import InprocClient
 
-    from mrl.rollout.groups import GroupScheduler
     from mrl.rollout.http_server import start_server
 
     trainer = Trainer(loaded)
@@ -108,13 +105,23 @@ def test_an_engine_of_two_parts_draws_what_one_process_draws(
     assert engine.live_digest() == [digest(expected_tensors(other, parallel, worker)) for worker in range(2)]
     assert differences(run(engine, REQUESTS), expected[2]) == []
     if parallel.num_groups > 1:
-        # As vLLM's warm-up does on GPUs.
-        assert engine.llm.collective_rpc(runs_alone) == [True, True]
-        # Two of these requests in a group and one in the other, to which all answers to a question come.
-        engine.add(REQUESTS[:3])
-        engine.llm.add_request("many", tokens_input([1, 2, 3]), SamplingParams(n=3))
-        assert isinstance(core.scheduler, GroupScheduler)
-        assert sorted(len(scheduler.requests) for scheduler in core.scheduler._schedulers) == [2, 4]
+        check_groups(engine, core.scheduler)
+
+
+def check_groups(engine: Engine, scheduler: object) -> None:
+    """Groups of an engine step alone, and share requests out; the answers to one question stay together."""
+    from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
+
+    from mrl.rollout.groups import GroupScheduler
+
+    # As vLLM's warm-up does on GPUs.
+    assert engine.llm.collective_rpc(runs_alone) == [True, True]
+    # Two of these requests in a group and one in the other, to which all answers to a question come.
+    engine.add(REQUESTS[:3])
+    engine.llm.add_request("many", tokens_input([1, 2, 3]), SamplingParams(n=3))
+    assert isinstance(scheduler, GroupScheduler)
+    assert sorted(len(one.requests) for one in scheduler._schedulers) == [2, 4]
 
 
 def runs_alone(worker: Any) -> bool:

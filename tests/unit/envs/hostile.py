@@ -8,6 +8,12 @@ import signal
 import sys
 import time
 
+NO_MESSAGES = {
+    "no JSON": b"\x00\x00\x00\x04junk",
+    "no object": b"\x00\x00\x00\x02[]",
+    "no text": b"\x00\x00\x00\x01\xff",
+}
+
 
 def score(prompt, response, reference_answer):
     text, expected = response, reference_answer
@@ -44,9 +50,7 @@ def score(prompt, response, reference_answer):
             write_everywhere(b"\xff" * 64)
             time.sleep(6000)
         case "no JSON" | "no object" | "no text":
-            write_everywhere(
-                {"no JSON": b"\x00\x00\x00\x04junk", "no object": b"\x00\x00\x00\x02[]", "no text": b"\x00\x00\x00\x01\xff"}[text]
-            )
+            write_everywhere(NO_MESSAGES[text])
             time.sleep(6000)
         case "forged reward" | "forged observation":
             forged = {"reward": 1.0, "components": {}, "extracted": "", "flags": [], "observation": []}

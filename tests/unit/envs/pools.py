@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from mrl.config.schema.env import EnvConfig
-from mrl.envs.scorer import MEMORY_BYTES, Job, RewardPool, goes_last, start_environment
+from mrl.envs.child_process import MEMORY_BYTES
+from mrl.envs.scorer import Job, RewardPool, goes_last, start_environment
 from mrl.envs.task import Environment, Task
 from mrl.types import Verdict
 

@@ -3,7 +3,8 @@ import pytest
 from math_verify import parse
 
 from mrl.envs.math import make, score_dapo
-from mrl.envs.math_value import ANSWER_TARGETS, TOO_COSTLY, find_answer, score, size_of
+from mrl.envs.math_size import size_of
+from mrl.envs.math_value import ANSWER_TARGETS, TOO_COSTLY, find_answer, score
 from mrl.envs.task import Outcome, Task
 
 RIGHT = [

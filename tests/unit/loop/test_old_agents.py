@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from mrl.cluster.rollouts import AskedGroup, RolloutCollector
-from mrl.loop.rollouts import RolloutQueue
+from mrl.loop.queue import RolloutQueue
 from mrl.rollout.agents import AgentRunner, AgentTask, FunctionAgent
 from mrl.store.ledger import Ledger
 from mrl.store.summary import Clock

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from mrl.cluster.rollouts import AskedGroup
 from mrl.data.prompts import load_prompts
-from mrl.loop.rollouts import NoSignal, QueuePlan, RolloutQueue, Supplied, open_queue
+from mrl.loop.queue import QueuePlan, RolloutQueue, Supplied, open_queue
 from mrl.loop.run import Stopped
+from mrl.loop.signal_watch import NoSignal
 from mrl.recipes.tokenizer import byte_tokenizer
 from mrl.store.console import step_lines
 from mrl.store.ledger import Ledger, replay

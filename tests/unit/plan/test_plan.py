@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,23 +17,18 @@ from conversion.families.registry import family
 from mrl.check import examine
 from mrl.config.load import load_config
 from mrl.config.model import with_value
-from mrl.config.rules.checks import checkpoint_demand, num_kept_at_most
 from mrl.config.schema.run import RunConfig
 from mrl.loop.preflight import check_start
 from mrl.plan.__main__ import main
-from mrl.plan.deadlines import checkpoint_deadline
 from mrl.plan.facts import PlanModel, read_model, state_rules
 from mrl.plan.hardware import GIB, GPUS, nearest
 from mrl.plan.memory import (
     PAGE_CACHE,
     ROLLOUTS,
     ROUNDING,
-    cache_bytes,
-    disk_bytes,
     engine_memory,
     host_memory,
     rank_memory,
-    saved_bytes,
     stage_states,
     work_of,
 )
@@ -45,23 +39,13 @@ from mrl.store.run_folder import RunFolder
 from mrl.view.run_data import run_data
 from tests.reading import read_page
 from tests.sources import ROOT
+from tests.unit.plan.conftest import MODELS
 from tests.waiting import HANG_S
 
-MODELS = {"nano": "nemotron3_nano_30b_a3b", "qwen": "qwen3_30b_a3b"}
 H100 = GPUS["h100-80g"]
 LENGTH = 1024
 ONE_NODE = ["cluster.num_nodes=1", "policy.megatron_cfg.tensor_model_parallel_size=1", "policy.megatron_cfg.sequence_parallel=false"]
 ONE_NODE += ["policy.megatron_cfg.pipeline_model_parallel_size=1", "policy.megatron_cfg.context_parallel_size=1"]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    found = {}
-    for name, file in MODELS.items():
-        folder = tmp_path_factory.mktemp(name)
-        shutil.copy(ROOT / f"scripts/bench/models/{file}.config.json", folder / "config.json")
-        found[name] = f"policy.model_name={folder}"
-    return found
 
 
 def misfit(config: RunConfig) -> str | None:
@@ -421,80 +405,3 @@ def test_a_plan_imports_no_heavy_library():
     code = "import sys, mrl.plan.__main__; print(*({'torch', 'ray', 'vllm', 'megatron', 'transformers'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
-
-
-def test_a_teacher_needs_most_on_the_stage_that_makes_logits(folders: dict[str, str]):
-    # Were it trained, the first stage would need most: it keeps the activations of all microbatches on their way.
-    words = ["pipeline_model_parallel_size=4", "activation_checkpointing=false"]
-    alone = load_config("grpo_nanov3.yaml", [folders["nano"]])
-    teacher = load_config(
-        "grpo_nanov3.yaml", [folders["qwen"], "policy.logprob_chunk_size=null", *(f"policy.megatron_cfg.{word}" for word in words)]
-    ).policy
-    config = with_value(with_value(alone, "teacher", teacher), "algorithm", "distillation")
-    parts = rank_memory(config, read_model(config), 0, None).phases["teacher"]
-    # Five bytes of each logit of a row of 49,152 tokens on four context-parallel ranks, of two that share the vocabulary.
-    assert parts["logits or one layer"] == 5 * 49152 / 4 * 151936 / 2
-    stages = [work_of(config.of_model("teacher"), PlanModel(hf_config("qwen")), stage) for stage in (0, 3)]
-    assert sum(stages[0].train.values()) > sum(stages[1].train.values())
-
-
-def ppo_words(folder: str, critic: str) -> list[str]:
-    words = [folder, critic.replace("policy.", "value."), "cluster.gpus_per_node=8", "policy.precision=bfloat16"]
-    return [*words, "value.megatron_cfg.num_layers_in_first_pipeline_stage=null"]
-
-
-def test_checkpoints_hold_policy_and_critic(folders: dict[str, str]):
-    both, without, adapters = (
-        load_config("ppo_tiny.yaml", [*ppo_words(folders["nano"], folders["qwen"]), *more])
-        for more in ([], ["checkpointing.save_optimizer=false"], ["policy.megatron_cfg.peft.enabled=true"])
-    )
-    # Weights in bfloat16, main parameters and two moments in float32; of a policy with adapters its weights.
-    nano, qwen = 31_577_940_288, 30_532_122_624
-    for config, expected in ((both, 14 * (nano + qwen)), (without, 2 * (nano + qwen)), (adapters, 2 * nano + 14 * qwen)):
-        model, kept = read_model(config), num_kept_at_most(config)
-        assert sum(saved_bytes(config, model).values()) == expected
-        assert disk_bytes(config, model) == ((kept or 1) * expected + expected, kept)
-        assert checkpoint_demand(config, nano).checkpoint_bytes == expected
-        assert checkpoint_deadline(config).seconds == pytest.approx(600 + expected / 200e6)
-        assert host_memory(config, model, stage_states(config, model, 0))["checkpoint being written"] == expected
-    both.value.megatron_cfg.checkpoint.async_save = False
-    assert host_memory(both, model, stage_states(both, model, 0))["checkpoint being written"] == 14 * nano
-
-
-def test_a_folder_that_two_models_share_is_counted_once(folders: dict[str, str]):
-    for critic, num_parameters in (("nano", 31_577_940_288), ("qwen", 31_577_940_288 + 30_532_122_624)):
-        config = load_config("ppo_tiny.yaml", ppo_words(folders["nano"], folders[critic]))
-        model = read_model(config)
-        assert host_memory(config, model, stage_states(config, model, 0))["model files in the page cache"] == 2 * num_parameters
-        assert cache_bytes(model) == 2 * num_parameters
-
-
-def test_a_critic_does_not_train_the_output_layer_that_it_does_not_use(folders: dict[str, str]):
-    config = load_config("ppo_tiny.yaml", ppo_words(folders["qwen"], folders["qwen"]))
-    model = read_model(config)
-    assert model.hf_config["tie_word_embeddings"] is False
-    seen, critic = config.of_model("critic"), model.beside["critic"]
-    plain, mine = (work_of(seen, critic, 1, role).states for role in ("policy", "critic"))
-    # The layer stays in memory. Gradients are float32, the optimizer has 12 bytes of each element on one of four ranks.
-    assert mine.weights == plain.weights
-    assert plain.gradients - mine.gradients == 4 * 151936 * 2048
-    assert plain.optimizer - mine.optimizer == 12 * 151936 * 2048 / 4
-
-
-def test_a_teacher_is_counted_where_it_is(folders: dict[str, str]):
-    # Without a number it follows from the rollouts, which differ.
-    alone = load_config("grpo_nanov3.yaml", [folders["nano"], "policy.generation.vllm_cfg.max_num_seqs=128"])
-    teacher = load_config("grpo_nanov3.yaml", [folders["qwen"], "policy.megatron_cfg.pipeline_model_parallel_size=4"]).policy
-    config = with_value(with_value(alone, "teacher", teacher), "algorithm", "distillation")
-    model, plain = read_model(config), read_model(alone)
-    stages = [PlanModel(hf_config("qwen")).elements.stage(teacher.megatron_cfg.parallel, stage) for stage in range(4)]
-    mine, before = (rank_memory(*given, 0, engine_memory(given[0], given[1], H100)).phases for given in ((config, model), (alone, plain)))
-    assert mine.keys() - before.keys() == {"teacher"}
-    weights = mine["teacher"]["weights of the teacher"]
-    assert weights in [2 * (stage.dense + stage.experts) for stage in stages]
-    assert "gradients of the teacher" not in mine["teacher"] and "KV cache" not in mine["teacher"]
-    assert {phase: mine[phase] for phase in before} == before
-    host, host_alone = (host_memory(*given, stage_states(*given, 0)) for given in ((config, model), (alone, plain)))
-    assert host["weights of the teacher"] == weights * config.cluster.slots_per_node
-    files = "model files in the page cache"
-    assert host[files] - host_alone[files] == 2 * PlanModel(hf_config("qwen")).num_parameters

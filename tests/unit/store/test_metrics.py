@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mrl.store.run_folder import JsonlLogger, drop_later_steps, last_step_in
+from mrl.store.lines import JsonlLogger, drop_later_steps, last_step_in
 from tests.waiting import HANG_S
 
 
@@ -43,7 +43,7 @@ def test_the_last_step_of_a_file(tmp_path: Path):
 def test_a_full_disk_costs_no_line_once_there_is_room_again(tmp_path: Path):
     path, script = tmp_path / "metrics.jsonl", tmp_path / "full.py"
     script.write_text(
-        "import resource, signal, sys; from pathlib import Path; from mrl.store.run_folder import JsonlLogger\n"
+        "import resource, signal, sys; from pathlib import Path; from mrl.store.lines import JsonlLogger\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "sink = JsonlLogger(Path(sys.argv[1])); sink.log({'a': 1.0}, 1)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))\n"

@@ -3,7 +3,7 @@ from pathlib import Path
 
 from mrl.config.load import load_config
 from mrl.data.prompts import validation_sampling
-from mrl.loop.rollouts import queue_plan
+from mrl.loop.queue import queue_plan
 from mrl.types import SamplingParams
 from tests.unit.config.problems import problems_of as problems
 

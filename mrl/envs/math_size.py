@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The size of mathematical answers: bounds within which parsing and computing them stays cheap."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import astuple, dataclass
+
+from sympy import Abs, Add, Basic, Integer, Mul, Number, Pow, Product, Rational, Sum, exp
+
+# The longest answer of MATH has some 160 characters and 6 levels, of GSM8K 9 digits.
+MAX_CHARACTERS = 1_000
+
+BOX = "\\boxed{"
+MAX_BOXES = 32
+# Parentheses in each other double the parser's work with each level.
+MAX_DEPTH = 10
+MAX_PARTS = 50
+MAX_DIGIT_RUN = 200
+MAX_VALUE_DIGITS = 1.0e5
+"""Decimal digits of the largest number on the way to a value: sympy takes a tenth of a second for so many."""
+MAX_EXPECTED_DIGITS = 1.0e7
+# A sum with symbols to the power of n has so many times n digits: simplify expands it.
+DIGITS_PER_EXPANSION = 2_000.0
+LIMITS = re.compile(r"\\(?:i{0,3}int|oint|lim|limsup|liminf|varlimsup|varliminf)(?![a-z])|∫")
+FUNCTION_NAMES = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc|ln|log|exp)h?(?![a-z])")
+MAX_FUNCTIONS = 8
+FACTORIALS = ("factorial", "factorial2", "subfactorial", "gamma", "binomial", "fibonacci", "zeta")
+_PARTS = re.compile(r",|;|&|\\c[au]p|\\\\")
+_DIGITS = re.compile(r"\d+")
+_NUMBER_RUN = re.compile(r"[\d.\s+\-*×/^()÷,]+")
+_EAGER = re.compile(r"binom|choose|gcd|lcm|Gamma")
+_EAGER_COST = re.compile(r"\d{5}|\^|!|\*\*")
+_ENVIRONMENTS = (
+    ("\\(", re.compile(r"\\\)|\n")),
+    ("\\[", re.compile(r"\\\]")),
+    ("$", re.compile(r"\n")),
+    ("$$", re.compile(r"\$\$")),
+    (" [", re.compile(r"[\[\]\n]")),
+)
+"""Openings of pieces of LaTeX, and the patterns that end math-verify's search for their ends."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Measures of an expression before it is parsed."""
+
+    characters: int
+    depth: int
+    """Nesting of brackets. Which bars open and which close cannot be told, so two of them count as a level."""
+    num_parts: int
+    digit_run: int
+    is_eager: bool
+
+    def fits(self, expected: Size) -> bool:
+        """True when the value is small, or no larger than the expected answer."""
+        return all(mine <= max(most, theirs) for mine, most, theirs in zip(astuple(self), SMALL, astuple(expected), strict=True))
+
+
+SMALL = (MAX_CHARACTERS, MAX_DEPTH, MAX_PARTS, MAX_DIGIT_RUN, False)
+"""The bounds of an answer, by the fields of `Size`, wherever the expected one is not larger."""
+
+
+ANY_EXPECTED = Size(characters=20_000, depth=12, num_parts=1_000, digit_run=4_000, is_eager=True)
+"""The largest expected answer; Python reads no longer numbers."""
+
+
+def size_of(text: str) -> Size:
+    """The size of an expression."""
+    depth = deepest = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth = max(0, depth - 1)
+    deepest = max(deepest, text.count("|") // 2)
+    digit_run = max(map(len, _DIGITS.findall(text)), default=0)
+    is_eager = _EAGER.search(text) is not None and _EAGER_COST.search(text) is not None
+    return Size(len(text), deepest, len(_PARTS.findall(text)), digit_run, is_eager)
+
+
+def search_cost(text: str) -> float:
+    """Approximate steps of math-verify's patterns to find the mathematics in a text; infinite beyond 32 boxes."""
+    if text.count(BOX) > MAX_BOXES:
+        return math.inf
+    cost = float(sum(10 * len(run) ** 2 for run in _NUMBER_RUN.findall(text)))
+    for opening, closing in _ENVIRONMENTS:
+        for part in closing.split(text):
+            num_opened = 1 if opening == "$$" else part.count(opening)
+            cost += num_opened * len(part) * (20 + part.count(BOX) * part.count("}"))
+    return cost
+
+
+def value_digits(node: Basic) -> float:
+    """An upper bound of the decimal digits that the evaluation of an expression writes."""
+    if isinstance(node, Integer | Rational):
+        return math.log10(max(abs(int(node.p)), int(node.q)))
+    if isinstance(node, Number):
+        return abs(math.log10(float(Abs(node)))) if node.is_finite and node.is_nonzero and abs(node) < 1e300 else 300.0
+    of_arguments = [value_digits(argument) for argument in node.args if isinstance(argument, Basic)]
+    if isinstance(node, Pow):
+        base, power = of_arguments
+        if node.base.free_symbols:
+            base = max(base, DIGITS_PER_EXPANSION) if node.base.has(Add) else 0.0
+        return max(power, base * _bounded_power(power)) if base else power
+    if isinstance(node, exp):
+        return _bounded_power(of_arguments[0])
+    if isinstance(node, Sum | Product):
+        return (1.0 + of_arguments[0]) * max(_bounded_power(digits) for digits in of_arguments[1:])
+    if node.func.__name__.lower() in FACTORIALS and of_arguments:
+        return max(of_arguments) * _bounded_power(max(of_arguments))
+    if isinstance(node, Mul):
+        return sum(of_arguments)
+    return max(of_arguments, default=0.0) + math.log10(len(of_arguments) + 1)
+
+
+def _bounded_power(digits: float) -> float:
+    return 10.0**digits if digits < 100.0 else math.inf

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rollout queue: asks for prompts in their order, as far ahead as rollouts may be old, and hands each step its groups.
+
+Synchronous runs, asynchronous runs and dynamic sampling are this queue with different numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from mrl.algo.rewards import has_signal
+from mrl.config.schema.run import RunConfig
+from mrl.data.order import prompts_left
+from mrl.data.prompts import PromptData
+from mrl.loop.keeping import Revive
+from mrl.loop.run import Stopped
+from mrl.loop.signal_watch import NoSignal, reasons_of
+from mrl.store.console import rollout_progress
+from mrl.store.ledger import Ledger
+from mrl.store.summary import Clock
+from mrl.types import Prompt, PromptKey, RolloutGroup, RunState, SamplingParams
+
+if TYPE_CHECKING:
+    from mrl.cluster.rollouts import AskedGroup, RolloutCollector
+
+logger = logging.getLogger(__name__)
+# A group that was too old so often is waited for: to ask for it again and again would never train its prompt.
+MAX_TOO_OLD = 2
+
+
+@dataclass(frozen=True)
+class QueuePlan:
+    """Numbers of a run that size its rollout queue."""
+
+    num_prompts: int
+    """Groups of a step."""
+    num_generations: int
+    """Rollouts of a group."""
+    batch: int
+    """Prompts asked for and looked at together."""
+    max_batches: int | None
+    """The run gives up when so many batches do not fill a step; None where every group counts."""
+    lag: int
+    """Steps by which a rollout may be older than the weights that it trains."""
+    waits_for_refit: bool
+    """True when engines finish all rollouts under way before they get new weights."""
+    freshest_first: bool
+    """True when a step takes the freshest groups that are ready instead of the next prompts in order."""
+
+
+@dataclass(frozen=True)
+class Supplied:
+    """The groups of one step."""
+
+    groups: list[RolloutGroup]
+    trained: list[PromptKey]
+    """Their keys, in the same order."""
+    dropped: list[PromptKey]
+    """Prompts that the step left out: it consumes them too."""
+    sampled: list[RolloutGroup]
+    """All groups that the step looked at."""
+    seconds: float
+    """Seconds that the engines had for the groups."""
+    metrics: dict[str, float]
+    kept: set[PromptKey]
+    """Prompts of `sampled` whose rollouts an earlier attempt has sampled."""
+
+
+def queue_plan(config: RunConfig) -> QueuePlan:
+    grpo, ahead = config.rollouts, config.rollouts.async_grpo
+    return QueuePlan(
+        num_prompts=grpo.num_prompts_per_step,
+        num_generations=grpo.num_generations_per_prompt,
+        batch=grpo.num_prompts_per_batch,
+        max_batches=grpo.dynamic_sampling_max_gen_batches if grpo.use_dynamic_sampling else None,
+        lag=ahead.max_lag_steps,
+        waits_for_refit=ahead.max_lag_steps > 0 and not ahead.in_flight_weight_updates,
+        freshest_first=ahead.max_lag_steps > 0 and ahead.sample_freshest_first,
+    )
+
+
+class RolloutQueue:
+    """Asks for prompts, and hands each step its groups.
+
+    `ledger` keeps a prompt as taken from the first request for it until a step trains on it or leaves it out.
+    """
+
+    def __init__(
+        self,
+        plan: QueuePlan,
+        source: RolloutCollector,
+        ledger: Ledger,
+        prompts: Iterable[tuple[int, Prompt]],
+        sampling: SamplingParams,
+        *,
+        last_step: int,
+        has_signal: Callable[[RolloutGroup], bool] = lambda group: True,
+        on_tick: Callable[[], None] = lambda: None,
+        revive: Revive = lambda epoch, prompt: None,
+    ) -> None:
+        """`prompts` are all (epoch, prompt) that the run has not consumed. `on_tick` is called now and then while a step waits."""
+        self._revive = revive
+        self.plan = plan
+        self._source = source
+        self._ledger = ledger
+        self._prompts = iter(prompts)
+        self._sampling = sampling
+        self._last_step = last_step
+        self._has_signal = has_signal
+        self._on_tick = on_tick
+        self._asked: dict[PromptKey, AskedGroup] = {}
+        """Under way or waiting to be looked at, in the order of asking."""
+        self._surplus: list[tuple[PromptKey, RolloutGroup]] = []
+        """Looked at, and left over for the next step."""
+        self._again: list[tuple[int, Prompt]] = []
+        """Left over, but too old by the next step: to be generated again."""
+        self._num_too_old = Counter[PromptKey]()
+        """Groups under way that were too old when they were sampled, and how often."""
+        self._num_regenerated = 0
+        self._taken_at = time.monotonic()
+
+    def take(self, state: RunState, clock: Clock) -> Supplied | None:
+        """Waits for the groups of the step after `state`. None if the prompts are used up; Stopped from NoSignal: too few groups count."""
+        plan, step = self.plan, state.step + 1
+        ready, self._surplus = self._surplus, []
+        sampled: list[RolloutGroup] = []
+        dropped: list[PromptKey] = []
+        kept: set[PromptKey] = set()
+        num_batches = 0
+        if plan.lag == 0:
+            # Validation used the engines too, but not for this step.
+            self._source.take_busy_s()
+        while len(ready) < plan.num_prompts:
+            if num_batches == plan.max_batches:
+                masked = [f"; {count} are masked because of: {reason:.300}" for reason, count in reasons_of(sampled).most_common(1)]
+                raise Stopped from NoSignal(
+                    f"grpo.dynamic_sampling_max_gen_batches={plan.max_batches}: after so many batches of {plan.batch} prompts step {step} "
+                    f"has {len(ready)} of {plan.num_prompts} groups whose rewards differ{''.join(masked)}; use prompts that are "
+                    "sometimes solved, raise grpo.num_generations_per_prompt or grpo.batch_multiplier, or set "
+                    "grpo.use_dynamic_sampling=false"
+                )
+            self._fill(step, state.weight_version)
+            with clock.phase("generation"):
+                looked_at = self._wait_for_batch(state.weight_version)
+            batch = self._judge(looked_at, clock)
+            if not looked_at:
+                return None
+            num_batches += 1
+            kept |= {asked.key for asked in looked_at if asked.is_kept}
+            for key, group in zip([asked.key for asked in looked_at], batch, strict=True):
+                del self._asked[key]
+                del self._num_too_old[key]
+                sampled.append(group)
+                if self._has_signal(group):
+                    ready.append((key, group))
+                else:
+                    dropped.append(key)
+        chosen, surplus = ready[: plan.num_prompts], ready[plan.num_prompts :]
+        num_discarded = self._keep(surplus, next_version=state.weight_version + 1)
+        trained, groups = [key for key, _ in chosen], [group for _, group in chosen]
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        ages = [state.weight_version - rollout.weight_version for rollout in rollouts]
+        metrics = {
+            "train/avg_trajectory_age": sum(ages) / len(ages),
+            "train/max_trajectory_age": float(max(ages)),
+            "rollout/mixed_version_fraction": sum(rollout.num_weight_versions > 1 for rollout in rollouts) / len(rollouts),
+        }
+        if plan.max_batches is not None:
+            metrics |= {
+                "train/dynamic_sampling_num_gen_batches": float(num_batches),
+                "train/dynamic_sampling_num_discarded_valid_samples": float(num_discarded),
+            }
+        # Where generation goes on meanwhile, all the time since the last step counts, else that of the phase.
+        before, self._taken_at = self._taken_at, time.monotonic()
+        # 0 where an earlier attempt has sampled all of them.
+        seconds = max(1e-9, self._taken_at - before if plan.lag > 0 else clock.seconds("generation"))
+        busy_s = self._source.take_busy_s()
+        if plan.lag > 0 and num_batches > 0:
+            clock.overlap("generation", busy_s)
+        num_ready = sum(asked.num_missing == 0 for asked in self._asked.values()) + len(self._surplus)
+        num_regenerated, self._num_regenerated = self._num_regenerated, 0
+        metrics |= {
+            "rollout/engine_idle_fraction": max(0.0, 1.0 - busy_s / seconds),
+            "train/buffer_size": float(num_ready),
+            "rollout/regenerated_groups": float(num_regenerated),
+        }
+        return Supplied(groups, trained, dropped, sampled or groups, seconds, metrics, kept)
+
+    def sample(
+        self, asked: Sequence[tuple[int, Prompt]], sampling: SamplingParams, *, num_generations: int, weight_version: int, clock: Clock
+    ) -> list[RolloutGroup]:
+        """Groups of prompts outside the order, drawn from the engines' current weights."""
+        groups = self._source.ask(asked, sampling, num_generations=num_generations, weight_version=weight_version)
+        with clock.phase("generation"):
+            self._wait_for(groups, len(groups))
+        return self._judge(groups, clock)
+
+    def pause(self) -> dict[str, float]:
+        """Waits for the rollouts under way, if the plan wants that. Call it before the engines get new weights. Stopped: by a signal."""
+        if not self.plan.waits_for_refit:
+            return {}
+        start = time.monotonic()
+        self._source.drain(on_tick=self._on_tick)
+        return {"refit/drain_seconds": time.monotonic() - start}
+
+    def go_on(self, state: RunState) -> None:
+        """Asks for prompts of later steps. Call it after the engines got new weights."""
+        if self.plan.lag > 0 and state.step < self._last_step:
+            self._fill(state.step + 1, state.weight_version)
+
+    def _fill(self, step: int, weight_version: int) -> None:
+        """Asks for as many prompts as there is room for: one batch for `step` and one for each step of the lag."""
+        again, self._again = self._again, []
+        self._num_regenerated += len(again)
+        self._ask(again, weight_version)
+        room = self.plan.batch * (min(self.plan.lag, self._last_step - step) + 1) - len(self._asked)
+        new = list(islice(self._prompts, max(0, room)))
+        if new:
+            self._ledger.take(step, [(epoch, prompt.prompt_id) for epoch, prompt in new])
+        revived = {group.key: group for group in (self._revive(*one) for one in new) if group is not None}
+        self._ask(new, weight_version, revived)
+
+    def _ask(
+        self, prompts: Sequence[tuple[int, Prompt]], weight_version: int, revived: Mapping[PromptKey, AskedGroup] = MappingProxyType({})
+    ) -> None:
+        keys = [(epoch, prompt.prompt_id) for epoch, prompt in prompts]
+        wanted = [one for key, one in zip(keys, prompts, strict=True) if key not in revived]
+        groups = self._source.ask(wanted, self._sampling, num_generations=self.plan.num_generations, weight_version=weight_version)
+        found = {**revived, **{group.key: group for group in groups}}
+        self._asked |= {key: found[key] for key in keys}
+
+    def num_unjudged(self, weight_version: int) -> int:
+        """Groups from weights up to a version that are sampled and have no verdict yet. Any thread may ask."""
+        sampled = [group for group in list(self._asked.values()) if group.num_missing == 0 and group.num_unjudged > 0]
+        return sum(group.oldest_version <= weight_version for group in sampled)
+
+    def _wait_for_batch(self, weight_version: int) -> list[AskedGroup]:
+        size = min(self.plan.batch, len(self._asked))
+        while True:
+            wanted = list(self._asked.values())
+            if not self.plan.freshest_first:
+                wanted = wanted[:size]
+            # By the next step they would be too old once more.
+            last = [
+                one for one in wanted if self._num_too_old[one.key] >= MAX_TOO_OLD and weight_version - one.weight_version >= self.plan.lag
+            ]
+            self._wait_for(last, len(last))
+            self._wait_for(wanted, size)
+            ready = [group for group in wanted if group.num_missing == 0]
+            stale = [group for group in ready if weight_version - group.oldest_version > self.plan.lag]
+            if not stale:
+                return sorted(ready, key=lambda one: (one not in last, -one.oldest_version))[:size] if self.plan.freshest_first else ready
+            # Their verdicts must not meet those of the rollouts that take their place.
+            self._source.judge(stale, on_tick=self._on_tick)
+            self._num_regenerated += len(stale)
+            self._num_too_old.update(group.key for group in stale)
+            if often := [group.prompt for group in stale if self._num_too_old[group.key] == MAX_TOO_OLD]:
+                logger.warning(
+                    "%d prompts (%s of %s and others) were sampled %d times, each time too old for its step. They are asked once more, and "
+                    "a step waits for them. They take longer than grpo.async_grpo.max_trajectory_age_steps=%d steps, or fresher ones came "
+                    "first: raise it, make them shorter (max_new_tokens, an agent's turns), or set sample_freshest_first=false",
+                    *(len(often), often[0].prompt_id, often[0].env_name, MAX_TOO_OLD, self.plan.lag),
+                )
+            self._ask([(group.epoch, self._asked.pop(group.key).prompt) for group in stale], weight_version)
+
+    def _wait_for(self, groups: Sequence[AskedGroup], num_groups: int) -> None:
+        self._on_tick()
+        num_missing = sum(group.num_missing for group in groups)
+        if num_missing == 0:
+            return
+        with rollout_progress(num_missing) as progress:
+
+            def on_tick() -> None:
+                nonlocal num_missing
+                before, num_missing = num_missing, sum(group.num_missing for group in groups)
+                progress.update(before - num_missing)
+                self._on_tick()
+
+            self._source.wait(lambda: sum(group.num_missing == 0 for group in groups) >= num_groups, on_tick=on_tick)
+
+    def _judge(self, groups: Sequence[AskedGroup], clock: Clock) -> list[RolloutGroup]:
+        with clock.phase("reward"):
+            judged, scoring_s = self._source.judge(groups, on_tick=self._on_tick)
+        clock.overlap("reward", scoring_s)
+        return judged
+
+    def _keep(self, surplus: Sequence[tuple[PromptKey, RolloutGroup]], *, next_version: int) -> int:
+        num_discarded = 0
+        for key, group in surplus:
+            if next_version - group.oldest_version <= self.plan.lag:
+                self._surplus.append((key, group))
+            else:
+                self._again.append((key[0], group.prompt))
+                num_discarded += len(group.rollouts)
+        return num_discarded
+
+
+def open_queue(
+    config: RunConfig,
+    data: PromptData,
+    source: RolloutCollector,
+    ledger: Ledger,
+    *,
+    last_step: int,
+    on_tick: Callable[[], None],
+    revive: Revive = lambda epoch, prompt: None,
+) -> RolloutQueue:
+    """The queue of a run, without the prompts that its ledger has consumed."""
+    train, grpo, shuffle = data.train, config.rollouts, config.data.shuffle
+
+    def prompts() -> Iterator[tuple[int, Prompt]]:
+        # Once a checkpoint has been loaded: before, the ledger may hold steps that are rolled back, or have to be restored.
+        consumed, epochs = ledger.state.consumed, grpo.max_num_epochs
+        for epoch, index in prompts_left(consumed, len(train), train.id_at, num_epochs=epochs, seed=grpo.seed, shuffle=shuffle):
+            yield epoch, train[index]
+
+    def counts(group: RolloutGroup) -> bool:
+        return not grpo.use_dynamic_sampling or has_signal(group, grpo)
+
+    plan = queue_plan(config)
+    return RolloutQueue(
+        plan, source, ledger, prompts(), data.sampling, last_step=last_step, has_signal=counts, on_tick=on_tick, revive=revive
+    )
