@@ -106,10 +106,8 @@ MEETS_TEXT: Mapping[str, Callable[[str], object]] = {
     "mrl.envs.math_notation._REWRITTEN": even_answer,
     "mrl.envs.math_value.HEADING": math_value.answer_part,
     "mrl.envs.math_value.WORD": lambda text: math_value.answer_part(f"#### {text}\\boxed{{"),
-    **dict.fromkeys(
-        (f"mrl.envs.math_value.{name}" for name in ("DIGITS_OF_BASE", "BOXES", "LIMITS", "FUNCTION_NAMES", "JOINT")),
-        search_answer,
-    ),
+    **dict.fromkeys((f"mrl.envs.math_value.{name}" for name in ("DIGITS_OF_BASE", "BOXES", "JOINT")), search_answer),
+    **dict.fromkeys((f"mrl.envs.math_size.{name}" for name in ("LIMITS", "FUNCTION_NAMES")), search_answer),
     **dict.fromkeys((f"mrl.envs.math_value.{name}" for name in ("EMPHASIS", "ANSWER_PHRASE")), search_end),
     "mrl.envs.math_value.PERCENT": math_value.PERCENT.match,
     "mrl.envs.math_size._PARTS": math_size.size_of,
