@@ -247,6 +247,8 @@ def tell(checked: Checked, *, to_evaluate: bool = False, strict: bool = False) -
     groups[f"Refused: {len(checked.refused)}{limits}"] = checked.refused
     if checked.config is not None:
         groups["Not looked at:"] = [*checked.unseen, *NEVER_SEEN, *checked.unknown_models]
+    if (different := checked.migration.differences()) is not None:
+        groups[f"Behaves differently from NeMo RL: {len(different)}"] = different
     for title, lines in groups.items():
         logger.info("%s", title)
         for line in "\n".join(lines).splitlines():

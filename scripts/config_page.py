@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import get_args, get_origin, get_type_hints
 
 from mrl.config.dialect.rules import REWRITTEN, TEMPLATE_VARIABLES
-from mrl.config.dialect.tables import BY_RULE, GPU_VALUES, NO_EFFECT, REFUSED, RENAMED, SAME_VALUE, VALUES, Foreign
+from mrl.config.dialect.tables import BY_RULE, DIFFERENT, GPU_VALUES, NO_EFFECT, REFUSED, RENAMED, SAME_VALUE, VALUES, Foreign
 from mrl.config.fields import Only, Range
 from mrl.config.schema.data import RowsConfig
 from mrl.config.schema.run import KEYS, SAME_KEYS, RunConfig, fields_of, section_of
@@ -79,7 +79,8 @@ def dialect_tables() -> str:
     values = [(f"`{key}`", f"`{old}`", f"`{new}`") for (key, old), new in VALUES.items()]
     by_rules = [(f"`{old}`", "by rules of `mrl/config/dialect/rules.py`") for old in sorted((*REWRITTEN, *TEMPLATE_VARIABLES))]
     named = [*_renamed({**RENAMED, **SAME_VALUE}), *_renamed(BY_RULE, " by a rule"), *_merged(by_rules)]
-    without = [(_section(key), _written(key, entry)) for key, entry in sorted(NO_EFFECT.items())]
+    without = [(_section(key), _written(key, entry)) for key, entry in sorted(NO_EFFECT.items()) if key not in DIFFERENT]
+    different = [(_written(key, entry) + _same_values(entry), entry.reason) for key, entry in sorted(DIFFERENT.items())]
     sections = {name: ", ".join(key for section, key in without if section == name) for name, _ in without}
     refused = [(f"`{key}` ({value})", entry.reason) for (key, value), entry in GPU_VALUES.items()]
     refused += [(_written(key, entry) + _other_values(entry), entry.reason) for key, entry in sorted(REFUSED.items())]
@@ -88,6 +89,7 @@ def dialect_tables() -> str:
             _table("Values with another name", ("key", "NeMo RL", "here"), _merged(values)),
             _table("Keys with another name", ("NeMo RL", "here"), named),
             _table("Keys without effect", ("section", "keys"), sections.items()),
+            _table("Keys with which NeMo RL does something else", ("keys", "here, at every value"), _merged(different)),
             _table("Keys and values that are refused", ("keys (values)", "why"), _merged(refused)),
         ]
     )
@@ -108,6 +110,11 @@ def _written(key: str, entry: Foreign) -> str:
 
 def _section(key: str) -> str:
     return ".".join(key.split(".")[: 2 if key.startswith("policy.") and key.count(".") > 1 else 1])
+
+
+def _same_values(entry: Foreign) -> str:
+    """The values of a key with which NeMo RL does the same."""
+    return f" (not at {', '.join(map(_yaml, entry.same_at))})" if entry.same_at else ""
 
 
 def _other_values(entry: Foreign) -> str:

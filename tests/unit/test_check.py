@@ -287,6 +287,40 @@ def test_a_reader_that_has_enough_is_no_error(workplace: Path):
     assert (process.returncode, said) == (0, b"")
 
 
+DTENSOR = ("policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=false")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        # Another name, a switch that is off, a section that is not read, and a wish about speed.
+        (("grpo.num_val_generations_per_prompt=1", "policy.draft.enabled=false", "data.num_workers=4"), []),
+        (("env.should_log_nemo_gym_responses=true", "data.num_workers=4"), ["env.should_log_nemo_gym_responses=true"]),
+        # PyTorch's AdamW decays every parameter by the weight that it is given; Megatron gives vectors the multiple 0 of it.
+        (
+            (*DTENSOR, "policy.optimizer.name=torch.optim.AdamW", "policy.optimizer.kwargs.weight_decay=0.1"),
+            ["policy.dtensor_cfg.enabled=true", "policy.optimizer.kwargs.weight_decay=0.1"],
+        ),
+        (
+            (*DTENSOR, "policy.optimizer.name=torch.optim.AdamW"),
+            ["policy.dtensor_cfg.enabled=true", "policy.optimizer.name=torch.optim.AdamW"],
+        ),
+        ((*DTENSOR, "policy.optimizer.kwargs.weight_decay=0.0"), ["policy.dtensor_cfg.enabled=true"]),
+        (("async_rl.sampler.name=in_order",), []),
+        (("async_rl.sampler.name=windowed",), ["async_rl.sampler.name=windowed"]),
+        (("async_rl.sampler.name=windowed", "async_rl.sampler.sample_freshest_first=true"), []),
+    ],
+)
+def test_the_last_block_has_what_nemo_rl_does_otherwise_alone(said, overrides: tuple[str, ...], keys: list[str]):
+    _, output = said("grpo_tiny.yaml", *(f"++{word}" for word in overrides))
+    _, found, block = output.partition(f"Behaves differently from NeMo RL: {len(keys)}\n")
+    assert found and [line.strip().partition(" (command line): ")[0] for line in block.splitlines()] == keys
+
+
+def test_a_config_without_a_word_of_nemo_rls_is_not_compared_with_it(said):
+    assert "NeMo RL" not in said("grpo_tiny.yaml")[1]
+
+
 def test_the_last_line_names_models_that_nobody_looked_at(said, workplace: Path):
     _, output = said("grpo_tiny.yaml", f"policy.model_name={workplace}/nowhere")
     last = output.rstrip().splitlines()[-1].strip()

@@ -60,6 +60,8 @@ SAMPLERS = {
     "weight_fifo": "max_staleness_versions",
 }
 """Keys that bound how far engines run ahead (1 by default), by the way in which NeMo RL's single controller chooses finished groups."""
+UNORDERED = ("windowed", "ready_first")
+"""Samplers that take whatever is finished, in any order."""
 FRESHEST, RECOMPUTES = f"{SAMPLER}.sample_freshest_first", f"{SINGLE_CONTROLLER}.recompute_kv_cache_after_weight_updates"
 
 _GYM_MODEL = "env.nemo_gym.policy_model.responses_api_models.vllm_model"
@@ -101,6 +103,10 @@ COPIES = ("_copy", "_delete_key", "_inherit_from")
 _OWN_OF_GYM = {field.name for field in fields(NemoGymConfig)}
 
 
+Note = tuple[Key, Setting, str]
+"""A setting, and what becomes of it here."""
+
+
 @dataclass
 class Translation:
     """Result of the rules for the settings of a config."""
@@ -111,8 +117,10 @@ class Translation:
     dropped: set[Key] = field(default_factory=set)
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    without_effect: list[tuple[Key, Setting, str]] = field(default_factory=list)
+    without_effect: list[Note] = field(default_factory=list)
     """Keys that nobody takes here, and why."""
+    different: list[Note] = field(default_factory=list)
+    """Keys with which NeMo RL does something else, and what mrl does."""
 
     def given(self, key: str) -> Setting | None:
         """The setting of a dotted key, if the config has one."""
@@ -132,6 +140,10 @@ class Translation:
         if (setting := self.given(source)) is not None:
             value = self.value_of(source)
             self.put(source, setting, target, as_written(setting, target) if value == setting.value else value)
+
+    def differ(self, source: str, setting: Setting, how: str) -> None:
+        """Reports what mrl does in place of what NeMo RL does with `source`."""
+        self.different.append((split_key(source), setting, how))
 
     def refuse(self, source: str, setting: Setting, rule: str, way_out: str) -> None:
         """Reports that `source` cannot be translated."""
@@ -170,7 +182,9 @@ def _hand_on(found: Translation) -> None:
             found.set(".".join(written), setting, ".".join((*SERVERS, *written[2:])), found.value_of(".".join(key)))
             num_handed += starts
         elif written == key and not is_template_variable(key):
-            found.without_effect.append((key, setting, "an option of NeMo Gym's servers, which env.nemo_gym.command would start"))
+            is_alike = setting.value in (None, {}) or written[2] in GYM_GLOBAL
+            notes = found.without_effect if is_alike else found.different
+            notes.append((key, setting, "an option of NeMo Gym's servers, which env.nemo_gym.command would start"))
     if num_handed:
         found.lines.append(f"env.nemo_gym: keys passed to NeMo Gym's servers: {num_handed}")
 
@@ -206,6 +220,7 @@ def _choose_backend(found: Translation) -> None:
         found.dropped = {key for key in found.written if key[:2] == ("policy", "megatron_cfg")}
     if dtensor is not None:
         found.put(f"{DTENSOR}.enabled", dtensor, f"{MEGATRON}.enabled", True)
+        found.differ(f"{DTENSOR}.enabled", dtensor, "Megatron-Core trains, with other kernels and roundings than DTensor")
     for source, target in SAME_VALUE.items():
         found.put_same(source, target)
     for key, setting in found.written.items():
@@ -229,6 +244,9 @@ def _lora(found: Translation) -> None:
             found.put(f"{LORA}.lora_A_init", start, f"{MEGATRON}.peft.lora_A_init_method", LORA_INITS[str(value)])
         else:
             found.refuse(f"{LORA}.lora_A_init", start, "no such start of an adapter", f"use one of {', '.join(LORA_INITS)}")
+    enabled = found.given(f"{LORA}.enabled")
+    if enabled is not None and found.value_of(f"{LORA}.enabled") is True:
+        found.differ(f"{LORA}.enabled", enabled, "q, k and v share one adapter, as do gate and up; with DTensor each has its own")
     names = ["target_modules", "exclude_modules"]
     matches_all = found.given(f"{LORA}.match_all_linear")
     if matches_all is not None and found.value_of(f"{LORA}.match_all_linear") is True:
@@ -262,6 +280,13 @@ def _optimizer(found: Translation) -> None:
         found.refuse(f"{OPTIMIZER}.name", name, f"{value} is not supported", f"use {', '.join(OPTIMIZERS)}")
     elif name is not None and value == FUSED_ADAM and found.given(f"{OPTIMIZER}.kwargs.weight_decay") is None:
         found.put(f"{OPTIMIZER}.name", name, f"{MEGATRON}.optimizer.weight_decay", 0.0)  # its default, unlike AdamW's
+    decay = f"{OPTIMIZER}.kwargs.weight_decay"
+    written = found.given(decay)
+    # Without the key, torch's AdamW has a decay of its own, and FusedAdam none.
+    if found.value_of(decay) != 0 if written is not None else name is not None and found.value_of(f"{OPTIMIZER}.name") != FUSED_ADAM:
+        source, setting = (decay, written) if written is not None else (f"{OPTIMIZER}.name", name)
+        assert setting is not None
+        found.differ(source, setting, "biases, norms and other vectors do not decay, as in Megatron; with DTensor all parameters do")
     schedule = [setting for key, setting in found.written.items() if key[:2] == ("policy", "scheduler") and setting.value is not None]
     if not schedule and name is None:
         return
@@ -333,6 +358,9 @@ def _single_controller(found: Translation) -> None:
     for part, value in (("enabled", age != 0), ("max_trajectory_age_steps", age or 1), ("in_flight_weight_updates", age != 0)):
         found.put(source, setting, f"{ASYNC}.{part}", value)
     if age != 0:
+        if name in UNORDERED and not (found.given(FRESHEST) is not None and found.value_of(FRESHEST)):
+            how = "steps train groups in the order of the data, whichever is finished first, and none is dropped for its age"
+            found.differ(f"{SAMPLER}.name", chosen or asked, how)
         found.put_same(FRESHEST, f"{ASYNC}.sample_freshest_first")
         found.put_same(RECOMPUTES, f"{ASYNC}.recompute_kv_cache_after_weight_updates")
 

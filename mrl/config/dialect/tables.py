@@ -44,6 +44,12 @@ class Foreign:
     """Way out at another value. Empty only if every value is accepted."""
     is_section: bool = False
     """The entry stands for every key below it, too."""
+    same_at: tuple[object, ...] | None = None
+    """Values with which NeMo RL does what mrl does at every value. None = with all of them."""
+
+    def differs(self, value: object) -> bool:
+        """Tells whether NeMo RL does something else than mrl with a value that is accepted."""
+        return self.same_at is not None and value not in self.same_at
 
     def refuses(self, value: object) -> bool:
         """Tells whether `reason` is about a value; else it is unknown."""
@@ -74,6 +80,7 @@ def _entry(entry: Mapping[str, Any], reason: str, *, is_section: bool = False) -
         None if beside is None else (beside[0], beside[1]),
         entry.get("way_out", ""),
         is_section,
+        None if (alike := entry.get("same_at")) is None else tuple(alike),
     )
 
 
@@ -109,7 +116,8 @@ SAME_VALUE: Mapping[str, str] = _TABLES["same_value"]
 """Key of the DTensor backend -> key of Megatron that takes the same value."""
 BY_RULE: Mapping[str, str] = _TABLES["by_rule"]
 """Key of the DTensor backend -> key of Megatron whose value a rule of `mrl.config.dialect.rules` makes of it."""
-NO_EFFECT: Mapping[str, Foreign] = _foreign("without_effect")
+DIFFERENT: Mapping[str, Foreign] = _foreign("different")
+NO_EFFECT: Mapping[str, Foreign] = _foreign("without_effect") | DIFFERENT
 _GPU_KEYS, GPU_VALUES = _needing_gpu()
 REFUSED: Mapping[str, Foreign] = _foreign("refused") | _GPU_KEYS
 FOREIGN: Mapping[str, Foreign] = {**NO_EFFECT, **REFUSED}

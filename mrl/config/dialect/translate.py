@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from mrl import env
-from mrl.config.dialect.rules import REWRITTEN, TRANSLATED_SECTIONS, Translation, is_gyms, translate
+from mrl.config.dialect.rules import REWRITTEN, TRANSLATED_SECTIONS, Note, Translation, is_gyms, translate
 from mrl.config.dialect.tables import FOREIGN, GPU_VALUES, NO_EFFECT, RENAMED, TRANSLATED, VALUES, Foreign
 from mrl.config.errors import COMMAND_LINE
 from mrl.config.files import Key, Setting, Settings, describe, packaged_configs, split_key
@@ -50,29 +50,42 @@ class Migration:
 
     renamed: list[str] = field(default_factory=list)
     translated: list[str] = field(default_factory=list)
-    without_effect: list[tuple[Key, Setting, str]] = field(default_factory=list)
+    without_effect: list[Note] = field(default_factory=list)
     """Settings that change nothing, and why."""
+    different: list[Note] = field(default_factory=list)
+    """Settings with which NeMo RL trains, judges, resumes or logs otherwise, and what mrl does."""
 
     def sections(self) -> dict[str, list[str]]:
         """Groups the lines by the fate of the keys, without empty groups."""
-        groups: dict[object, list[tuple[Key, Setting, str]]] = {}
-        for key, setting, reason in self.without_effect:
-            group = key if setting.origin == COMMAND_LINE else (key[:2], reason)
-            groups.setdefault(group, []).append((key, setting, reason))
-        lines = []
-        for members in groups.values():
-            key, setting, reason = members[0]
-            shared = f"{'.'.join(os.path.commonprefix([other[:-1] for other, _, _ in members]))}: {counted(len(members), 'key')}"
-            lines.append(f"{describe(key, setting) if len(members) == 1 else shared}: {reason}")
-        found = {"renamed": self.renamed, "translated": self.translated, "without effect": lines}
+        found = {"renamed": self.renamed, "translated": self.translated, "without effect": _lines(self.without_effect)}
         return {title: lines for title, lines in found.items() if lines}
 
+    def differences(self) -> list[str] | None:
+        """The lines of `different`; None for a config without any key of NeMo RL's alone."""
+        return _lines(self.different) if self.different or self.sections() else None
+
     def log(self) -> None:
-        """Logs renamed and translated keys line by line, and the number of keys without effect."""
+        """Logs renamed, translated and differing keys line by line, and the number of keys without effect."""
         for line in (*self.renamed, *self.translated):
             logger.info("Config: %s", line)
+        for line in self.differences() or ():
+            logger.info("Config: other than in NeMo RL: %s", line)
         if self.without_effect:
             logger.info("Config: %s without effect here; `--check` lists them with the reasons", counted(len(self.without_effect), "key"))
+
+
+def _lines(notes: Iterable[Note]) -> list[str]:
+    """A line for each note; one for all of a section with one reason."""
+    groups: dict[object, list[Note]] = {}
+    for key, setting, reason in notes:
+        group = key if setting.origin == COMMAND_LINE else (key[:2], reason)
+        groups.setdefault(group, []).append((key, setting, reason))
+    lines = []
+    for members in groups.values():
+        key, setting, reason = members[0]
+        shared = f"{'.'.join(os.path.commonprefix([other[:-1] for other, _, _ in members]))}: {counted(len(members), 'key')}"
+        lines.append(f"{describe(key, setting) if len(members) == 1 else shared}: {reason}")
+    return lines
 
 
 def use_own_forms(settings: Settings) -> None:
@@ -170,6 +183,7 @@ def migrate(settings: Settings, value_of: Callable[[str], object], problems: lis
     report.translated += translation.lines
     problems += translation.problems
     report.without_effect += translation.without_effect
+    report.different += translation.different
     for key, setting in settings.items():
         if key in translation.dropped and setting.value not in (None, {}):
             active = "dtensor_cfg" if key[1] == "megatron_cfg" else "megatron_cfg"
@@ -195,7 +209,7 @@ def migrate(settings: Settings, value_of: Callable[[str], object], problems: lis
             beside, needed = entry.read_with
             report.without_effect.append((key, setting, f"read only with {beside}={needed}"))
         elif entry.same is None or value in same:
-            report.without_effect.append((key, setting, entry.reason))
+            (report.different if entry.differs(value) else report.without_effect).append((key, setting, entry.reason))
         elif entry.refuses(value):
             problems.append(f"{described}: {entry.reason}; {entry.way_out}")
         else:
@@ -217,6 +231,7 @@ def _translate_all(settings: Settings, value_of: Callable[[str], object]) -> Tra
             value = setting.value.replace("${policy.", f"${{{section}.") if isinstance(setting.value, str) else setting.value
             found.settings[section, *key[1:]] = Setting(value, _moved(setting.origin, section))
         found.dropped |= {(section, *key[1:]) for key in inner.dropped}
+        found.different += [((section, *key[1:]), setting, how) for key, setting, how in inner.different]
         found.lines += [_moved(line, section) for line in inner.lines]
         found.problems += [_moved(problem, section) for problem in inner.problems]
     return found
