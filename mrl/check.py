@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from mrl.cluster.daemons import obstacles_of
 from mrl.config.dialect.translate import Migration
 from mrl.config.errors import ConfigError, NotKnown, Unchecked, Unprovided
 from mrl.config.files import find_config
@@ -207,8 +208,8 @@ def look_at_environment(config: RunConfig) -> tuple[list[str], list[str]]:
         fault = find_fault(gpus, num_nodes=num_nodes, has_engines=has_engines)
     except ValueError as error:
         fault = str(error)
-    if fault is not None:
-        return [Unprovided(fault)], []
+    if faults := [*([fault] if fault is not None else []), *obstacles_of(config)]:
+        return [Unprovided(fault) for fault in faults], []
     return [], [text] if gpus and (text := describe_missing(missing_kernels())) else []
 
 

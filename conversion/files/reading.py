@@ -25,6 +25,7 @@ SETTLED_S = 2.0
 MAX_DIGITS = 300
 """Digits of the largest integers that a float can hold."""
 MAX_THREADS = 8
+PART_BYTES = 1 << 24
 ANNOUNCED_BYTES = 10**9
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,12 @@ def read_file(path: Path, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
 
     def read() -> bytes:
         with os.fdopen(open_file(path), "rb") as file:
-            return file.read(max_bytes + 1)
+            parts, left = list[bytes](), max_bytes + 1
+            # Python would make room for all of `max_bytes` at once.
+            while part := file.read(min(left, PART_BYTES)):
+                parts.append(part)
+                left -= len(part)
+            return b"".join(parts)
 
     content = within(READ_TIMEOUT_S, f"read of {path}", read)
     if len(content) > max_bytes:

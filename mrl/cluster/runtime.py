@@ -28,6 +28,7 @@ from conversion.files.owners import Owner, heartbeat, may_live, this_process
 from mrl import env, startup
 from mrl.cluster import hangs
 from mrl.cluster.calls import dead_daemons, ray_thread, wait_all
+from mrl.cluster.daemons import OBJECT_STORE_BYTES, last_words
 from mrl.cluster.environment import SIGNS
 from mrl.cluster.errors import NoCluster
 from mrl.cluster.lifetime import REAPER_TIMEOUT_S, end_reaper, kill_processes, read_capacity, start_reaper
@@ -48,9 +49,6 @@ RAY_FOLDER = "ray"
 """Inside the session folder of a run, which nobody else may enter: Ray opens its own to everybody."""
 SLOT_RESOURCE = "worker_units"
 """NeMo RL's name for the Ray resource of a launched node: as many as it has slots."""
-# Weights never travel through the object store and payloads are a few bytes a token, so a small store is enough on a laptop. What a
-# teacher says of a step's rollouts comes on top.
-OBJECT_STORE_BYTES = 256 * 2**20
 CONNECT_TIMEOUT_S = 10.0
 # A head that does not answer: Ray's own limits add up to minutes.
 JOIN_TIMEOUT_S = 600.0
@@ -145,6 +143,8 @@ def start_ray(config: RunConfig, folder: Path) -> None:
             return
         except (Exception, SystemExit) as error:  # Ray raises Exception itself where a daemon is late
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:MAX_REASON]}"
+            if said := last_words(folder / RAY_FOLDER):
+                reason += f" ({said})"
             kill_processes(str(folder))
             if start == len(STARTS):
                 raise NoCluster(

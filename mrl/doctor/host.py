@@ -37,6 +37,7 @@ IDLE_GPU_BYTES = GIB
 def judge_machine(facts: HostFacts, *, is_in_cluster: bool) -> list[Finding]:
     """Findings about the machine itself, on a node of a cluster or a host that runs alone."""
     findings = [] if facts.gpus is None else _gpus(facts.gpus, facts.torch_cuda)
+    findings += [Finding("start of Ray", "problem", f"{at.found}: {at.reason}", at.way_out) for at in facts.obstacles]
     findings.append(_capacity(facts.capacity))
     shared = facts.shared_memory
     least = MIN_SHARED_BYTES if facts.gpus is None else MIN_SHARED_GPU_BYTES

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mrl import env
+from mrl.cluster.daemons import Obstacle, find_obstacles
 from mrl.cluster.lifetime import Capacity, read_capacity
 from mrl.doctor.findings import normalise
 from mrl.doctor.gpus import PACKAGE, PROBE_TIMEOUT_S, Gpus, read_gpus, run_python
@@ -148,12 +149,15 @@ class HostFacts:
     confinement: Confinement
     ports: Ports | None
     """Ports of the launchers; None on nodes of a cluster, whose own Ray listens at them."""
+    obstacles: tuple[Obstacle, ...] = ()
+    """What keeps Ray's daemons from starting."""
     import_errors: Mapping[str, str] = field(default_factory=dict)
     """Import errors by module, if imports were tried; "" for a module that can be imported."""
 
 
 def probe_host(folders: Mapping[str, Path], *, is_in_cluster: bool, tries_imports: bool = False) -> HostFacts:
     """Reads the facts of this host and the disks of `folders`, which are named by their use and need not exist yet."""
+    gpus = read_gpus()
     packages = {normalise(name): found.version for found in importlib.metadata.distributions() if (name := found.metadata["Name"])}
     with ThreadPoolExecutor() as pool:
         errors = pool.map(import_error, IMPORTED) if tries_imports else ()
@@ -167,7 +171,7 @@ def probe_host(folders: Mapping[str, Path], *, is_in_cluster: bool, tries_import
             apex=find_apex(),
             commit=_output("git", "-C", str(PACKAGE.parent), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*").strip(),
             source_digest=source_digest(PACKAGE.parent),
-            gpus=read_gpus(),
+            gpus=gpus,
             capacity=read_capacity(),
             shared_memory=read_disk(Path("/dev/shm")),
             disks={use: read_disk(folder) for use, folder in {**folders, TEMPORARY: Path(tempfile.gettempdir())}.items()},
@@ -183,6 +187,7 @@ def probe_host(folders: Mapping[str, Path], *, is_in_cluster: bool, tries_import
             ),
             confinement=Confinement(confine.MACHINE, confine.landlock_abi(), code.probe()),
             ports=None if is_in_cluster else read_ports(),
+            obstacles=tuple(find_obstacles(on_gpus=gpus is not None)),
             import_errors=dict(zip(IMPORTED, errors, strict=False)),
         )
 

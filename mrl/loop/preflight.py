@@ -8,6 +8,7 @@ from pathlib import Path
 
 from conversion.cache import open_cache
 from mrl import env
+from mrl.cluster.daemons import obstacles_of
 from mrl.config.errors import ConfigError, Unprovided
 from mrl.config.model import (
     download_weights,
@@ -35,10 +36,15 @@ logger = logging.getLogger(__name__)
 
 
 def check_environment(config: RunConfig) -> None:
-    """ConfigError if libraries or GPUs of this host are not those that the config asks for; several nodes check their own GPUs."""
+    """ConfigError if libraries, GPUs or limits of this host are not those that the config asks for.
+
+    Several nodes check their own GPUs and limits.
+    """
     cluster = config.cluster
     if fault := find_fault(cluster.gpus_per_node, num_nodes=cluster.num_nodes, has_engines=config.has_engines):
         raise ConfigError([fault])
+    if obstacles := obstacles_of(config):
+        raise ConfigError(obstacles)
 
 
 def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ray's daemons: what they need of a host before they start, in one table, and what they said before they died."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mrl.envs.spawn import free_threads
+
+if TYPE_CHECKING:
+    from mrl.config.schema.run import RunConfig
+
+MIB = 2**20
+# Weights never travel through the object store and payloads are a few bytes a token, so a small store is enough on a
+# laptop. What a teacher says of a step's rollouts comes on top.
+OBJECT_STORE_BYTES = 256 * MIB
+CONNECT_TIMEOUT_S = 5.0
+# Measured on 2 cores: the driver, Ray and one rank have 279 threads; with fewer than 260 a rank cannot be built.
+THREADS, THREADS_PER_SLOT = 180, 85
+LOGS = ("gcs_server", "raylet", "dashboard_agent", "runtime_env_agent")
+MAX_LOG_BYTES, MAX_WORDS, MAX_LINE = MIB, 3, 200
+_FAILURE = re.compile(r"^\[.*? [EFC] \d+ \d+\] (.*)")
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """One reason why Ray's daemons, or the processes that they start, would die or hang on this host."""
+
+    found: str
+    reason: str
+    way_out: str
+
+    def __str__(self) -> str:
+        return f"{self.found}: {self.reason}; {self.way_out}"
+
+
+@dataclass(frozen=True)
+class Need:
+    """The least of a limit of the operating system under which a run starts."""
+
+    option: str
+    """Its letter in `ulimit`."""
+    name: str
+    """Its name in /etc/security/limits.conf."""
+    kind: int
+    unit: int
+    """Bytes, or things, of 1 in `ulimit`."""
+    least: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Harm:
+    """Values of an environment variable that the processes of a run do not survive."""
+
+    variable: str
+    is_harmful: Callable[[str], bool]
+    reason: str
+    way_out: str
+
+
+def needs(store_bytes: int, *, on_gpus: bool) -> tuple[Need, ...]:
+    """The limits that a start looks at, besides that of processes.
+
+    Tried on 2 cores with one rank: half of each is too little. Small `-s`, `-l`, `-i`, `-q` and `-x` do no harm.
+    """
+    files = f"Ray's object store is one file of {store_bytes // MIB} MiB in /dev/shm, and checkpoints are files, too"
+    memory = "CUDA reserves addresses for the memory of all GPUs" if on_gpus else "a policy rank maps as much and more"
+    data, mapped = (resource.RLIM_INFINITY,) * 2 if on_gpus else (1536 * MIB, 3584 * MIB)
+    return (
+        Need("f", "fsize", resource.RLIMIT_FSIZE, 1024, store_bytes + MIB, files),
+        Need("n", "nofile", resource.RLIMIT_NOFILE, 1, 128, "Ray's daemons and Gloo keep that many files and sockets open"),
+        Need("v", "as", resource.RLIMIT_AS, 1024, mapped, memory),
+        Need("d", "data", resource.RLIMIT_DATA, 1024, data, memory),
+    )
+
+
+HARMS = (
+    Harm(
+        "PYTHONWARNINGS",
+        # Python takes `error` and its beginnings as the action of an entry.
+        lambda text: any(action and "error".startswith(action) for action in _actions(text)),
+        "a warning of any library ends Ray's agents and the run's processes",
+        "unset it, or write `default` for `error`",
+    ),
+    Harm(
+        "PYTHONOPTIMIZE",
+        lambda text: text.strip().isdigit() and int(text) > 1,
+        "it drops docstrings, which Ray's agents need to start",
+        "unset it",
+    ),
+    Harm(
+        "PYTHONDEVMODE",
+        lambda _: True,
+        "runs under Python's debug checks hang now and then",
+        "unset it",
+    ),
+    Harm("PYTHONTRACEMALLOC", lambda _: True, "Python's traces of memory slow every start past its limits", "unset it"),
+    Harm(
+        "PYTHONINSPECT",
+        lambda _: True,
+        "Python opens a prompt where a process should end, which loses its exit code",
+        "unset it",
+    ),
+)
+"""Variables that Python reads in every process of a run. Others were tried, and do no harm."""
+
+
+def find_obstacles(*, num_slots: int = 1, store_bytes: int = OBJECT_STORE_BYTES, on_gpus: bool = False) -> list[Obstacle]:
+    """Everything on this host that keeps Ray's daemons, or a run of so many slots, from starting."""
+    found = [obstacle for need in needs(store_bytes, on_gpus=on_gpus) if (obstacle := _too_low(need))]
+    for harm in HARMS:
+        if (text := os.environ.get(harm.variable)) and harm.is_harmful(text):
+            found.append(Obstacle(f"{harm.variable}={text}", harm.reason, harm.way_out))
+    free, wanted = free_threads()[0], THREADS + THREADS_PER_SLOT * num_slots
+    if free is not None and free < wanted:
+        reason = f"the driver, Ray and {num_slots} slot{'s' * (num_slots > 1)} take {wanted:,} and more"
+        way_out = "raise it, or end other processes of this user or container; docker run --pids-limit, a pod's limit of processes"
+        found.append(Obstacle(f"limit of processes (ulimit -u, pids.max) leaves {free:,} threads", reason, way_out))
+    if error := _loopback_error():
+        way_out = "as root: ip link set lo up; else start the container or namespace with a loopback interface"
+        found.append(Obstacle(f"127.0.0.1 does not answer ({error})", "Ray's processes talk to each other there", way_out))
+    return found
+
+
+def obstacles_of(config: RunConfig) -> list[str]:
+    """What keeps a run of this host alone from starting, one line each; the nodes of a cluster have started Ray already."""
+    if config.cluster.num_nodes > 1:
+        return []
+    store_bytes, on_gpus = OBJECT_STORE_BYTES + config.teacher_bytes, config.cluster.gpus_per_node > 0
+    return [str(found) for found in find_obstacles(num_slots=config.num_slots, store_bytes=store_bytes, on_gpus=on_gpus)]
+
+
+def _too_low(need: Need) -> Obstacle | None:
+    soft, hard = resource.getrlimit(need.kind)
+    # Ray raises its soft limit of files to the hard one; the other soft limits stay.
+    limit = hard if need.kind == resource.RLIMIT_NOFILE else soft
+    if limit == resource.RLIM_INFINITY or need.least != resource.RLIM_INFINITY and limit >= need.least:
+        return None
+    least = "unlimited" if need.least == resource.RLIM_INFINITY else str(-(-need.least // need.unit))
+    way_out = f"ulimit -{need.option} {least}, or {need.name} in /etc/security/limits.conf, or of the service that starts the job"
+    return Obstacle(f"ulimit -{need.option} is {limit // need.unit}, and {least} is needed", need.reason, way_out)
+
+
+def _actions(text: str) -> list[str]:
+    return [entry.partition(":")[0].strip() for entry in text.split(",")]
+
+
+def _loopback_error() -> str:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def last_words(folder: Path) -> str:
+    """The last errors in the logs of Ray's daemons, and the signals that ended them, for a message; "" if there are none.
+
+    `folder` is the one that Ray was told to use.
+    """
+    said = dict[str, str]()
+    for path in sorted(path for log in LOGS for path in (folder / "session_latest" / "logs").glob(f"{log}.*")):
+        with suppress(OSError):
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - MAX_LOG_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+            if line := _last_error(lines):
+                said.setdefault(line, path.name)
+    words = [f"{name}: {line}" for line, name in said.items()]
+    return "; ".join([*_ended_children(), *words][:MAX_WORDS])
+
+
+def _last_error(lines: list[str]) -> str:
+    """The exception of the last traceback, else the last line of Ray's own log that reports an error."""
+    starts = [place for place, line in enumerate(lines) if line.endswith("Traceback (most recent call last):")]
+    raised = [line for line in lines[starts[-1] + 1 :] if line.strip() and not line[0].isspace()] if starts else []
+    logged = [found[1] for line in lines if (found := _FAILURE.match(line))]
+    return next(iter([*raised[:1], *logged[-1:]]), "").strip()[:MAX_LINE]
+
+
+def _ended_children() -> Iterator[str]:
+    """Children of this process that a signal has ended, and nobody has asked for; see proc(5)."""
+    for path in Path("/proc/self/task").glob("*/children"):
+        for pid in path.read_text(encoding="ascii").split():
+            with suppress(OSError, ValueError):  # it is gone, or a signal without a name
+                head, _, rest = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")
+                fields = rest.split()
+                if fields[0] == "Z" and (number := int(fields[-1]) & 0x7F):
+                    yield f"{head.partition('(')[2]} was ended by {signal.Signals(number).name}"
