@@ -133,7 +133,7 @@ def find_obstacles(*, num_slots: int = 1, store_bytes: int = OBJECT_STORE_BYTES,
 
 
 def obstacles_of(config: RunConfig) -> list[str]:
-    """What keeps a run of this host alone from starting, one line each; the nodes of a cluster have started Ray already."""
+    """The obstacles to a run of this host alone, one line each; the nodes of a cluster have started Ray already."""
     if config.cluster.num_nodes > 1:
         return []
     store_bytes, on_gpus = OBJECT_STORE_BYTES + config.teacher_bytes, config.cluster.gpus_per_node > 0

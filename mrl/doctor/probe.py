@@ -150,7 +150,7 @@ class HostFacts:
     ports: Ports | None
     """Ports of the launchers; None on nodes of a cluster, whose own Ray listens at them."""
     obstacles: tuple[Obstacle, ...] = ()
-    """What keeps Ray's daemons from starting."""
+    """Obstacles to a start of Ray."""
     import_errors: Mapping[str, str] = field(default_factory=dict)
     """Import errors by module, if imports were tried; "" for a module that can be imported."""
 
