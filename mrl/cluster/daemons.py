@@ -158,7 +158,7 @@ def _actions(text: str) -> list[str]:
 def _loopback_error() -> str:
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), CONNECT_TIMEOUT_S).close()
+            socket.create_connection(server.getsockname(), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         return str(error)
     return ""

@@ -73,7 +73,7 @@ def test_gpus_need_all_addresses():
 
 def test_a_host_without_loopback_is_named():
     """Nothing answers at a port without a listener, as on an interface that is down."""
-    prelude = "socket.create_connection = lambda *_: (_ for _ in ()).throw(OSError(101, 'Network is unreachable'))"
+    prelude = "socket.create_connection = lambda *_, **__: (_ for _ in ()).throw(OSError(101, 'Network is unreachable'))"
     (line,) = found(prelude=prelude)
     assert line.startswith("127.0.0.1 does not answer ([Errno 101] Network is unreachable)") and "ip link set lo up" in line
 
