@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank adapters (LoRA, arXiv:2106.09685) as tables: which linear layers have one, and how holders cut its two factors.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) as tables: which linear layers have one, and how holders cut its factors.
 
 An adapter adds scale * B A to a weight W [out, in], with A [dim, in] and B [out, dim]. The tensors of a fused weight (q, k, v; gate, up)
 share one A. Factors are cut as their weight is, so they have rules like any other tensor. Standard library only.
@@ -38,14 +38,14 @@ _LAYERS = "decoder.layers."
 
 
 def linear_layers(family: Family, hf_config: HfConfig) -> list[str]:
-    """Full names of all linear layers that can have adapters, as in decoder.layers.0.mlp.experts.linear_fc1, layers counted globally."""
+    """Full names of linear layers that can be adapted (decoder.layers.0.mlp.experts.linear_fc1), counted globally."""
     return list(_linear_rules(family.model(hf_config, None)))
 
 
 def adapted_layers(
     family: Family, hf_config: HfConfig, *, target_modules: Sequence[str] = (), exclude_modules: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Full names of the layers to adapt: those that a target names or matches; without targets, all but the excluded ones.
+    """Full names of the layers to adapt: those a target names or matches; without targets, all but the excluded ones.
 
     A pattern is the last part of a full name, or stands for a full name with "*" for any characters.
     """
@@ -130,7 +130,7 @@ def _factor(weight: str, letter: str) -> str:
 
 
 def _factors(rule: Rule, dim: int) -> tuple[Rule, Rule]:
-    """The rules of A and of B. A is cut where columns of the weight are, B where rows are; else every rank has all of it."""
+    """The rules of A and B. A is cut where columns of the weight are, B where rows are; else every rank has it all."""
     cut = _cut(rule)
     first = cut.tensors[0]
     a = Canonical(_factor(first.name, "A"), (dim, first.shape[1]))

@@ -30,7 +30,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A parameter or persistent buffer by its name in the holder's live model; `chunk` is the virtual pipeline chunk."""
+    """A parameter or persistent buffer by name in the holder's live model; `chunk` is the virtual pipeline chunk."""
 
     name: str
     chunk: int = 0
@@ -114,7 +114,7 @@ def counted_from(box: Box, origin: Box) -> Box:
 
 
 def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Elements `start` to `stop` of a tensor, counted row by row, as boxes in this order: 2n - 1 at most in n dimensions."""
+    """Elements `start` to `stop` of a tensor, counted row by row, as boxes in order: 2n - 1 at most in n dimensions."""
     if start >= stop:
         return []
     if not shape:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache of converted models that all nodes and runs share. `ROOT/entries/KEY/mcore` is a Megatron checkpoint as hf-to-mcore writes it.
+"""Cache of converted models for all nodes and runs. `ROOT/entries/KEY/mcore` is a checkpoint as hf-to-mcore writes it.
 
 Takes no locks: a builder fills a folder of its own, and rename(2) publishes it whole, once. Others wait for a running builder only to
 spare themselves the same work. Garbage collection removes leftovers of dead processes and entries unused for long, but none in use.
@@ -73,7 +73,7 @@ class CacheEntry:
 
 
 def entry_key(hf: Path, root: Path, *, dtype: str | None, reads_all: bool = False) -> str:
-    """Name of the entry of a Hugging Face folder: a sha256 of its weight files, config.json, `dtype` and the table version.
+    """Entry name of a Hugging Face folder: a sha256 of its weight files, config.json, `dtype` and the table version.
 
     Checksums of files that were read before come from the cache; with `reads_all`, none does.
     """
@@ -134,7 +134,7 @@ def open_cache(root: Path) -> None:
 
 
 def check_entry(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
-    """Raises ValueError unless a cached checkpoint is, byte for byte, what its builder wrote. Several processes can each check a part."""
+    """Raises ValueError unless a cached checkpoint is byte for byte as built. Processes can each check a part."""
     entry = read_entry(folder.parent)
     if entry is None or not (folder / MANIFEST).exists() or sha256_file(folder / MANIFEST) != entry.manifest_sha256:
         raise ValueError(f"{folder / MANIFEST} is not the one that was published; remove {folder.parent}: it will be converted again")
@@ -144,7 +144,7 @@ def check_entry(folder: Path, *, part: int = 0, num_parts: int = 1) -> None:
 
 
 def discard(folder: Path, seen: CacheEntry | None) -> None:
-    """Removes a damaged checkpoint, `seen` with this marker (None if unreadable), from the cache; not one that replaced it meanwhile."""
+    """Removes a damaged checkpoint, `seen` with this marker (None: unreadable), from the cache; not its replacement."""
     remove_entry(folder.parent, lambda entry: read_entry(entry) == seen)
 
 
@@ -332,7 +332,7 @@ def cache_items(root: Path) -> list[Item]:
 
 
 def collect_garbage(root: Path, *, now: float, older_than_days: float | None = None, max_bytes: int | None = None) -> list[Removal]:
-    """Removes leftovers of dead processes, entries not used for `older_than_days`, and then the longest unused beyond `max_bytes`.
+    """Removes what dead processes left, entries unused for `older_than_days`, then the longest unused over `max_bytes`.
 
     Entries in use stay, whatever their age and size.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts a Hugging Face folder to a Megatron checkpoint and back, compares two folders, and verifies one; in bounded memory."""
+"""Converts Hugging Face folders to Megatron checkpoints and back, compares and verifies folders; in bounded memory."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def convert_hf_to_mcore(
 def convert_mcore_to_hf(
     mcore: Path, out: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES, dtype: str | None = None, progress: Progress | None = None
 ) -> None:
-    """Writes the Hugging Face folder of a Megatron checkpoint: weights, config.json, tokenizer files and generation settings.
+    """Writes the Hugging Face folder of a Megatron checkpoint: weights, config.json, tokenizer, generation settings.
 
     Tensors keep the dtypes of the checkpoint, unless `dtype` names one, as for `convert_hf_to_mcore`. If the checkpoint has a manifest,
     all that is read is compared with it. The next call with the same arguments continues a call that was killed.
@@ -194,7 +194,7 @@ def open_checkpoint(mcore: Path) -> OpenCheckpoint:
 
 
 def _common_dtype(source: CanonicalTensors | MergedTensors, config: HfConfig) -> torch.dtype:
-    """The dtype of most values of the layers, in which transformers holds all: other tensors may be kept in a wider or narrower one."""
+    """The dtype of most values of layers, in which transformers holds all: other tensors may be wider or narrower."""
     numbers = Counter[torch.dtype]()
     for rules in family(config).model(config, None).layers:
         for tensor in (tensor for rule in rules for tensor in rule.cut.tensors):
@@ -212,7 +212,7 @@ def _states(paths: Iterable[Path]) -> dict[str, list[int]]:
 
 
 def _dtypes(source: BoxSource, names: Iterable[str], dtype: str | None, hf_config: HfConfig) -> dict[str, torch.dtype]:
-    """The dtype to write each tensor in: its own, or `dtype`, which narrows no tensor that every holder keeps in float32."""
+    """The dtype to write tensors in: its own, or `dtype`, which narrows no tensor that all holders keep in float32."""
     if dtype is None:
         return {name: source.dtype(name) for name in names}
     wanted, kept = torch_dtype(dtype), family(hf_config).float32_tensors(hf_config)
@@ -220,7 +220,7 @@ def _dtypes(source: BoxSource, names: Iterable[str], dtype: str | None, hf_confi
 
 
 def _with_dtypes(layout: Layout, dtypes: Mapping[str, torch.dtype]) -> tuple[Layout, dict[str, str]]:
-    """The layout with each slot in a dtype that holds the values of all its tensors, and the resulting dtype of each tensor."""
+    """The layout with each slot in a dtype that holds all values of its tensors, and each tensor's resulting dtype."""
     stored: Layout = {}
     for slot, content in layout.items():
         common = functools.reduce(torch.promote_types, {dtypes[piece.name] for piece in content.pieces})
@@ -229,7 +229,7 @@ def _with_dtypes(layout: Layout, dtypes: Mapping[str, torch.dtype]) -> tuple[Lay
 
 
 def differences(first: Path, second: Path) -> Iterator[str]:
-    """Yields one line per difference between the canonical tensors of two folders: names, shapes, dtypes, values bit for bit."""
+    """Yields a line per difference between canonical tensors of two folders: names, shapes, dtypes, bits of values."""
     with ExitStack() as stack:
         (names, a), (other_names, b) = (_opened(folder, stack) for folder in (first, second))
         yield from (f"{name}: only in {first}" for name in sorted(names - other_names))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts of canonical tensors by kind of layer: for a Megatron rank, a Megatron checkpoint, a vLLM worker. Standard library only."""
+"""Cuts of canonical tensors by layer kind: for a Megatron rank or checkpoint, a vLLM worker. Standard library only."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class Sections(Cut):
 
 @dataclass(frozen=True)
 class Qkv(Cut):
-    """Query, key and value of grouped-query attention. Megatron interleaves them by group; vLLM puts them one after the other."""
+    """Query, key and value of grouped-query attention. Megatron interleaves them by group; vLLM concatenates them."""
 
     query: Canonical
     key: Canonical
@@ -238,7 +238,7 @@ class Gated(Cut):
 
 @dataclass(frozen=True)
 class Experts:
-    """One linear layer of all experts. A Megatron rank keeps a tensor for each of its experts; checkpoint and vLLM stack them."""
+    """A linear layer of all experts. A Megatron rank keeps a tensor per own expert; checkpoint and vLLM stack them."""
 
     cut: Cut
     """Cut of one expert; "{expert}" in tensor names stands for the expert's index."""
@@ -270,7 +270,7 @@ class Experts:
         return {"": self._stacked(self.cut.megatron(WHOLE), range(self.num_experts))}
 
     def vllm(self, expert_shard: AxisRank, shard: AxisRank) -> Cutout:
-        """The tensor [local experts, ...] of a worker under vLLM's linear placement, where the first workers may hold one expert more."""
+        """A worker's tensor [local experts, ...] under vLLM's linear placement: first workers may hold one more."""
         if expert_shard.size > self.num_experts:
             raise ValueError(f"{expert_shard.axis}={expert_shard.size} is more than the {self.num_experts} experts")
         base, remainder = divmod(self.num_experts, expert_shard.size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules: which rank copies which box where, so that target layouts are filled from source layouts. Standard library only.
+"""Schedules: which rank copies which box where, so that source layouts fill target layouts. Standard library only.
 
 Ranks that hold the same are one class, and so are engine workers with the same layout and the same sources nearby: copies are worked out
 and proven once for a class. Only the choice among replicas is made for each worker.
@@ -280,7 +280,7 @@ def _assign(
 
 
 def _prove(classes: Sequence[WorkerClass], drafts: Sequence[Draft], class_of: Mapping[int, int]) -> None:
-    """Raises ScheduleError unless copies and padding tile every slot of every target. Looks only at the final copies."""
+    """Raises ScheduleError unless copies and padding tile every slot of every target. Looks only at final copies."""
     example = {class_of[target]: target for target in sorted(class_of, reverse=True)}
     proven: dict[tuple[int, Slot], list[Box]] = {}
     for index, (found, draft) in enumerate(zip(classes, drafts, strict=True)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts the copies that engine workers receive into rounds and messages that fit the exchange buffers. Standard library only."""
+"""Cuts copies to engine workers into rounds and messages that fit the exchange buffers. Standard library only."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def split_copy(copy: Copy, buffer_bytes: int) -> list[Copy]:
 
 
 def split(box: Box, max_elements: int) -> Iterator[Box]:
-    """`box` in parts of at most `max_elements` elements, cut along its first dimensions so that parts stay contiguous."""
+    """`box` in parts of at most `max_elements`, cut along its first dimensions so that parts stay contiguous."""
     if volume(box) <= max_elements:
         yield box
         return
@@ -171,7 +171,7 @@ def _take_turns(cuts: Sequence[_Cuts], class_of: Mapping[int, int], ranks: Mappi
 
 
 def _worker_class(draft: Draft, cuts: _Cuts) -> WorkerClass:
-    """The messages of each bin. Those of a round lie one after the other in the receiver's region: each arrives where it is read."""
+    """Each bin's messages. Those of a round lie in sequence in the receiver's region: each arrives where it is read."""
     messages: list[list[Message]] = [[] for _ in draft.bins]
     positions = [0] * len(draft.bins)
     for round, by_bin in enumerate(cuts.counts):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of a reshard as plain data: for each class of equal engine workers, the copies that fill it, and their messages.
+"""A reshard's schedule as plain data: for each class of equal engine workers, the copies that fill it, and messages.
 
 A source is a trainer rank. A copy fills one box of an engine worker from a box of a source. A message carries copies from one source to one
 worker in one round. A GPU has the number of the trainer rank on it; GPUs of dedicated engines are numbered behind the last rank. (On hosts
@@ -82,7 +82,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerClass:
-    """The copies of all workers that have one layout, one source class on their GPU, and the same source classes on their node."""
+    """Copies of all workers with one layout, one source class on their GPU, and equal source classes on their node."""
 
     own: tuple[Copy, ...]
     """Copied in round 0 out of the arena of the rank on the worker's GPU, which takes their checksums."""
@@ -172,7 +172,7 @@ class Schedule:
         return self.classes[self.workers[worker].class_index]
 
     def sent_by(self, rank: int) -> list[list[Delivery]]:
-        """Lists the messages that leave a rank, by round. Both ends list the messages between them in the same order."""
+        """Lists messages that leave a rank, by round. Both ends list the messages between them in the same order."""
         return self._by_round(self._deliveries(worker, rank) for worker in self.workers.values() if rank in worker.ranks)
 
     def received_on(self, gpu: int) -> list[list[Delivery]]:
@@ -232,7 +232,7 @@ class Schedule:
         )
 
     def casts(self) -> list[str]:
-        """Lines for the log: the tensors that engines keep in another dtype than the trainer, and those that they round."""
+        """Lines for the log: tensors that engines keep in another dtype than the trainer, and those that they round."""
         names: dict[tuple[str, str], set[str]] = defaultdict(set)
         for found in self.classes:
             for copy in found.copies():

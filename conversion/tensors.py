@@ -63,14 +63,14 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 def merge_lora(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Returns base + scale * B A, computed in float32, in the dtype of the base; keeps the base's bits where the product is 0."""
+    """Returns base + scale * B A, computed in float32, in the base's dtype; keeps its bits where the product is 0."""
     change = (b.float() @ a.float()).mul_(scale)
     # -0.0 + 0.0 would lose its sign.
     return torch.where(change == 0, base, (base.float() + change).to(base.dtype))
 
 
 def transformed(tensor: Tensor, transform: str | None) -> Tensor:
-    """Canonical values in the holder's form, not yet in its dtype; `tensor` itself without a transform. See `Piece.transform`.
+    """Canonical values in the holder's form, not its dtype; `tensor` itself without a transform. See `Piece.transform`.
 
     `neg_exp` gives vLLM's Mamba decay A = -exp(A_log), computed in float32 as vLLM's loader does.
     """
@@ -100,7 +100,7 @@ def fill_from(tensor: Tensor, content: SlotLayout, source: BoxSource) -> None:
 def read_ahead(
     items: Iterable[T], like: Callable[[T], tuple[tuple[int, ...], torch.dtype]], fill: Callable[[T, Tensor], None]
 ) -> Iterator[Tensor]:
-    """A tensor per item, of the shape and dtype that `like` says, in order. A thread fills the next one while the caller works on one.
+    """A tensor per item, of `like`'s shape and dtype, in order. A thread fills the next while the caller works on one.
 
     Asking for the next one ends a tensor: all share two buffers, as the pages of new ones take the kernel longer than reading does.
     """
@@ -143,7 +143,7 @@ def blocks(shape: Sequence[int], itemsize: int) -> Iterator[Box]:
 
 
 def content_checksums(source: BoxSource, name: str, dtype: torch.dtype) -> tuple[str, int]:
-    """sha256 and CRC-32 of a tensor's content in a dtype, row by row, little-endian. Reads one block after the other."""
+    """sha256 and CRC-32 of a tensor's content in a dtype, row by row, little-endian. Reads block by block."""
     checksums, block = FileChecksums(), torch.empty(0)
     for box in blocks(source.shape(name), dtype.itemsize):
         if block.shape != lengths(box):

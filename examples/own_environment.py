@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An environment of two turns: it says whether the first sum was too low or too high, and the model may correct itself."""
+"""An environment of two turns: it says whether the first sum was too low or high, and the model may correct itself."""
 
 from typing import Any
 

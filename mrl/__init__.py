@@ -32,7 +32,7 @@ for name, value in NO_USAGE_STATISTICS.items():
 
 
 def home_instead(home: str) -> str:
-    """A folder of this user's own in place of a home folder that is unknown (`~`), or can be neither written to nor made; "" if it can.
+    """The user's own folder in place of a home that is unknown (`~`) or cannot be written to or made; "" if it can.
 
     A home folder that is there stays: it has the user's settings, even if it is read-only. `/` is what containers give an unknown user.
     """
@@ -66,7 +66,7 @@ ENVIRONMENT = Path(__file__).parents[1] / ".venv"
 
 
 def name_python(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Ends a command whose Python lacks a package with code 2, and names the Python to type; leaves other errors as they are."""
+    """Ends a command whose Python lacks a package with code 2 and names the one to type; leaves other errors alone."""
     absent = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
     if not absent or absent.partition(".")[0] in ("mrl", "conversion") or Path(sys.prefix) == ENVIRONMENT:
         sys.__excepthook__(kind, error, trace)

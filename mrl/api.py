@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public parts of a training loop. `mrl.train` makes its steps of them, and so does a loop of your own: see `examples/own_loop.py`.
+"""Public parts of a training loop. `mrl.train` is made of them, as does your own loop: see `examples/own_loop.py`.
 
 Names of `__all__` keep their meaning.
 """
@@ -86,11 +86,11 @@ class Loop:
 
     @property
     def is_over(self) -> bool:
-        """True when no step follows: the last is done, a signal or the time limit ends the run, or its validation is good enough."""
+        """True if no step follows: all are done, a signal or time limit ends the run, or validation is good enough."""
         return self.run.is_over
 
     def take_batches(self) -> list[Batch]:
-        """Begins a step; its packed batches, one for each update: judged rollouts with advantages, or examples. EOFError: none follow."""
+        """Begins a step; packed batches, one per update: rollouts with advantages or examples. EOFError: no more."""
         step = self.next_step()
         batches = self.run.supplier.take(self.state, step)
         self.step = step
@@ -125,7 +125,7 @@ class Policy:
     _loop: Loop
 
     def train(self, sequences: Sequence[TrainSequence]) -> dict[str, float]:
-        """Makes an optimizer step on each `policy.train_global_batch_size` sequences, by the loss of the config; returns its metrics.
+        """Steps the optimizer on each `policy.train_global_batch_size` sequences by the config's loss; returns metrics.
 
         PPO's critic, whose advantages replace yours, and teachers take part too.
         """
@@ -134,7 +134,7 @@ class Policy:
         return self.update(self._loop.supplier.pack(sequences, self._loop.step_under_way()))
 
     def update(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Computes the values and logprobs that the losses need, then makes an optimizer step on each batch; returns their metrics."""
+        """Computes values and logprobs for the losses, then makes an optimizer step on each batch; returns metrics."""
         from mrl.loop.learning import learn
         from mrl.store.summary import warn_of_bounded_ratios
 
@@ -160,7 +160,7 @@ class Engines:
     _loop: Loop
 
     def sample(self, prompts: Sequence[Prompt], *, num_generations: int, draw: int = 0) -> list[RolloutGroup]:
-        """Judged rollouts of prompts of your choice, outside the order of the data. Another `draw` samples other rollouts."""
+        """Judged rollouts of prompts you choose, outside the data's order. Another `draw` samples other rollouts."""
         from mrl.loop.rollouts import VALIDATION_EPOCH
         from mrl.store.summary import Clock
 
@@ -222,7 +222,7 @@ class Refit:
 
 @contextmanager
 def start(config: str | Path, overrides: Sequence[str] = ()) -> Iterator[Loop]:
-    """Starts the processes of a config with rollouts, and goes on from the newest checkpoint in `checkpointing.checkpoint_dir`.
+    """Starts processes of a config with rollouts; goes on from the newest checkpoint in `checkpointing.checkpoint_dir`.
 
     They live inside the `with` block. Policy and engines are proven to hold the same weights. A signal or the time limit saves the last
     finished step, ends the block, and exits with code 75: the same command goes on. ValueError: the input is at fault.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m mrl.check CONFIG [a.b=c ...]`: prints the resolved run, what became of NeMo RL's keys, and all that is wrong, in seconds.
+"""`python -m mrl.check CONFIG [a.b=c ...]`: prints the resolved run, the fate of NeMo RL's keys, and all that is wrong.
 
 Also `--check` of `python -m mrl.train` and `mrl.evaluate`.
 
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_evaluation(options: argparse.Namespace) -> int:
-    """`check_run` of a parsed command line of `python -m mrl.evaluate`. No checkpoint is exported: the config's model stands for it."""
+    """`check_run` of parsed arguments of `python -m mrl.evaluate`. Exports no checkpoint: uses the config's model."""
     name, *overrides = options.words
     try:
         target = find_target(name, options.config)

@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def list_cache() -> None:
-    """Logs one line for each entry of the cache, for entries that are being built, and for leftovers of killed processes."""
+    """Logs one line for each cache entry, for entries that are being built, and for leftovers of killed processes."""
     root = cache_folder()
     lines = [("key", "size", "unused for", "state", "dtype", "model")]
     items = cache_items(root)
@@ -125,7 +125,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _report(lines: Iterable[str], if_none: str) -> int:
-    """Logs lines `name: complaint`, a few of each complaint and the number of the others; returns 1 if there are any."""
+    """Logs lines `name: complaint`, a few of each complaint and the number of others; returns 1 if there are any."""
     counts = Counter[str]()
     for line in lines:
         complaint = _NUMBER.sub("N", line.partition(": ")[2])

@@ -144,7 +144,7 @@ def cache_root() -> Path | None:
 
 
 def compiled_folders() -> list[Path]:
-    """Folders that may keep compiled code from run to run, the preferred one first: one that outlives containers, then that of the home."""
+    """Folders that may keep compiled code between runs, preferred first: one outliving containers, then the home's."""
     chosen, hub, home = MRL_COMPILED.read(), HF_HOME.read(), Path("~/.cache/mrl-compiled")
     beside = Path(hub).expanduser().absolute().parent / f"mrl-compiled-{os.getuid()}" if hub else home
     return list(dict.fromkeys([Path(chosen) if chosen else beside, home]))
@@ -158,7 +158,7 @@ def job_age_s() -> float:
 
 
 def kill_point(name: str) -> None:
-    """Ends the process as by kill -9 if this is the N-th time that it passes a point of that name, and MRL_KILL_AT is `name:N`."""
+    """Ends the process as by kill -9 the N-th time it passes a point of that name, if MRL_KILL_AT is `name:N`."""
     PASSED[name] += 1
     if MRL_KILL_AT.read() == f"{name}:{PASSED[name]}":
         logger.warning("killed at %s:%d, as %s says", name, PASSED[name], MRL_KILL_AT.name)
@@ -181,7 +181,7 @@ def is_public_variable(name: str) -> bool:
 
 
 def is_hidden(key: str) -> bool:
-    """True if the values of a dotted key of a config must not be shown: called like a secret, or a variable that is not public."""
+    """True if the values of a dotted config key must not be shown: called like a secret, or a non-public variable."""
     above, _, name = key.rpartition(".")
     if above.rpartition(".")[2] == VARIABLES_KEY:
         return not is_public_variable(name)
@@ -189,7 +189,7 @@ def is_hidden(key: str) -> bool:
 
 
 def secret_values() -> frozenset[str]:
-    """Values of all environment variables that hold secrets, by the table above or by their name; they must appear in no file or log."""
+    """Values of secret environment variables, by the table above or their name; they must appear in no file or log."""
     known = {variable.name for variable in VARIABLES if variable.is_secret}
     values = (value for name, value in os.environ.items() if name in known or is_secret_variable(name))
     return frozenset(value for value in values if len(value) >= MIN_SECRET_LENGTH)

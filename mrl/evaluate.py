@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m mrl.evaluate CONFIG|DIR [a.b=c ...]`: scores a model on held-out prompts by pass@k and majority, with the environments.
+"""`python -m mrl.evaluate CONFIG|DIR [a.b=c ...]`: scores a model on held-out prompts by pass@k and majority.
 
 DIR is a run folder (its newest checkpoint), one of its step_N folders, or a Hugging Face folder (`--config` then gives data and sampling).
 """
@@ -54,7 +54,7 @@ WEIGHT_VERSION = 1
 
 
 def evaluate(config: RunConfig, data: PromptData, *, log_folder: Path) -> list[RolloutGroup]:
-    """Samples answers to every held-out prompt as in validation, from the model as vLLM's own loader reads it, and judges them."""
+    """Samples answers to every held-out prompt as in validation, from the model as vLLM loads it, and judges them."""
     asked = [(EVALUATION_EPOCH, prompt) for prompt in data.validation]
     num_answers, sampling = config.eval.num_tests_per_prompt, validation_sampling(data.sampling, config.policy.generation)
     with start_engines(config, weight_version=WEIGHT_VERSION, log_folder=log_folder) as collector:
@@ -71,7 +71,7 @@ def evaluate(config: RunConfig, data: PromptData, *, log_folder: Path) -> list[R
 
 @contextmanager
 def model_overrides(target: Target) -> Iterator[list[str]]:
-    """The overrides that point a config at the target's model. A checkpoint is exported for the time of the `with` block."""
+    """The overrides that point a config at the target's model. A checkpoint is exported for the `with` block."""
     if target.checkpoint is None:
         yield target.model_overrides()
         return

@@ -56,7 +56,7 @@ class Look:
 
 
 def look_at_inputs(config: RunConfig, *, is_strict: bool, to_evaluate: bool) -> Look:
-    """The complaints about tokenizer, chat template, rows and run folder, as far as they are on this machine; `is_strict` reads all."""
+    """Complaints about tokenizer, chat template, rows and run folder as far as they are here; `is_strict` reads all."""
     look = look_at_data(config, is_strict=is_strict)
     if not to_evaluate:
         from mrl.store.loggers.group import check_loggers
@@ -75,7 +75,7 @@ def look_at_inputs(config: RunConfig, *, is_strict: bool, to_evaluate: bool) -> 
 
 
 def look_at_data(config: RunConfig, *, is_strict: bool) -> Look:
-    """The complaints about tokenizer, chat template and rows, as far as they are on this machine; `is_strict` reads every row."""
+    """The complaints about tokenizer, chat template and rows, as far as they are here; `is_strict` reads every row."""
     from mrl.data.files import is_here
     from mrl.data.trial import Overrun, within_limits
 
@@ -192,7 +192,7 @@ def _look_at_sets(
 def _look_at_rows(
     key: str, dataset: DatasetConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase | None, *, only_judge: bool
 ) -> Look:
-    """The complaints about the first, last and some other rows of a data set; with `only_judge`, only those about answers."""
+    """Complaints about first, last and some other rows of a data set; with `only_judge`, only those about answers."""
     from mrl.data.excerpts import Excerpt, excerpt
     from mrl.data.prompts import prompt_reader
     from mrl.data.reading import Names, Spool, complaints, sort_out
@@ -237,7 +237,7 @@ def _spread(files: Sequence[Path]) -> list[Path]:
 
 
 def _judge(name: str, config: RunConfig, ids: dict[int, str], spool: Spool[Rendered]) -> Look:
-    """The rows whose expected answer no reply can match, by the environments that judge them: training masks their rollouts."""
+    """The rows whose expected answer no reply can match, by their environments: training masks their rollouts."""
     from mrl.config.texts import safe_text
     from mrl.envs.parsers import parsers_of
     from mrl.envs.task import Task
@@ -301,7 +301,7 @@ def _score(env_name: str, config: RunConfig, look: Look) -> Score | None:
 
 
 def _fault(score: Score, task: Task, *, has_reply: bool) -> str:
-    """Reason why no reply can be right; "" if the tried one is. With `has_reply`, the task holds the expected answer."""
+    """The reason why no reply can be right; "" if the tried one is. With `has_reply`, the task holds the expected answer."""
     from mrl.envs.task import RowFault
 
     try:

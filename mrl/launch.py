@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m mrl.launch slurm|k8s|lepton CONFIG [a.b=c ...]`: prints the job that runs a config on a cluster; with --submit, submits it.
+"""`python -m mrl.launch slurm|k8s|lepton CONFIG [a.b=c ...]`: prints a config's cluster job; with --submit, submits it.
 
 `wait` waits for the nodes of a launched Ray cluster; how it asks Ray for them is in mrl/cluster/nodes.py.
 """
@@ -106,7 +106,7 @@ def run_folder(config: RunConfig) -> dict[str, Path]:
 
 
 def hub_folder_in_container(config: RunConfig, options: argparse.Namespace) -> str | None:
-    """HF_HOME of a Slurm job in a container, by default on the mount that holds the run folder; None without a container.
+    """HF_HOME of a Slurm job in a container, by default on the mount of the run folder; None without a container.
 
     Raises:
         ValueError: the container does not see config file, run folder or HF_HOME.
@@ -128,7 +128,7 @@ def is_below(place: Path, folder: Path) -> bool:
 
 
 def check_mounted(options: argparse.Namespace, mounts: Sequence[Path], given: str, places: dict[str, Path]) -> None:
-    """Raises ValueError if the config file or one of these places is on a container's own disk, which no other node sees."""
+    """Raises ValueError if the config file or one of these places is on a container's disk, unseen by other nodes."""
     if (file := Path(options.config)).is_file():
         places = places | {f"config {options.config}": file.absolute()}
     if wrong := [name for name, place in places.items() if not any(is_below(place, mount) for mount in mounts)]:
@@ -139,7 +139,7 @@ def check_mounted(options: argparse.Namespace, mounts: Sequence[Path], given: st
 
 
 def check_nodes(config: RunConfig, options: argparse.Namespace) -> list[str]:
-    """Checks that the planned run fits a pod's memory and GPUs; ValueError if not. Returns what could not be compared."""
+    """Checks that the planned run fits a pod's memory and GPUs; else ValueError. Returns what could not be compared."""
     node, limit = NODES.get(options.instance_type), kubernetes.in_bytes(options.memory)
     if node and (config.cluster.gpus_per_node > node.num_gpus or limit > node.memory_gib * GIB):
         raise ValueError(
@@ -208,7 +208,7 @@ def train_command(config: RunConfig, options: argparse.Namespace) -> list[str]:
 
 
 def check_text(options: argparse.Namespace) -> None:
-    """Raises ValueError if an argument holds a line break or another invisible character, which could hide a command."""
+    """Raises ValueError if an argument holds a line break or other invisible character, which could hide a command."""
     for name, value in vars(options).items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str | Path) and not str(text).isprintable():

@@ -107,12 +107,12 @@ _UNLIKE = re.compile(
 
 
 def repeats(name: str) -> bool:
-    """Tells whether equal steps have equal values of a metric: not times, nor what counts since the start of an attempt."""
+    """Tells whether equal steps have equal values of a metric: not times, nor what counts since an attempt's start."""
     return _UNLIKE.match(name) is None
 
 
 def nemo_rl_names(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics under NeMo RL's names and in its units, so that its dashboards go on working; other metrics keep ours."""
+    """The metrics under NeMo RL's names and units, so that its dashboards go on working; other metrics keep ours."""
     named = {}
     for name, value in metrics.items():
         prefix = next((ours for ours in PREFIXES if name.startswith(ours)), "")
@@ -142,7 +142,7 @@ def extreme_of(name: str) -> Literal["min", "max"] | None:
 
 
 def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a step from those of its updates: sums of counts (`num_...`), extremes of extremes, means of all others."""
+    """A step's metrics from those of its updates: sums of counts (`num_...`), extremes of extremes, means of others."""
     found = {}
     for name in updates[0]:
         values, is_count = [update[name] for update in updates], name.rpartition("/")[2].startswith("num_")
@@ -152,6 +152,6 @@ def metrics_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, floa
 
 
 def metrics_of_passes(updates: Sequence[Mapping[str, float]], num_batches: int) -> dict[str, float]:
-    """The metrics of a step from the updates of its last pass over the batches; skipped ones are counted in all passes."""
+    """A step's metrics from the updates of its last pass over the batches; skipped ones are counted in all passes."""
     skipped = {name: sum(update[name] for update in updates) for name in updates[0] if name.endswith(SKIPPED)}
     return metrics_of_updates(updates[-num_batches:]) | skipped

@@ -39,7 +39,7 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 
 def node_of_device(bus_id: str, sysfs: Path = SYSFS) -> NumaNode | None:
-    """The NUMA node of a PCI device, as NVML writes its bus id (00000000:3B:00.0); None if the host has one node, or does not say."""
+    """NUMA node of a PCI device, by NVML's bus id (00000000:3B:00.0); None if the host has one node or does not say."""
     domain, _, rest = bus_id.lower().partition(":")
     try:
         number = int((sysfs / "bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node").read_text())
@@ -76,7 +76,7 @@ def gpu_nodes(indices: Sequence[int], sysfs: Path = SYSFS, *, visible: str | Non
 
 
 def bind(nodes: Sequence[NumaNode | None]) -> str:
-    """Binds all threads of this process to the CPUs of these nodes, and its memory to the node if there is one; says what it did.
+    """Binds this process's threads to these nodes' CPUs, and its memory to the node if there is one; says what it did.
 
     CPUs that the process may not use stay out. Where none is left, or a node is not known, nothing is bound.
     """

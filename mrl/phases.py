@@ -28,7 +28,7 @@ def role_of(model: ModelName) -> Role:
 
 @dataclass(frozen=True)
 class Residency:
-    """Place of each kind of memory during a phase. Without a GPU, device and host are the same memory and nothing moves."""
+    """Place of each kind of memory during a phase. Without a GPU, device and host are the same and nothing moves."""
 
     weights: Place = "device"
     """The policy's parameters and persistent buffers (the arena). Always on the device: CUDA frees no memory that another process maps, and

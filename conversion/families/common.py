@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts shared by all families: parallel sizes and coordinates, rules, and the holders' layouts that follow from rules."""
+"""Parts shared by all families: parallel sizes and coordinates, rules, and holders' layouts that follow from rules."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class MegatronParallel:
     """Virtual pipeline chunks of each stage, interleaved over the stages."""
 
     def coords_of(self, rank: int, world_size: int) -> MegatronCoords:
-        """Coordinates of a global rank in Megatron's default order tp-cp-dp-pp, for experts etp-ep-dp-pp, fastest first."""
+        """A global rank's coordinates in Megatron's default order tp-cp-dp-pp (experts etp-ep-dp-pp), fastest first."""
         for sizes, names in (((self.tp, self.cp, self.pp), "tp*cp*pp"), ((self.etp, self.ep, self.pp), "etp*ep*pp")):
             product = sizes[0] * sizes[1] * sizes[2]
             if world_size % product:
@@ -83,7 +83,7 @@ class MegatronParallel:
 
 @dataclass(frozen=True, slots=True)
 class VllmParallel:
-    """Parallel sizes of an engine. `ep` is 1, where experts are cut by tp, or a multiple of tp, where each worker holds whole experts.
+    """Parallel sizes of an engine. `ep` is 1 (experts cut by tp) or a multiple of tp (workers hold whole experts).
 
     An ep of several tp makes as many groups of workers: each holds everything else over tp, and all spread the experts over ep.
     """
@@ -112,7 +112,7 @@ class VllmParallel:
         return self.tp * self.pp * self.num_groups
 
     def layers_of(self, stage: int, num_layers: int) -> range:
-        """Indices of the layers of a stage, as `get_pp_indices` of vllm/distributed/utils.py: those left over go to the last but one."""
+        """Layer indices of a stage, as `get_pp_indices` of vllm/distributed/utils.py: leftovers to the last but one."""
         even, rest = divmod(num_layers, self.pp)
         sizes = [even + (self.pp - 1 - rest <= index < self.pp - 1) for index in range(self.pp)]
         return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
@@ -148,7 +148,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Model:
-    """A model as rules: those of the first stage (embedding), of each layer, and of the last stage (final norm, output)."""
+    """A model as rules: of the first stage (embedding), of each layer, and of the last stage (final norm, output)."""
 
     first: tuple[Rule, ...]
     layers: tuple[tuple[Rule, ...], ...]
@@ -177,7 +177,7 @@ class Model:
                 yield parallel.vpp - 1, None, self.tied_output
 
     def engine_stage(self, parallel: VllmParallel, stage: int, *, has_ends: bool) -> Iterator[tuple[int | None, Rule]]:
-        """Every rule of a stage of an engine with the index of its layer; with `has_ends`, both ends are on all stages."""
+        """Every rule of an engine's stage with the index of its layer; with `has_ends`, both ends are on all stages."""
         is_first, is_last = stage == 0, stage == parallel.pp - 1
         if is_first or has_ends or (is_last and self.tied_output is not None):
             yield from ((None, rule) for rule in self.first)
@@ -190,7 +190,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Family:
-    """All that this project knows of one Hugging Face model_type. Every method raises ValueError for a config that it cannot convert."""
+    """All that is known of one Hugging Face model_type. Methods raise ValueError for configs they cannot convert."""
 
     model: Callable[[HfConfig, int | None], Model]
     """Rules of a config; the second argument is the padded vocabulary size of a checkpoint."""
@@ -209,7 +209,7 @@ class Family:
     """True if published files may have layers of multi-token prediction behind the others, which nothing here reads."""
 
     def is_left_out(self, hf_config: HfConfig, name: str) -> bool:
-        """Tells whether a stored tensor belongs to a layer behind the last, of those that `num_nextn_predict_layers` counts."""
+        """Tells whether a stored tensor belongs to a layer behind the last, which `num_nextn_predict_layers` counts."""
         steps, last = hf_config.get("num_nextn_predict_layers") or 0, hf_config.get("num_hidden_layers") or 0
         if not self.leaves_out_mtp or not isinstance(steps, int) or not isinstance(last, int):
             return False
@@ -238,7 +238,7 @@ class Family:
     def megatron_layout(
         self, hf_config: HfConfig, parallel: MegatronParallel, coords: MegatronCoords, dtype: str, flavour: Flavour = "local"
     ) -> Layout:
-        """Every parameter and persistent buffer of one rank's live model, by chunk and name there (layers counted within the chunk)."""
+        """Each parameter and persistent buffer of a rank's live model, by chunk and name (layers counted per chunk)."""
         return _megatron_layout(self, _key(hf_config), parallel, coords, dtype, flavour)
 
     def vllm_layout(self, hf_config: HfConfig, parallel: VllmParallel, worker: int, dtype: str, live: EngineDtypes = ()) -> Layout:
@@ -252,7 +252,7 @@ class Family:
     def torch_dist_layout(
         self, hf_config: HfConfig, dtype: str, padded_vocabulary: int | None = None, *, stacked_layers: bool = False
     ) -> Layout:
-        """The global tensors of a Megatron torch_dist checkpoint, by key. Names are those of Transformer Engine's specs.
+        """Global tensors of a Megatron torch_dist checkpoint, by key. Names are those of Transformer Engine's specs.
 
         Each layer has keys of its own, as Megatron writes with the metadata non_homogeneous_layers. With `stacked_layers`, as it writes
         without: the equal layers of a GPTModel are one tensor [layers, ...] each. The vocabulary is padded to `padded_vocabulary` rows,

@@ -131,7 +131,7 @@ def with_whole_heads(decoder: Decoder) -> Decoder:
 
 
 def check_no_window(hf_config: HfConfig, *, has_switch: bool = False) -> None:
-    """Refuses sliding windows that limit attention. Without a switch in the family's class, vLLM uses any window that config.json has."""
+    """Refuses sliding windows that limit attention. Without a family's switch, vLLM uses any window in config.json."""
     kinds = hf_config.get("layer_types")
     if isinstance(kinds, list) and set(kinds) - {"full_attention"}:
         raise ValueError(f"config.json: layer_types={sorted(set(map(str, kinds)))}: only full_attention is supported")
@@ -148,7 +148,7 @@ def check_no_window(hf_config: HfConfig, *, has_switch: bool = False) -> None:
 
 
 def rope_settings(hf_config: HfConfig, *, may_be_partial: bool = False) -> tuple[float, str, Settings]:
-    """Base, kind and other numbers of the rotary positions, from `rope_parameters` of transformers 5 or `rope_theta` and `rope_scaling`.
+    """Rotary positions' base, kind and numbers from `rope_parameters` (transformers 5) or `rope_theta`, `rope_scaling`.
 
     As in transformers 5, and so in vLLM, `rope_scaling` replaces `rope_parameters`.
     """
@@ -169,7 +169,7 @@ def rope_settings(hf_config: HfConfig, *, may_be_partial: bool = False) -> tuple
 
 
 def read_rope(hf_config: HfConfig, *, percent: float | None = None) -> Rope:
-    """Rotary positions of a family with none but Llama 3's scaling or YaRN (arXiv:2309.00071), as transformers reads it.
+    """Rotary positions of a family with only Llama 3's scaling or YaRN (arXiv:2309.00071), as transformers reads it.
 
     `percent` is the default of a family that rotates a part of each head; None for one that rotates the whole.
     """
@@ -180,7 +180,7 @@ def read_rope(hf_config: HfConfig, *, percent: float | None = None) -> Rope:
 
 
 def refuse_unread_positions(kind: str, given: Settings) -> None:
-    """Raises ValueError for a key of rotary positions that transformers or vLLM reads for this kind, and nobody has asked for."""
+    """Raises ValueError for a rotary key that transformers or vLLM reads for this kind, and nobody has asked for."""
     read = given.read | {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
     refuse_unread(given, read, known_keys()["rope"][kind], of=f"rope_type={kind!r}", prefix="rotary positions: ")
 
@@ -338,7 +338,7 @@ def softmax_experts(hf_config: HfConfig) -> Moe:
 
 
 def sigmoid_experts(hf_config: HfConfig) -> Moe:
-    """Experts as DeepSeek V3 has them: after the first layers, chosen by sigmoid scores and a bias, beside shared experts."""
+    """Experts as in DeepSeek V3: after the first layers, chosen by sigmoid scores and a bias, beside shared experts."""
     num_dense = hf_config.get("first_k_dense_replace")
     if not isinstance(num_dense, int) or num_dense < 0:
         raise ValueError(f"config.json: first_k_dense_replace={num_dense!r} must be a number of layers")
@@ -370,7 +370,7 @@ def _replicated(name: str, *shape: int) -> Replicated:
 
 
 def megatron_arguments(decoder: Decoder, **transformer: object) -> dict[str, dict[str, object]]:
-    """Arguments of TransformerConfig ("transformer") and GPTModel ("model"), and attributes that the former gets ("attributes").
+    """Arguments of TransformerConfig ("transformer") and GPTModel ("model"), attributes of the former ("attributes").
 
     All are plain values. `transformer` are the family's own. `activation_func` is a name: "silu" of torch. `vocab_size` is unpadded.
     """

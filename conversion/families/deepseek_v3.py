@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""deepseek_v3: multi-latent attention, sigmoid-routed experts in groups, shared experts. Converted only: not trained, not sampled."""
+"""deepseek_v3: multi-latent attention, grouped sigmoid-routed and shared experts. Converted, not trained or sampled."""
 
 from __future__ import annotations
 

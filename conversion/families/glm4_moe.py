@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""glm4_moe (GLM-4.5, 4.6, 4.7, 4.5-Air and what is trained from them): half of each head rotated, experts as those of DeepSeek V3."""
+"""glm4_moe (GLM-4.5, 4.6, 4.7, 4.5-Air and their derivatives): half of each head rotated, experts as in DeepSeek V3."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nemotron_h: Mamba-2, attention and mixture-of-experts layers in the order of a pattern (Nemotron-3-Nano), and MTP layers behind them."""
+"""nemotron_h: Mamba-2, attention and mixture-of-experts layers in pattern order (Nemotron-3-Nano), then MTP layers."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def model(hf_config: HfConfig, padded_vocabulary: int | None = None) -> Model:
 
 
 def _mtp(hf_config: HfConfig, sizes: Sizes) -> tuple[Rule, ...]:
-    """The layers of all MTP steps. Files number layers across steps; Megatron from 0.17 on counts steps, and layers within a step."""
+    """Layers of all MTP steps. Files number them across steps; Megatron from 0.17 counts steps, and layers in each."""
     letters, hidden, rules = mtp_pattern(hf_config), sizes["hidden_size"], list[Rule]()
     steps = optional_integer(hf_config, "num_nextn_predict_layers") if letters else None
     length = len(letters) // (steps or 1)
@@ -225,7 +225,7 @@ def _dense(hf: str, hidden: int, width: int, megatron: str, vllm: str, *, beside
 
 
 def megatron_arguments(hf_config: HfConfig) -> dict[str, dict[str, object]]:
-    """Arguments of TransformerConfig ("transformer") and MambaModel ("model") that follow from config.json; plain values.
+    """Arguments of TransformerConfig ("transformer") and MambaModel ("model") from config.json; plain values.
 
     `activation_func` is a name: "squared_relu" of megatron.core.activations. `vocab_size` is unpadded.
     """

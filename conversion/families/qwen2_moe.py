@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""qwen2_moe (Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B): qwen2 with softmax-routed experts beside a shared one, which a gate weighs."""
+"""qwen2_moe (Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B): qwen2 with softmax-routed experts beside a gated shared one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families by Hugging Face model_type. Those of plain transformer decoders are a function each, which reads config.json."""
+"""Families by Hugging Face model_type. Those of plain transformer decoders are a function each, reading config.json."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _FAMILIES |= {read.__name__: replace(decoder_family(read), has_ends_everywhere=T
 
 
 def _checked(model_type: str, found: Family) -> Family:
-    """The family with transformers' values for keys that a config.json leaves out, and without keys that only others read."""
+    """The family with transformers' values for keys that config.json lacks, and without keys that only others read."""
     known = known_keys()
     keys = known[model_type]
     off = keys["off"] if found.vllm_layers is None else {**known["engine"], **keys["off"]}

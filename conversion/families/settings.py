@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads config.json: sizes with their ranges, refusal of settings that change a model in an unknown way, and arguments of routers."""
+"""Reads config.json: sizes with ranges, refusal of settings that change a model in unknown ways, router arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HfConfig = Mapping[str, object]
 
 
 class Settings(Mapping[str, object]):
-    """A config.json as a family reads it: has transformers' values for missing keys, and remembers the keys that are asked for."""
+    """A config.json as a family reads it: has transformers' values for missing keys, and remembers keys asked for."""
 
     def __init__(self, values: HfConfig, defaults: HfConfig) -> None:
         self._values, self._defaults = values, defaults
@@ -43,7 +43,7 @@ def known_keys() -> dict[str, Any]:
 
 
 def refuse_unread(values: HfConfig, read: set[str], off: Mapping[str, list[object]], *, of: str, prefix: str = "") -> None:
-    """Raises ValueError for a key that transformers or vLLM reads (`off`: with the values that do nothing) and the family does not."""
+    """Raises ValueError for a key that transformers or vLLM reads (`off`: harmless values) and the family does not."""
     for key in values.keys() & off.keys() - read:
         if values[key] is not None and values[key] not in off[key]:
             way_out = " or ".join(["leave it out", *(f"set {value!r}" for value in off[key][:1])])
@@ -111,7 +111,7 @@ def softmax_router(topk: int, *, normalised: bool) -> dict[str, object]:
 
 
 def sigmoid_router(hf_config: HfConfig, topk: int) -> dict[str, object]:
-    """Arguments of a sigmoid router with correction bias and normalised weights, which chooses within `topk_group` of `n_group` groups."""
+    """Sigmoid router arguments: correction bias, normalised weights, choice within `topk_group` of `n_group` groups."""
     _check_normalised(topk)
     groups, chosen_groups = positive_integer(hf_config, "n_group", 1), positive_integer(hf_config, "topk_group", 1)
     if groups > 1 and topk // chosen_groups != 2:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `.metadata` of a torch_dist checkpoint: which tensors it holds, and in which file each chunk lies. Runs no code of its pickle."""
+"""The `.metadata` of a torch_dist checkpoint: its tensors, and the file of each chunk. Runs no code of its pickle."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class CheckpointMetadata:
         self._places = {(getattr(index, "fqn", None), _plain(getattr(index, "offset", None))): info for index, info in places.items()}
 
     def chunks(self, key: str) -> list[StoredChunk]:
-        """The chunks of a tensor, sorted by box; a ValueError if they are described wrongly, or lie outside of the folder."""
+        """The chunks of a tensor, sorted by box; ValueError if they are described wrongly or lie outside the folder."""
         return sorted((self._chunk(key, chunk) for chunk in self._chunks[key]), key=lambda chunk: chunk.box)
 
     def _chunk(self, key: str, chunk: object) -> StoredChunk:

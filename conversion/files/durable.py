@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes files and folders that survive crashes and races: synced, built aside, published by rename. Standard library only."""
+"""Writes files and folders that survive crashes and races: synced, built aside, then renamed. Standard library only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PLAN, _CONTENT = "plan.json", "content"
 
 
 def sync_file(path: Path) -> None:
-    """Forces to disk a file's content, or a folder's entries (names, renames). TimeoutError: as for `sync_descriptor`."""
+    """Forces to disk a file's content, or a folder's entries (names, renames). TimeoutError: as `sync_descriptor`."""
     descriptor = within(IO_TIMEOUT_S, f"open {path}", os.open, path, os.O_RDONLY)
     try:
         sync_descriptor(descriptor, path)
@@ -33,7 +33,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_descriptor(descriptor: int, path: Path) -> None:
-    """Forces to disk what was written to the open file of `path`; TimeoutError, an OSError: the file system does not answer."""
+    """Syncs what was written to the open file of `path`; TimeoutError, an OSError: the file system does not answer."""
     within(IO_TIMEOUT_S, f"fsync of {path}", os.fsync, descriptor)
 
 
@@ -49,7 +49,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replaces `path` by `text`: a reader sees the old or the new content, never a part. An error leaves the old content, and no part."""
+    """Replaces `path` by `text`: a reader sees the old or the new content, never a part; an error leaves the old."""
     within(WRITE_TIMEOUT_S, f"write of {path}", _write_atomic, path, text)
 
 
@@ -67,7 +67,7 @@ def _write_atomic(path: Path, text: str) -> None:
 
 
 def put_aside(path: Path, prefix: str) -> Path:
-    """Renames a file or folder in its folder to `prefix` and its name, and a number where that is taken; returns the new path."""
+    """Renames a file or folder in its folder to `prefix` and its name (and a number if taken); returns the new path."""
     return within(WRITE_TIMEOUT_S, f"rename of {path}", _put_aside, path, prefix)
 
 
@@ -89,7 +89,7 @@ def remove_any(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder that nobody else may enter, and those above it. One that is there keeps its mode. TimeoutError: as `write_atomic`."""
+    """Makes a private folder, and those above it. One that is there keeps its mode. TimeoutError: as `write_atomic`."""
     within(WRITE_TIMEOUT_S, f"mkdir of {path}", path.mkdir, mode=0o700, parents=True, exist_ok=True)
 
 
@@ -99,7 +99,7 @@ def remove_file(path: Path) -> None:
 
 
 def publish(aside: Path, final: Path) -> bool:
-    """Renames the folder `aside` to `final`, whole or not at all. Returns False and leaves `aside` if `final` already exists.
+    """Renames the folder `aside` to `final`, whole or not at all. Returns False and leaves `aside` if `final` exists.
 
     Of several processes that publish one folder exactly one gets True, on network file systems too: rename(2) decides, without a lock.
     """
@@ -132,7 +132,7 @@ def give_new_modes(folder: Path) -> None:
 
 @contextmanager
 def built_aside(out: Path, plan: Mapping[str, object]) -> Iterator[Path]:
-    """Yields a folder to fill, which becomes `out`, a folder that must not exist, when the `with` block ends without error.
+    """Yields a folder to fill, which becomes `out` (which must not exist yet) when the `with` block ends without error.
 
     The folder may hold files of a killed attempt with the same `plan` (plain values). A ValueError in the block removes it.
     """

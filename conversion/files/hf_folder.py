@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a Hugging Face model: its files, and where each tensor lies in them. Standard library only; `safetensors` reads tensors."""
+"""A Hugging Face folder: its files, and where each tensor lies. Standard library only; `safetensors` reads tensors."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def weights_by_file(hf: Path) -> dict[str, str]:
 
 
 def weight_files(hf: Path) -> list[Path]:
-    """The files that hold the weights of a Hugging Face folder, sorted by name: as in transformers, the single file, else the index's."""
+    """Weight files of a Hugging Face folder, sorted by name: as in transformers, the single file, else the index's."""
     if (hf / SINGLE_FILE).exists():
         return [hf / SINGLE_FILE]
     try:
@@ -87,7 +87,7 @@ def weight_files(hf: Path) -> list[Path]:
 
 
 def files_to_hide(hf: Path) -> list[str]:
-    """Names of other files that vLLM would read instead of the weights, or with them: an index, and other safetensors files."""
+    """Names of other files that vLLM would read instead of or with the weights: an index, other safetensors files."""
     try:
         read = {path.name for path in weight_files(hf)}
     except ValueError:
@@ -97,7 +97,7 @@ def files_to_hide(hf: Path) -> list[str]:
 
 
 def stored_tensors(hf: Path) -> dict[str, tuple[Path, HeaderTensor]]:
-    """File and place of every tensor of a Hugging Face folder, by the headers of its weight files, which are as the index says."""
+    """File and place of each tensor of a Hugging Face folder, by headers of its weight files, which match the index."""
     files = weight_files(hf)
     file_of = None if files == [hf / SINGLE_FILE] else weights_by_file(hf)
     tensors: dict[str, tuple[Path, HeaderTensor]] = {}
@@ -121,7 +121,7 @@ def stored_tensors(hf: Path) -> dict[str, tuple[Path, HeaderTensor]]:
 
 
 def has_reward_head(hf: Path) -> bool:
-    """Tells whether the weights of a Hugging Face folder have the head of a reward model. ValueError: they cannot be read."""
+    """Tells whether weights of a Hugging Face folder have a reward model's head. ValueError: they cannot be read."""
     return REWARD_HEAD in stored_tensors(hf)
 
 
@@ -162,7 +162,7 @@ def copy_companions(source: Path, folder: Path, patterns: Sequence[str] = COMPAN
 
 
 def without_lost_code(config: Mapping[str, object], folder: Path) -> dict[str, object]:
-    """The contents of config.json without an `auto_map` whose code is not in the folder: transformers could not load the model."""
+    """Contents of config.json without an `auto_map` whose code is missing: transformers could not load the model."""
     auto_map = config.get("auto_map")
     names = re.findall(r"([\w./-]+)\.\w+", json.dumps(auto_map)) if isinstance(auto_map, dict) else []
     lost = sorted({f"{name}.py" for name in names if "--" not in name and not (folder / f"{name}.py").exists()})
@@ -183,7 +183,7 @@ class HeaderTensor:
 
 
 def read_header(file: int, path: Path) -> dict[str, HeaderTensor]:
-    """Reads the place of each tensor from an open safetensors file: 8 bytes with the length of a JSON header, the header, the data."""
+    """Reads each tensor's place from an open safetensors file: 8 bytes for the JSON header's length, header, data."""
     size = os.fstat(file).st_size
     prefix = os.pread(file, 8, 0)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1

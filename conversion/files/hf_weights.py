@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a Hugging Face folder against its config.json: names, shapes, dtypes, tied embeddings. Reads headers, without torch."""
+"""Hugging Face weights against config.json: names, shapes, dtypes, tied embeddings. Reads headers, without torch."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def read_model_config(hf: Path) -> dict[str, object]:
 
 
 def is_unused(name: str, config: HfConfig) -> bool:
-    """Tells whether a tensor is a copy of the embedding, frequencies that follow from config.json, or of MTP layers left out."""
+    """Tells whether a tensor is a copy of the embedding, frequencies from config.json, or of MTP layers left out."""
     is_derived = name.endswith(".rotary_emb.inv_freq") or (name == OUTPUT and config.get(TIED) is True)
     return is_derived or family(config).is_left_out(config, name)
 
 
 def check_hf(hf: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors to read from a Hugging Face folder. ValueError: they do not fit its config.json (a head may be added)."""
+    """Shapes of tensors to read in a Hugging Face folder. ValueError: not as config.json says (a head may be added)."""
     config, stored = read_model_config(hf), stored_tensors(hf)
     shapes = dict(family(config).canonical(config))
     if REWARD_HEAD in stored:
@@ -75,7 +75,7 @@ def check_hf(hf: Path) -> dict[str, tuple[int, ...]]:
 
 
 def has_output_alone(stored: Collection[str], config: HfConfig) -> bool:
-    """Tells whether weights of a model with tied embeddings have the tensor under the name of the output layer alone."""
+    """Tells whether weights of a model with tied embeddings have the tensor under the output layer's name alone."""
     return config.get(TIED) is True and OUTPUT in stored and EMBEDDING not in stored
 
 

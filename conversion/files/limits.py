@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits for calls that have none of their own: of a file system, of a library that waits for another process, or of a console."""
+"""Limits for calls that have none: of a file system, of a library that waits for another process, or of a console."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_waiting() -> bool:
 
 
 class LimitedThread:
-    """A thread that makes calls, one after another. After one that does not return, all others run into their limits."""
+    """A thread that makes calls one by one. After one that does not return, all others run into their limits."""
 
     def __init__(self, name: str) -> None:
         self._calls = SimpleQueue[Callable[[], None] | None]()
@@ -111,7 +111,7 @@ class LimitedOutput(io.RawIOBase):
         return len(text)
 
     def settle(self) -> bool:
-        """Waits, up to the limit, until the console has taken all output; True if it has, and nothing is lost unreported."""
+        """Waits up to the limit until the console took all output; True if it has, and nothing is lost unreported."""
         try:
             self._thread.within(CONSOLE_TIMEOUT_S, "console", self._write_waiting)
         except TimeoutError:
@@ -168,7 +168,7 @@ def flush_console() -> bool:
 
 
 def settle_console() -> bool:
-    """Gives Python its own streams back once the console has taken all output; False if it has not, and they would hang."""
+    """Gives Python its streams back once the console has taken all output; False if it has not, and they would hang."""
     is_settled = flush_console()
     while is_settled and _consoles:
         name, stream, _ = _consoles.pop()

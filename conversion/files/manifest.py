@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of a conversion's files: taken while it writes, stored next to each finished file, listed in the folder's manifest.json."""
+"""Checksums of conversion files: taken while it writes, stored beside each finished file, listed in manifest.json."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class FileChecksums:
 
 
 class HashedFile(AbstractContextManager["HashedFile"]):
-    """A file that is written from front to back, while other threads hash it and force it to disk. A context manager."""
+    """A file written from front to back, while other threads hash it and force it to disk. A context manager."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)
@@ -136,7 +136,7 @@ class HashedFile(AbstractContextManager["HashedFile"]):
 
 
 class FinishedFiles(AbstractContextManager["FinishedFiles"]):
-    """The files of an incomplete folder. Each finished file has a record next to it, so that a later attempt keeps it."""
+    """Files of an incomplete folder. Each finished file has a record next to it, so that a later attempt keeps it."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1)
@@ -147,7 +147,7 @@ class FinishedFiles(AbstractContextManager["FinishedFiles"]):
         self._pool.shutdown(cancel_futures=True)
 
     def written(self, path: Path, write: Callable[[HashedFile], object]) -> tuple[object, bool]:
-        """The note (plain JSON values) that `write` returned about a file, and whether an earlier attempt had finished the file.
+        """The note (plain JSON values) that `write` returned about a file, and whether an earlier attempt finished it.
 
         Calls `write` only if there is no such file, or its content is not what was recorded. Syncs the file in the background.
         """
@@ -226,7 +226,7 @@ def seal(folder: Path, source: Mapping[str, object], tensors: Mapping[str, Tenso
 
 
 def check_same_tensors(source: Path, tensors: Mapping[str, TensorRecord]) -> None:
-    """Raises ValueError if tensors read from a folder differ from its manifest, if it has one. Compares only equal dtypes."""
+    """Raises ValueError if tensors read from a folder differ from its manifest, if any. Compares only equal dtypes."""
     if not (source / MANIFEST).exists():
         return
     expected = read_manifest(source).tensors
@@ -304,7 +304,7 @@ WRITTEN = "written.json"
 
 
 def tell_written(weights: Path, reports: Sequence[WriteReport]) -> None:
-    """Writes the reports of all ranks; without any, or where the disk is full, removes the file, and the ranks must be asked."""
+    """Writes the reports of all ranks; without any, or on a full disk, removes the file: the ranks must be asked."""
     try:
         if reports:
             write_atomic(weights / WRITTEN, json.dumps([asdict(report) for report in reports]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ownership of files and folders that several hosts share, encoded in their names; and canaries, which show that hosts see one folder.
+"""Ownership of files and folders that hosts share, encoded in their names; canaries show that hosts see one folder.
 
 Takes no locks. On the owner's host its process decides whether the owner is alive. Elsewhere only time can tell: owners touch what they
 own, and a file that nobody touched for long is abandoned. Standard library only.
@@ -73,7 +73,7 @@ def _pid_namespace() -> int:
 
 
 def start_of(pid: int) -> int | None:
-    """Returns a process's start in clock ticks since the boot; None if the process is gone, or only its exit code is left."""
+    """Returns a process's start in clock ticks since the boot; None if it is gone, or only its exit code is left."""
     try:
         # The program's name, in parentheses, may contain any character.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -98,7 +98,7 @@ def owner_of(name: str) -> tuple[str, Owner] | None:
 
 
 def owned(folder: Path, what: str | None = None) -> list[Path]:
-    """The files and folders in `folder` that have an owner, sorted by name; only those of one thing if `what` names it."""
+    """Files and folders in `folder` that have an owner, sorted by name; only those of one thing if `what` names it."""
     found = [(path, owner_of(path.name)) for path in sorted(folder.glob("*@*"))]
     return [path for path, parsed in found if parsed is not None and what in (None, parsed[0])]
 
@@ -111,7 +111,7 @@ def is_alive(path: Path) -> bool:
 
 
 def may_live(owner: Owner, path: Path) -> bool:
-    """Tells whether the owner of `path`, which it touches, may still be at work. For an invisible owner the time of `path` decides."""
+    """Tells whether the owner of `path`, which it touches, may still work. If invisible, the time of `path` decides."""
     if owner.is_visible():
         return owner.is_running()
     try:

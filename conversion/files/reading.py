@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads files that others wrote, with care: only regular files, of a bounded size, inside of their folder. Remembers their checksums."""
+"""Reads others' files with care: only regular files of bounded size, inside their folder. Remembers their checksums."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def open_file(path: Path) -> int:
-    """Opens a regular file, or one that a link leads to; a descriptor. A FIFO would block the reader, and a device has no end."""
+    """Opens a regular file, or one behind a link; a descriptor. A FIFO would block the reader, a device has no end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
@@ -64,7 +64,7 @@ def read_file(path: Path, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
 
 
 def parse_json(text: bytes | str, *, allows_nan: bool = False) -> object:
-    """The value of a JSON text. ValueError: there is none, it is nested too deeply, or has a number that is no finite float.
+    """A JSON text's value. ValueError: there is none, it is nested too deeply, or has a number that is no finite float.
 
     JSON has no NaN and no Infinity, but Python's reader takes them, and makes infinity of 1e400, which no integer equals. `allows_nan` is
     for files of ours with metrics that are not finite.
@@ -108,7 +108,7 @@ def check_plain_folder(folder: Path) -> None:
 
 
 def name_inside(name: str, named_by: Path) -> str:
-    """Returns `name` if it names a file in or below a folder. Links are followed: snapshots of the Hub consist of them."""
+    """Returns `name` if it names a file in or below a folder. Links are followed: Hub snapshots consist of them."""
     path = PurePath(name)
     if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name:
         raise ValueError(f"{named_by} names {name[:200]!r}, outside of its folder; it is not read")
@@ -139,7 +139,7 @@ def find_difference(expected: Mapping[Path, str]) -> str:
 
 
 def file_hashes(paths: Iterable[Path], memory: Path, *, reads_all: bool = False) -> dict[Path, str]:
-    """`file_hash` of every file, in threads; with `reads_all`, of the bytes that are there now, whatever `memory` has."""
+    """`file_hash` of every file, in threads; with `reads_all`, of the bytes there now, whatever `memory` has."""
     found = list(paths)
     with ThreadPoolExecutor(_num_threads()) as pool:
         return dict(zip(found, pool.map(lambda path: file_hash(path, memory, reads=reads_all), found), strict=True))
@@ -150,7 +150,7 @@ def _num_threads() -> int:
 
 
 def known_hash(path: Path, memory: Path) -> str | None:
-    """sha256 of a file that was read before in its present state, from the folder `memory`; None if it would have to be read."""
+    """sha256 of a file that was read before in its present state, from the folder `memory`; None if it must be read."""
     record = _record(path, file_state(path), memory)
     return remembered if record.exists() and _SHA256.fullmatch(remembered := record.read_text(encoding="utf-8")) else None
 
@@ -186,7 +186,7 @@ def file_hash(path: Path, memory: Path, *, reads: bool = False) -> str:
 
 
 def content_hash(path: Path) -> str:
-    """sha256 of the bytes of a file. ValueError: the Hub's cache has it under the name of another sha256, so it is damaged."""
+    """sha256 of the bytes of a file. ValueError: the Hub's cache has it under another sha256, so it is damaged."""
     digest, blob = sha256_file(path), path.resolve(strict=True)
     if is_named_by_sha256(path) and digest != blob.name:
         raise ValueError(
@@ -196,6 +196,6 @@ def content_hash(path: Path) -> str:
 
 
 def is_named_by_sha256(path: Path) -> bool:
-    """Tells whether huggingface_hub has downloaded a file to `models--NAME/blobs/<sha256>`, which it never reads again."""
+    """Tells whether huggingface_hub downloaded a file to `models--NAME/blobs/<sha256>`, which it never reads again."""
     blob = path.resolve(strict=True)
     return blob.parent.name == "blobs" and blob.parent.parent.name.startswith("models--") and _SHA256.fullmatch(blob.name) is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face folders of safetensors files: read box by box, written tensor by tensor, as memory holds no whole file."""
+"""Hugging Face safetensors folders: read box by box, written tensor by tensor, as memory holds no whole file."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's torch_dist checkpoints, read box by box in one process without Megatron; `torch_dist_writer` writes them."""
+"""Megatron torch_dist checkpoints, read box by box in one process without Megatron; `torch_dist_writer` writes them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class CheckpointPaths:
 
 
 def find_checkpoint(folder: Path) -> CheckpointPaths:
-    """The checkpoint in a step folder, a weights folder or an iter_ folder, with its copy of the model's config.json."""
+    """The checkpoint in a step folder, weights folder or iter_ folder, with its copy of the model's config.json."""
     if not folder.is_dir():
         raise ValueError(f"--mcore {folder} is not a folder; name a step_N folder, its policy/weights, or an iter_ folder")
     weights = folder / "policy" / "weights" if (folder / "policy" / "weights").is_dir() else folder
@@ -77,7 +77,7 @@ class TorchDistFolder:
     """The tensors of a torch_dist checkpoint (an iter_ folder), by key. Not for several threads at once."""
 
     def __init__(self, folder: Path, *, verify: bool = True) -> None:
-        """Reads the metadata. With `verify`, compares each chunk with the checksums in its archive before its first use."""
+        """Reads metadata. With `verify`, compares each chunk with the checksums in its archive before its first use."""
         self.folder = folder
         self._metadata = CheckpointMetadata(folder)
         self.keys = set(self._metadata.shapes)
@@ -125,7 +125,7 @@ class TorchDistFolder:
                 raise ValueError(f"{self.folder}: {key} cannot be read: {error}") from error
 
     def check(self, layout: Layout) -> None:
-        """Raises ValueError unless the checkpoint holds exactly these weights. Ignores optimizers, schedules and generators."""
+        """Raises ValueError unless its weights are exactly these. Ignores optimizers, schedules and generators."""
         wanted = {slot.name: content.shape for slot, content in layout.items()}
         legacy = sorted(key for key in self.keys if key.endswith(_GROUPED_MLP_KEYS))
         if legacy:

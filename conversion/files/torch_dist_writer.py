@@ -112,7 +112,7 @@ def files_of_size(layout: Layout, max_file_bytes: int, max_bytes: int) -> list[l
 
 
 def files_of_ranks(family: Family, hf_config: HfConfig, parallel: MegatronParallel, layout: Layout, max_bytes: int) -> list[list[Chunk]]:
-    """A file for each (tp, pp, ep, etp) rank with the chunks that it reads; a chunk of several ranks is in the first one's file."""
+    """A file for each (tp, pp, ep, etp) rank with the chunks it reads; shared chunks are in the first one's file."""
     holders: dict[str, list[tuple[str, Piece]]] = {}
     for slot, content in layout.items():
         for piece in content.pieces:
@@ -186,7 +186,7 @@ def _limited(box: Box, max_elements: int) -> Iterator[Box]:
 def write_torch_dist(
     folder: Path, layout: Layout, files: Sequence[Sequence[Chunk]], source: BoxSource, *, progress: Report | None = None
 ) -> dict[str, FileRecord]:
-    """Writes a checkpoint of weights that megatron.core.dist_checkpointing loads at any parallel layout; checksums of its data files.
+    """Writes weights that megatron.core.dist_checkpointing loads at any parallel layout; checksums of the data files.
 
     `files` holds the chunks of each file, which together are the layout's tensors. What an interrupted call has written of them is kept
     if it is still right. `progress` gets numbers of bytes as they are done.

@@ -94,7 +94,7 @@ def group_advantages(
     use_leave_one_out_baseline: bool = True,
     normalize_by_whole_group: bool = False,
 ) -> Tensor:
-    """Advantage of each rollout against the others of its prompt, shape [G], float64, from rewards as float32 holds them.
+    """Advantage of each rollout against the others of its prompt, shape [G], float64, from rewards rounded to float32.
 
     The baseline of rollout i is the mean of the other rewards (leave-one-out, arXiv:2402.14740), or the mean of all. `normalize` divides by
     the unbiased standard deviation of the rewards in the baseline, plus STD_EPSILON, unless it is 0, as NeMo RL does.
@@ -126,7 +126,7 @@ def _std(values: Tensor) -> Tensor:
 
 
 def batch_advantages(groups: Sequence[RolloutGroup], config: GrpoConfig) -> list[list[float]]:
-    """Advantages of every group of a step, in the order of its rollouts, by the estimator of the config; 0 for those without a reward."""
+    """Advantages of each group of a step, in rollout order, by the config's estimator; 0 for those without a reward."""
     match config.adv_estimator.name:
         case "grpo" | "opd":
             advantages = [_against_group(group, shaped_rewards(group, config), config) for group in groups]
@@ -215,7 +215,7 @@ def _has_reward(group: RolloutGroup) -> Tensor:
 def normalize_over_tokens(
     advantages: list[Tensor], masks: list[Tensor], add_over_ranks: Callable[[Tensor], Tensor], *, added_to_variance: float | None = None
 ) -> list[Tensor]:
-    """Advantages of rows, float32 [T] each, shifted and scaled to mean 0 and variance 1 over the valid tokens of a step.
+    """Advantages of rows, float32 [T] each, shifted and scaled to mean 0 and variance 1 over valid tokens of a step.
 
     Two passes in float64; the variance is at least MIN_VARIANCE, or with `added_to_variance` unbiased and that much larger. `masks` [T] are
     1 on valid tokens. `add_over_ranks` adds a tensor over the data-parallel ranks, which all call this (arXiv:2501.03262, eq. 9).

@@ -36,7 +36,7 @@ class Errors:
 
 
 def measure(generator: Sequence[np.ndarray], trainer: Sequence[np.ndarray], *, flipped_share: float) -> Errors:
-    """Measures the trainer's logprobs against the generator's; the mean leaves out the `flipped_share` of tokens that differ most."""
+    """Measures the trainer's logprobs against the generator's; the mean omits the `flipped_share` that differ most."""
     error_T = np.abs(np.concatenate(list(trainer)) - np.concatenate(list(generator)))
     drawn_T = np.sort(error_T[~np.isinf(error_T)])
     num_ruled_out = len(error_T) - len(drawn_T)

@@ -30,7 +30,7 @@ class Routing:
 
 
 def bias_directions(tokens_LE: Tensor) -> Tensor:
-    """1 for every expert with fewer tokens than its layer's mean, -1 for every one with more, else 0 (arXiv:2408.15664)."""
+    """1 for every expert with fewer tokens than its layer's mean, -1 for one with more, else 0 (arXiv:2408.15664)."""
     return torch.sign(tokens_LE.sum(dim=1, keepdim=True) - tokens_LE * tokens_LE.shape[1])
 
 

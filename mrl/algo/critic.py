@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PPO's use of a critic's values: advantages of tokens, the returns that values are trained on (GAE), and the loss of values.
+"""PPO's use of a critic's values: advantages of tokens, returns that values are trained on (GAE), and the value loss.
 
 Pure torch functions over the rows of one data-parallel rank. T packed tokens of a row, N of them valid, S sequences of a row.
 """
@@ -27,7 +27,7 @@ _EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class ValuedRow:
-    """A row with the critic's values. As in `PackedRow`, position t stands for the token that it predicts, with the value before that."""
+    """A row with a critic's values. As in `PackedRow`, t stands for the token it predicts, with the value before it."""
 
     values_T: Tensor
     rewards_S: Tensor
@@ -39,7 +39,7 @@ class ValuedRow:
 
 
 def token_advantages_and_returns(row: ValuedRow, config: GaeConfig) -> tuple[Tensor, Tensor]:
-    """Advantages, not normalised, and returns of a row's tokens, float64 [T] both, 0 outside the mask (arXiv:1506.02438).
+    """Unnormalised advantages and returns of a row's tokens, float64 [T] both, 0 outside the mask (arXiv:1506.02438).
 
     Tokens outside the mask are no steps: a valid token leads to the next valid one of its sequence. The last one is terminal, also in a
     rollout that was cut off. Advantages and returns may have different lambdas (arXiv:2504.05118).
@@ -85,7 +85,7 @@ def discounted_sums(values_N: Tensor, decay_N: Tensor) -> Tensor:
 def gae_of_rows(
     rows: Sequence[ValuedRow], config: GaeConfig, add_over_ranks: Callable[[Tensor], Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Advantages and returns of all rows of a step, float32 [T] each; advantages normalised over its valid tokens if the config says so."""
+    """Advantages and returns of a step's rows, float32 [T]; advantages normalised over valid tokens if configured."""
     advantages, returns = (list(part) for part in zip(*(token_advantages_and_returns(row, config) for row in rows), strict=True))
     if config.normalize_advantages:
         advantages = normalize_over_tokens(advantages, [row.loss_mask_T for row in rows], add_over_ranks, added_to_variance=_EPSILON)
@@ -95,7 +95,7 @@ def gae_of_rows(
 def value_loss(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, loss_mask_T: Tensor, config: ValueLossConfig, *, num_tokens: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of a row's values (scalar with gradient by `values_T`), and its share of the metrics, which `finish_value_metrics` completes.
+    """Loss of a row's values (scalar, gradient by `values_T`), and its metrics, which `finish_value_metrics` completes.
 
     Half the squared distance from the returns. With `cliprange`, the larger of this and the loss of values clipped to that range around
     the old ones (arXiv:2005.12729). `num_tokens` counts the masks of the global batch. Tokens outside the mask have no effect.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distillation loss: the divergence of the student's distribution from its teacher's at each token. NeMo RL's DistillationLossFn.
+"""Distillation loss: divergence of a student's distribution from its teacher's per token. NeMo RL's DistillationLossFn.
 
 T tokens, K tokens that the teacher holds likeliest at each position.
 """
@@ -33,7 +33,7 @@ class StudentScores:
 
 
 def sequences_to_teach(groups: Sequence[RolloutGroup]) -> list[TrainSequence]:
-    """All sequences of a step's rollouts, in the order of the groups, whatever their reward: the teacher judges them."""
+    """All sequences of a step's rollouts, in group order, whatever their reward: the teacher judges them."""
     pairs = [pair for group in groups for pair in zip(group.rollouts, group.rewards, strict=True)]
     # An agent that sampled nothing leaves a token that nobody has drawn.
     return [

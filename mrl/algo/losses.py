@@ -160,7 +160,7 @@ def policy_loss(
 
 
 def clipped_surrogate(tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """PPO's pessimistic bound (arXiv:1707.06347) with bounds of its own on each side (arXiv:2503.14476), and which tokens it clips.
+    """PPO's pessimistic bound (arXiv:1707.06347) with a bound for each side (arXiv:2503.14476), and the tokens clipped.
 
     With `ratio_clip_c`, the loss of bad tokens is bounded too (arXiv:1912.09729). GSPO is this with ratios of sequences.
     """
@@ -184,7 +184,7 @@ def reinforce(tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: 
 
 
 def own_loss(path: str) -> Callable[[Tokens, Tensor, Tensor, LossConfig], tuple[Tensor, Tensor]]:
-    """`loss_fn.token_loss`, which is called as the losses above; a ValueError says that it does not return what they do."""
+    """`loss_fn.token_loss`, called as the losses above; a ValueError says that it does not return what they do."""
     function = own.find_fitting(path, own.LOSS)
 
     def token_loss(tokens: Tokens, ratio_T: Tensor, clipped_ratio_T: Tensor, config: LossConfig) -> tuple[Tensor, Tensor]:
@@ -240,7 +240,7 @@ def loss_weights(
 
 
 def token_metrics(new: Tensor, old: Tensor, generator: Tensor, ratios: Tensor, *, kl_type: KlType) -> dict[str, Tensor]:
-    """Sums over tokens, all of them valid, under NeMo RL's names where it has one. KL by the estimator of the KL penalty, not clamped."""
+    """Sums over tokens, all valid, under NeMo RL's names if any. KL by the estimator of the KL penalty, not clamped."""
     drift = old - generator
     mixture = torch.logaddexp(old, generator) - math.log(2)
     return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ratios, KL estimates and importance weights from logprobs, and sums over sequences. T packed tokens, S sequences of a row.
+"""Ratios, KL estimates, importance weights from logprobs, and sums over sequences. T packed tokens, S sequences a row.
 
 The generator's probabilities differ from the trainer's. The expectation over its tokens needs the weight old / generator
 (arXiv:2410.18252); truncating that weight trades variance for bias.
@@ -22,7 +22,7 @@ KlType = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True)
 class Segments:
-    """The sequence of each token of a row (int64), a mask of the tokens that count (1), and their number in each sequence (at least 1)."""
+    """Sequence of each row token (int64), a mask of tokens that count (1), their number per sequence (at least 1)."""
 
     index_T: Tensor
     mask_T: Tensor
@@ -56,7 +56,7 @@ class Segments:
 
 
 def ratio(log_ratio_T: Tensor, max_log_ratio: float | None) -> Tensor:
-    """exp of log-ratios, clamped to +-`max_log_ratio`, without gradient beyond; without that bound infinite where exp overflows."""
+    """exp of log-ratios, clamped to +-`max_log_ratio`, no gradient beyond; unbounded, infinite where exp overflows."""
     return torch.exp(log_ratio_T if max_log_ratio is None else log_ratio_T.clamp(-max_log_ratio, max_log_ratio))
 
 
@@ -82,7 +82,7 @@ def kl_divergence(
     output_clamp: float | None = None,
     sampling_weights_T: Tensor | None = None,
 ) -> Tensor:
-    """Estimate of KL(policy || reference) from tokens drawn from the policy, per token (http://joschu.net/blog/kl-approx.html).
+    """Estimate of KL(policy || reference) from the policy's tokens, per token (http://joschu.net/blog/kl-approx.html).
 
     `sampling_weights_T` multiplies it before `output_clamp`. With weights whose gradient is that of the policy's probability of the token,
     the gradient is an unbiased estimate of that of the expected value (arXiv:2506.09477); without weights it is that of the value alone,
@@ -109,12 +109,12 @@ def kl_divergence(
 
 
 def log_weights(log_ratio_T: Tensor, segments: Segments, config: LossConfig) -> Tensor:
-    """Log of each token's weight, [T], from log(old / generator); with `sequence_level_importance_ratios` the sum over its sequence."""
+    """Tokens' log weights [T] from log(old / generator); with `sequence_level_importance_ratios` the sequence's sum."""
     return segments.spread(segments.sum(log_ratio_T)) if config.sequence_level_importance_ratios else log_ratio_T
 
 
 def importance_weights(log_ratio_T: Tensor, segments: Segments, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """Weight of each token, and whether it is outside the bounds, both [T]. `log_ratio_T` is log(old / generator), without gradient.
+    """Weight of each token, and whether it is out of bounds, [T]. `log_ratio_T` is log(old / generator), no gradient.
 
     One weight per token, or with `sequence_level_importance_ratios` one per sequence, the product over its tokens. A weight that
     overflows is 0, unless `max_log_ratio` clamps it.

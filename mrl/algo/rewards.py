@@ -115,7 +115,7 @@ def without_lone(groups: Sequence[RolloutGroup], agents: Container[str]) -> list
 
 
 def has_signal(group: RolloutGroup, config: GrpoConfig) -> bool:
-    """Tells whether the rewards of a group differ, as float32, after scaling and before shaping by length; for GDPO a component of them.
+    """Tells whether a group's rewards differ, as float32, after scaling, before length shaping; for GDPO a component.
 
     Without a difference every advantage is 0, or comes from lengths alone (dynamic sampling, arXiv:2503.14476).
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses without rollouts: supervised fine-tuning, and preferences between pairs of answers. T packed tokens and B pairs of a row."""
+"""Losses without rollouts: supervised fine-tuning, and preferences in answer pairs. T packed tokens, B pairs a row."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def perplexity(mean_nll: float) -> float:
 
 
 def bradley_terry_loss(chosen_B: Tensor, rejected_B: Tensor, *, beta: float = 1.0, num_pairs: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative log-likelihood that the chosen answers win, sigmoid(beta * (chosen - rejected)), and metrics of both rewards.
+    """Negative log-likelihood that chosen answers win, sigmoid(beta * (chosen - rejected)), metrics of both rewards.
 
     A scalar with gradient, and detached scalars under NeMo RL's names (https://doi.org/10.2307/2334029, arXiv:2203.02155).
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computations that need logprobs: the advantage of every token, and masks of sequences where policy and generator disagree.
+"""Computations that need logprobs: every token's advantage, and masks of sequences where policy and generator disagree.
 
 Pure torch functions over the rows of one data-parallel rank. T packed tokens of a row, S sequences of a row.
 """
@@ -31,7 +31,7 @@ def sequence_errors(old_logprobs_T: Tensor, generator_logprobs_T: Tensor, loss_m
 
 
 def error_metrics(errors: Tensor, is_kept: Tensor, rewards: Tensor) -> dict[str, Tensor]:
-    """Sums and extremes of the errors of this rank's valid sequences, before and after masking, to be combined over ranks.
+    """Sums and extremes of the errors of this rank's valid sequences, before and after masking, to combine over ranks.
 
     All arguments have shape [sequences of the rank]. `finish_error_metrics` takes the combined values. A reward of 1 is a right answer.
     """
@@ -95,7 +95,7 @@ def kl_penalty(old_logprobs_T: Tensor, reference_logprobs_T: Tensor, loss_mask_T
 
 
 def teacher_gap(teacher_logprobs_T: Tensor, old_logprobs_T: Tensor, loss_mask_T: Tensor) -> Tensor:
-    """log(teacher's probability / policy's) of each token, [T], which is its advantage in on-policy distillation; 0 outside the mask.
+    """log(teacher's probability / policy's) per token [T], its advantage in on-policy distillation; 0 outside the mask.
 
     arXiv:2601.02780, eq. 8, without the importance weights, which are part of the loss.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Books of requests: the driver's, each given to an actor until it is answered, and an actor's own work on them. Needs no Ray."""
+"""Books of requests: the driver's, each given to an actor until answered, and an actor's work on them. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Actor(Generic[Q, A]):
 
 
 class RequestBook(Generic[Q, A]):
-    """Requests, each given to the actor with the fewest, until it is answered, however often that dies. Lives in the event loop.
+    """Requests, each given to the actor with the fewest until answered, however often it dies. Lives in the event loop.
 
     A task for each actor carries its requests, many in one call. Actors in `lost` have died, and are to be started again.
     """
@@ -53,7 +53,7 @@ class RequestBook(Generic[Q, A]):
         max_fruitless_restarts: int = MAX_FRUITLESS_RESTARTS,
         num_calls: int = 1,
     ) -> None:
-        """`call(index, requests)` hands an actor requests; what it has answered meanwhile, by id. An actor has up to `num_calls` at once.
+        """`call(index, requests)` hands an actor requests; its new answers by id. One has up to `num_calls` at once.
 
         An actor may die `max_fruitless_restarts` times in a row without an answer; each time `on_death` is called.
         """
@@ -99,7 +99,7 @@ class RequestBook(Generic[Q, A]):
         actor.task = asyncio.ensure_future(self._serve(index, actor))
 
     def end(self, index: int, log_file: Path) -> int:
-        """Stops carrying to a dead actor; returns its number of unanswered requests. RuntimeError: it dies too often."""
+        """Stops carrying to a dead actor; its number of unanswered requests. RuntimeError: it dies too often."""
         actor = self._actors[index]
         if actor.task is not None:
             actor.task.cancel()
@@ -170,7 +170,7 @@ class RequestBook(Generic[Q, A]):
 
 
 class ActorWork(Generic[A]):
-    """An actor's work, a coroutine for each request, and its answers since they were taken last. Lives in an event loop."""
+    """An actor's work, a coroutine per request, and its answers since they were taken last. Lives in an event loop."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
@@ -192,7 +192,7 @@ class ActorWork(Generic[A]):
             self._tell()
 
     async def take(self, limit_s: float, *, gather_s: float) -> dict[str, A]:
-        """Waits up to `limit_s` for the first answer, then `gather_s` for others that are worked on; all answers by request id.
+        """Waits up to `limit_s` for the first answer, then `gather_s` for others under way; all answers by request id.
 
         A later call ends the waits of an earlier one.
         """

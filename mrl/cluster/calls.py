@@ -61,7 +61,7 @@ def dead_daemons() -> str:
 
 @cache
 def ray_thread() -> LimitedThread:
-    """The thread of calls to Ray that have no limit. It starts Ray, too: the kernel kills Ray's daemons when the thread that has ends."""
+    """The thread of calls to Ray without limit. It starts Ray, too: the kernel kills Ray's daemons when it ends."""
     return LimitedThread("Ray")
 
 
@@ -86,7 +86,7 @@ def ask(actor: ActorHandle[A], method: Callable[[A, *Ts], T], *arguments: *Ts) -
 
 
 class Actors(Generic[V]):
-    """The actors of one kind, by index. `call(V.verb, ...)` calls a verb of the object inside each; the type checker knows its arguments.
+    """Actors of one kind, by index. `call(V.verb, ...)` calls a verb on the object in each; its arguments are typed.
 
     An actor class has `call(*target, verb, *arguments)` and `apply(*target, function, *arguments)` for it.
     """
@@ -181,7 +181,7 @@ def wait_all(
 
 
 def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, what: str) -> Exception:
-    """The error to report for `error`: a death among the `pending` actors, whose peers only lost their connection to it, else `error`.
+    """The error to report for `error`: a death among `pending` actors, whose peers only lost connection, else `error`.
 
     In place of an aftermath it is the first of another kind, if one comes; in place of a complaint of those that give no answer at all,
     a DeadlineExceeded with their names.
@@ -207,7 +207,7 @@ def first_cause(pending: Mapping[ray.ObjectRef, object], error: Exception, *, wh
 
 
 def fetch(reference: ray.ObjectRef[T], *, actor: object, what: str) -> T:
-    """The answer of a call that is ready. Raises ActorLost if the actor died, else its own error with its name and `what` in front.
+    """The answer of a ready call. Raises ActorLost if the actor died, else its error with its name and `what` in front.
 
     NoCluster: a daemon of Ray has died, or another node, and actors with it.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries what the processes of a run write from the local disk to the run folder, so that none of them waits for its file system.
+"""Carries what a run's processes write from the local disk to the run folder, so that none waits for its file system.
 
 A process writes to a file of `outbox`, and a link next to it says where that belongs. The carrier is a child of the run's reaper: it
 outlives driver and actors, so that their last words arrive, and it removes the folder of the run. Standard library only.
@@ -70,7 +70,7 @@ class Carrier:
 
 
 def start_carrier(folder: Path) -> tuple[int, int]:
-    """Forks a carrier; its process id, and a descriptor: when that is closed, it carries the rest, removes `folder` and ends."""
+    """Forks a carrier; its process id and a descriptor: when closed, it carries the rest, removes `folder` and ends."""
     ends_here, stays_open = os.pipe()
     pid = os.fork()
     if pid:
@@ -87,7 +87,7 @@ def start_carrier(folder: Path) -> tuple[int, int]:
 
 
 def end_carrier(pid: int, stays_open: int) -> None:
-    """Waits until the carrier has ended, unless the file system of the run folder does not answer: then it goes on alone."""
+    """Waits until the carrier has ended, unless the run folder's file system does not answer: then it goes on alone."""
     os.close(stays_open)
     end = time.monotonic() + CARRY_TIMEOUT_S
     while os.waitpid(pid, os.WNOHANG) == (0, 0):

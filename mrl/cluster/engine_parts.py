@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of an engine on further nodes. The engine's actor, on the first node, owns their actors, and they end with each other."""
+"""Parts of an engine on more nodes. The engine's actor, on the first node, owns their actors, and they end together."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class EngineParts:
 
 
 def end_with_part(running: ray.ObjectRef[None], log_file: Path) -> None:
-    """Waits until a part ends, then ends this process and its workers: only as a whole can an engine be started again."""
+    """Waits until a part ends, then ends this process and its workers: only as a whole can an engine restart."""
     from mrl.rollout.engine import end_engine
 
     while not ray.wait([running], timeout=LOOK_S)[0]:

@@ -59,7 +59,7 @@ class EngineActor:
         self._secrets = secrets
 
     def build(self, config: RunConfig, device_ids: Sequence[int], parts: Sequence[EnginePart], api_key: str) -> str | None:
-        """Starts the engine on these GPUs of its first node, and its parts on others; vLLM's own loader reads the model folder's weights.
+        """Starts the engine on these GPUs of its first node, parts on others; vLLM loads the model folder's weights.
 
         Returns the base URL of the engine's HTTP server, which asks for `api_key`, if the config wants one.
         """
@@ -101,7 +101,7 @@ class EngineActor:
         return start_server(self.engine, config.policy, host=ray.util.get_node_ip_address(), api_key=api_key, wake=self._serve_soon)
 
     def poll(self, requests: list[RolloutRequest], budget_s: float) -> tuple[Polled, Packed]:
-        """Queues requests and steps the engine, up to `budget_s`; what has finished, metadata, then packed payload (same order)."""
+        """Queues requests, steps the engine up to `budget_s`; what finished: metadata, packed payload (same order)."""
         self.engine.add(with_transcripts(requests, timeout_s=self.fetch_timeout_s))
         start = time.monotonic()
         finished, self._finished_between = self._finished_between, []
@@ -249,7 +249,7 @@ class EngineGroup(Actors[EngineVerbs]):
             in_loop(self.book.hold, False)
 
     def restart(self, index: int) -> None:
-        """Starts a dead engine again; it refuses to generate until it is refitted. RuntimeError: it dies too often without a rollout."""
+        """Restarts a dead engine; it refuses work until refitted. RuntimeError: it dies too often without a rollout."""
         num_requests = in_loop(self.book.end, index, self._log_file(index))
         logger.warning("%s died; starting it again, with its requests (%d)", self.name(index), num_requests)
         ray.kill(self.handles[index])
@@ -261,7 +261,7 @@ class EngineGroup(Actors[EngineVerbs]):
         in_loop(self.book.begin, index)
 
     def enter(self, phase: Phase, *, deadline_s: float) -> None:
-        """Brings all engines into `phase` at once. Leaves one that has died meanwhile to the next refit, which starts it again."""
+        """Brings all engines into `phase` at once. Leaves one that died to the next refit, which starts it again."""
         if phase != "generate":  # what a signal has left under way is not sampled without a KV cache
             in_loop(self.book.hold, True)
         lost: list[ActorLost] = []

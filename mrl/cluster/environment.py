@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start of actors' processes: environment variables, from the config and from mrl's own shell, their log file, and caches.
+"""Start of actors' processes: environment variables, from the config and mrl's own shell, their log file, and caches.
 
 Folders of compiled code of torch, Triton and vLLM are run as they are found, so nobody else may write to them. torch's own choice is a
 folder of the temporary folder whose name anybody can guess, and make first.
@@ -66,7 +66,7 @@ def importing() -> Iterator[None]:
 
 
 def start_actor_process(log_file: Path, secrets: Mapping[str, str] | None = None) -> None:
-    """First call of every actor: ties its life to its parent's, sends its stdout and stderr to `log_file`, and its spans next to that.
+    """First call of every actor: ties its life to its parent's, sends stdout and stderr to `log_file`, spans beside it.
 
     On the driver's node both go through the local disk, and the actor gives signs of life. `secrets` become environment variables here,
     because Ray writes those of an actor's options to its own logs.
@@ -107,7 +107,7 @@ def policy_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, s
 
 
 def engine_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
-    """Variables that an engine starts with, and its workers inherit; `given` (policy.generation.vllm_cfg.env_vars) wins."""
+    """Variables that an engine starts with and workers inherit; `given` (policy.generation.vllm_cfg.env_vars) wins."""
     has_gpu = config.cluster.gpus_per_node > 0
     own = engine_environment(has_gpu=has_gpu) | _within_the_node(config)
     if has_gpu:
@@ -117,7 +117,7 @@ def engine_variables(config: RunConfig, given: Mapping[str, str]) -> dict[str, s
 
 
 def _within_the_node(config: RunConfig) -> dict[str, str]:
-    """Variables by which the processes of a run of one node listen on loopback alone, and leave no temporary file behind."""
+    """Variables by which processes of a one-node run listen on loopback alone, and leave no temporary file behind."""
     if config.cluster.num_nodes > 1:
         return {}
     chosen = {variable.name: variable.read() or "lo" for variable in (env.GLOO_SOCKET_IFNAME, env.NCCL_SOCKET_IFNAME)}
@@ -180,7 +180,7 @@ CACHES = {"TORCHINDUCTOR_CACHE_DIR": "torch", "TRITON_CACHE_DIR": "triton", "VLL
 
 
 def keep_caches_private() -> str:
-    """Sets the variables of this process, and makes their folder, the first of `env.compiled_folders` to which nobody else may write.
+    """Sets this process's variables, makes their folder, the first of `env.compiled_folders` nobody else may write to.
 
     Kept from run to run, because models of vLLM take minutes to compile. Returns a warning if it is not the preferred one.
     """

@@ -50,7 +50,7 @@ class Aftermath(RuntimeError):
 
 
 def way_out(error: Exception) -> str:
-    """Advice to append to the message of an error that a process of the run failed with; "" if the message needs none."""
+    """Advice to append to the message of an error that a run's process failed with; "" if the message needs none."""
     text = str(error)
     if type(error).__name__ == "OutOfMemoryError" or any(message in text for message in MEMORY_MESSAGES):
         return OUT_OF_MEMORY

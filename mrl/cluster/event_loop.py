@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's event loop, in a thread of its own, where all rollouts live. The main thread calls into it and waits for it."""
+"""The driver's event loop, in its own thread, where all rollouts live. The main thread calls into it and waits."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class News:
         limit_s: float,
         on_tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """Waits until `is_enough`, which the loop looks at after all news; calls `on_tick` now and then, and at the end.
+        """Waits until `is_enough`, which the loop looks at after all news; calls `on_tick` now and then and at the end.
 
         `who` names those that have not answered. Silence: for `limit_s` there was no sign of life.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gateway as a Ray actor: agents ask it for the model, and run in it or from it. The driver sees rewards and lengths."""
+"""Gateway as a Ray actor: agents ask it for the model, and run in or from it. The driver sees rewards and lengths."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class GatewayActor:
         self.loop.call_soon_threadsafe(self.runs.runner.gateway.engines.set_addresses, base_urls)
 
     def run(self, tasks: Sequence[AgentTask]) -> tuple[Progress, Packed]:
-        """Begins tasks; returns rollouts ended since the last call, metadata and payload. Waits up to `ANSWER_S` for one.
+        """Begins tasks; returns rollouts ended since the last call: metadata, payload. Waits up to `ANSWER_S` for one.
 
         A later call ends the wait of an earlier one. RuntimeError: a function cannot be loaded any more.
         """
@@ -162,7 +162,7 @@ class GatewayActor:
 
 
 class AgentGateway(Actors[GatewayActor]):
-    """The driver's handle on the gateway. `book` carries tasks to it; one that dies is started again at its address, and asked again."""
+    """The driver's handle on the gateway. `book` carries tasks; a dead one restarts at its address, asked again."""
 
     def __init__(self, config: RunConfig, placement: Placement, engines: EngineGroup, *, log_folder: Path) -> None:
         super().__init__(GATEWAY, deadline_s=config.deadlines.reward_s)

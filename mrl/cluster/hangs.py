@@ -120,7 +120,7 @@ class HangJudge:
         return Hang(told, text, silent_s, is_hang=bool(idle))
 
     def blame(self, names: Collection[str]) -> list[tuple[ProcessReading, str]]:
-        """Processes of `names`, and of Ray's own, that could not answer at the last reading: stopped, or stuck in the kernel."""
+        """Processes of `names` and Ray that could not answer at the last reading: stopped, or stuck in the kernel."""
         found = [reading for reading in self._last if reading.name in (*names, *RAY_PROCESSES) or reading.state == SILENT]
         return [(reading, reason) for reading in found if (reason := self._stuck(None, reading))]
 
@@ -175,7 +175,7 @@ _judge: HangJudge | None = None
 
 @contextmanager
 def waiting(what: str, who: Callable[[], Collection[str]], since: float) -> Iterator[None]:
-    """Declares a wait of the driver inside the `with` block; the watchdog's thread calls `who` to name the processes."""
+    """Declares a driver's wait inside the `with` block; the watchdog's thread calls `who` to name the processes."""
     wait = Wait(what, who, since)
     waits.append(wait)
     try:

@@ -26,7 +26,7 @@ class HostSampler:
     """Samples the host on which it runs. Names are NeMo RL's where it has one, without the node's prefix `node.I.`."""
 
     def __init__(self, is_actor: bool) -> None:
-        """Counts the memory of this process and its descendants, or, if `is_actor`, of its parent's: an actor's is the node's raylet."""
+        """Counts the memory of this process and its descendants; if `is_actor`, of its parent's: the node's raylet."""
         self._root = psutil.Process(os.getppid() if is_actor else os.getpid())
         self._num_gpus = 0
         if pynvml is not None:
@@ -37,7 +37,7 @@ class HostSampler:
         psutil.cpu_percent()
 
     def sample(self) -> dict[str, float]:
-        """Percent of all processors since the last sample, GiB of memory; per GPU percent of the time at work, and GiB."""
+        """Percent of all processors since the last sample, GiB of memory; per GPU percent of time at work, and GiB."""
         memory = psutil.virtual_memory()
         resident_bytes = 0
         for process in [self._root, *self._root.children(recursive=True)]:
@@ -67,7 +67,7 @@ def sample_until(
     collection_interval_s: float,
     flush_interval_s: float,
 ) -> None:
-    """Samples until `has_ended`; logs the samples every `flush_interval_s` and at the end. `sample` gets its limit in seconds."""
+    """Samples until `has_ended`; logs every `flush_interval_s` and at the end. `sample` gets its limit in seconds."""
     waiting: list[tuple[Mapping[str, float], float]] = []
     last_flush = time.monotonic()
     is_last = False

@@ -41,7 +41,7 @@ def session_folder() -> Path | None:
 
 
 def start_reaper(folder: Path) -> subprocess.Popen[bytes]:
-    """Starts the reaper of all processes that this process starts from now on. It acts when this process closes its stdin, or dies."""
+    """Starts the reaper of all processes this one starts from now on. Acts when this one closes its stdin or dies."""
     environment = {name: value for name, value in os.environ.items() if name != MARK}
     os.environ[MARK] = str(folder)
     # Ray's agents rename themselves; setproctitle would write the new name over their environment, and with it over the mark.

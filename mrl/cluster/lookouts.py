@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watchdog's eyes on a cluster that a launcher has started: an actor on each node reads its processes, and keeps their stacks."""
+"""The watchdog's eyes on a launcher's cluster: an actor on each node reads its processes, and keeps their stacks."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ heads: list[Member] = []
 
 
 def dead_head() -> str:
-    """The daemon of the cluster's head, if its node answers that it is gone, for a message; "" if it lives or nothing answers."""
+    """The cluster head's daemon, if its node answers that it is gone, for a message; "" if it lives or none answers."""
     return next((loss for head in heads if (loss := head.loss()).endswith(" died")), "")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nodes of the Ray cluster: which have joined, what each of them answers, how far their clocks differ, and samples of their hosts."""
+"""Nodes of the Ray cluster: which joined, what each answers, how far clocks differ, and samples of their hosts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def joined_nodes() -> list[tuple[str, int]]:
 
 @contextmanager
 def cluster_nodes() -> Iterator[list[Node]]:
-    """Joins the cluster at RAY_ADDRESS for the `with` block; its nodes, lost ones too; hosts with several nodes get numbered names."""
+    """Joins the cluster at RAY_ADDRESS for the `with` block; its nodes, lost too; numbered where a host has several."""
     join_cluster()
     try:
         hosts: Counter[str] = Counter()
@@ -75,7 +75,7 @@ def _alive() -> list[dict]:
 
 
 def ask_nodes(nodes: list[Node], question: Callable[..., object], *arguments: object, deadline_s: float) -> dict[str, Reply]:
-    """Runs `question(name of the node, *arguments)`, a function of an importable module, on all nodes at once; replies by name."""
+    """Runs `question(name of the node, *arguments)`, an importable function, on all nodes at once; replies by name."""
     task = ray.remote(_answer)
     pending = {node.name: task.options(**_options(node.node_id, max_retries=0)).remote(question, node.name, arguments) for node in nodes}
     end = time.monotonic() + deadline_s
@@ -109,7 +109,7 @@ def read_clock() -> float:
 
 @contextmanager
 def watch_hosts(config: RunConfig, log: HostLog | None) -> Iterator[None]:
-    """Samples every node for the loggers, every `collection_interval` seconds inside the `with` block; None: nobody wants samples."""
+    """Samples all nodes for the loggers, every `collection_interval` seconds in the `with` block; None: no samples."""
     settings = config.logger
     if not settings.monitor_gpus or log is None:
         yield

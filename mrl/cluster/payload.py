@@ -27,7 +27,7 @@ LOOK_S, PULL_S = 0.25, 60.0
 
 @dataclass(frozen=True)
 class Packed:
-    """Items as bytes, of which a receiver restores those that it needs: Ray would restore every small array of all of them by itself."""
+    """Items as bytes, of which a receiver restores those that it needs: Ray would restore every small array of all."""
 
     content: np.ndarray
     """uint8, item after item. An array, so that receivers on a node read one copy of it in Ray's store."""
@@ -82,7 +82,7 @@ def put_items(items: Sequence[Rollout | TeacherTokens]) -> list[PayloadRef]:
 
 
 def pull_teacher(sequences: Sequence[TrainSequence], *, timeout_s: float) -> list[TeacherTokens | None]:
-    """Pulls each sequence's teacher outputs from where they were computed; None where nobody teaches. Otherwise as `pull`."""
+    """Pulls each sequence's teacher outputs from where they were computed; None without a teacher. Else as `pull`."""
     payloads = [sequence.teacher for sequence in sequences if isinstance(sequence.teacher, PayloadRef)]
     fetched = _fetch(payloads, TeacherTokens, f"teacher outputs of {len(payloads)} rollouts", timeout_s=timeout_s)
     return [fetched[sequence.teacher] if isinstance(sequence.teacher, PayloadRef) else None for sequence in sequences]
@@ -114,7 +114,7 @@ def pull_arrays(batches: Sequence[Mapping[int, PayloadRef]], *, timeout_s: float
 
 
 def put_batch(examples: ExampleBatch) -> Batch:
-    """Stores the payloads of a batch as one Ray object for each data-parallel rank, as long as the batch lives; returns the batch."""
+    """Stores a batch's payloads as a Ray object per data-parallel rank, while the batch lives; returns the batch."""
     infos: dict[int, RolloutInfo] = {}
     for rows in examples.rows:
         mine = sorted(index for row in rows for index in row)

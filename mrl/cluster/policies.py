@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy ranks as Ray actors, the driver's handles on the models that they hold, and the starting weights from the shared cache."""
+"""Policy ranks as Ray actors, the driver's handles on their models, and the starting weights from the shared cache."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class PolicyActor:
     def build(
         self, config: RunConfig, rank: int, world_size: int, master: tuple[str, int], pad_token_id: int, model: ModelName = "policy"
     ) -> int:
-        """Builds a model of the rank, its weights still random. Collective over all ranks. Returns the data-parallel rank."""
+        """Builds a model of the rank with random weights. Collective over all ranks. Returns the data-parallel rank."""
         if config.cluster.gpus_per_node and "TORCH_EXTENSIONS_DIR" not in os.environ:
             # For what Megatron compiles in a backward pass. In a shared folder a rank that is killed meanwhile leaves a lock for ever.
             self._extensions = Scratch()
@@ -106,7 +106,7 @@ class PolicyActor:
     def set_batch(
         self, model: ModelName, sequences: dict[int, TrainSequence], rows: RankRows, logprob_rows: RankRows, is_further: bool
     ) -> int:
-        """Pulls the payloads of this rank's sequences and packs them; returns the number of rows. See `PolicyRank.set_batch`."""
+        """Pulls payloads of this rank's sequences and packs them; returns the row count. See `PolicyRank.set_batch`."""
         start = time.monotonic()
         spans.begin("set_batch")
         payload = pull([sequence.rollout for sequence in sequences.values()], timeout_s=self.timeout_s)
@@ -127,14 +127,14 @@ class PolicyActor:
         return len(packed)
 
     def call_on_tokens(self, model: ModelName, verb: str, given: Sequence[Mapping[int, PayloadRef]] | None) -> list[dict[int, PayloadRef]]:
-        """Calls one of `ON_TOKENS` with arrays by batch and sequence; those that it returns stay here until they are pulled."""
+        """Calls one of `ON_TOKENS` with arrays by batch and sequence; those that it returns stay here until pulled."""
         from mrl.policy.beside import ON_TOKENS
 
         arguments = () if given is None else (pull_arrays(given, timeout_s=self.timeout_s),)
         return put_arrays(self._spanned(model, verb, partial(ON_TOKENS[verb], self.models[model]), *arguments) or [])
 
     def teach(self, model: ModelName, k: int) -> tuple[list[int], Packed]:
-        """Indices of the sequences that this rank answers for, and the teacher outputs of each; see `mrl.policy.beside.teach`."""
+        """Indices of sequences that this rank answers for, and their teacher outputs; see `mrl.policy.beside.teach`."""
         from mrl.policy.beside import teach
 
         found = self._spanned(model, "teacher", teach, self.models[model], k)
@@ -161,7 +161,7 @@ class PolicyActor:
 
 
 def hold_port(ports: range) -> socket.socket:
-    """A socket that is bound to a free port of this host, one of `ports`, or any if that is empty. RuntimeError: all of them are taken."""
+    """A socket bound to a free port of this host, of `ports`, or any if empty. RuntimeError: all are taken."""
     # Runs that start at the same time would all try the first one.
     for port in random.sample(ports, len(ports)) or [0]:
         held = socket.socket()
@@ -196,10 +196,10 @@ class Ranks:
 
 
 class PolicyGroup(Actors[PolicyVerbs]):
-    """One model of all policy ranks. Calls are collective: every rank is called, and the first failure ends the wait."""
+    """One model of all policy ranks. Calls are collective: every rank is called; the first failure ends the wait."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, *, pad_token_id: int, model: ModelName = "policy") -> None:
-        """Builds the model on every rank and loads its starting weights. Every rank builds its models in the same order."""
+        """Builds the model on every rank and loads its starting weights. Every rank builds its models in one order."""
         super().__init__(POLICY_RANK, deadline_s=train_deadline(config).seconds, target=(model,))
         self.model: ModelName = model
         self.config, self.pad_token_id = config.of_model(model), pad_token_id
@@ -245,7 +245,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         return self.wait(pending, deadline_s=deadline_s, what=verb.__name__)
 
     def load(self, hf: Path, cached: Path | None, parallel: MegatronParallel) -> None:
-        """Loads each rank's part of the starting weights: from the checkpoint in the cache, repaired if damaged, or from `hf`."""
+        """Loads each rank's part of the starting weights from the cached checkpoint, repaired if damaged, or `hf`."""
         if cached is None:
             self.call(PolicyVerbs.load_hf, hf, deadline_s=self.start_s)
         else:
@@ -257,7 +257,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         self.wait(pending, deadline_s=self.start_s, what="check of the cached model")
 
     def set_batches(self, batches: Sequence[Batch]) -> None:
-        """Sets the batches of a step's updates, in order. Every rank pulls the payloads of its own rows; see `PolicyRank.set_batch`."""
+        """Sets batches of a step's updates in order. Each rank pulls its rows' payloads; see `PolicyRank.set_batch`."""
         for position, batch in enumerate(batches):
             sequences = [put({index: batch.sequences[index] for row in rows for index in row}) for rows in batch.rows]
             pending = {}
@@ -270,7 +270,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
     def call_on_tokens(
         self, verb: TokenVerb, batches: Sequence[Batch], given: Mapping[int, PayloadRef] | None = None
     ) -> dict[int, PayloadRef]:
-        """Calls a function that takes or returns arrays of sequences; they move from rank to rank, here are references to them."""
+        """Calls a function that takes or returns arrays of sequences; they move between ranks, here are references."""
         firsts = list(accumulate([0, *(len(batch.sequences) for batch in batches)]))
 
         def part(dp_rank: int) -> list[dict[int, PayloadRef]] | None:
@@ -295,7 +295,7 @@ class PolicyGroup(Actors[PolicyVerbs]):
         }
 
     def teach(self, sequences: Sequence[TrainSequence], k: int) -> list[TrainSequence]:
-        """The sequences, each with a reference to this model's outputs for the generated tokens; see `mrl.policy.beside.teach`."""
+        """Sequences with references to this model's outputs for generated tokens; see `mrl.policy.beside.teach`."""
         self.set_batches([make_batch(sequences, self.config)])
         pending, payloads = {}, {}
         with self.in_order:
@@ -310,14 +310,14 @@ class PolicyGroup(Actors[PolicyVerbs]):
 
 
 def convert_if_new(config: RunConfig) -> None:
-    """Converts the run's models into the cache, if that lacks them, while engines start; `PolicyGroup` would do it later."""
+    """Converts the run's models into the cache if missing, while engines start; `PolicyGroup` would do it later."""
     if (root := env.cache_root()) is not None:
         for section in (config.of_model(model).policy for model in config.sections):
             cached_mcore(Path(section.model_name), root, parallel=section.megatron_cfg.parallel)
 
 
 def repair_unless(check: Callable[[Path], None], hf: Path, cached: Path, parallel: MegatronParallel) -> None:
-    """Returns once `check` finds the cached checkpoint of a model folder whole; if it raises ValueError, converts the model once more."""
+    """Returns once `check` finds a model's cached checkpoint whole; if it raises ValueError, converts it once more."""
     seen = read_entry(cached.parent)
     try:
         check(cached)
@@ -329,7 +329,7 @@ def repair_unless(check: Callable[[Path], None], hf: Path, cached: Path, paralle
 
 
 def check_shared(root: Path, actors: list, *, deadline_s: float, patience_s: float = PATIENCE_S) -> None:
-    """Raises unless every actor (with a method as `PolicyActor.answer_canary`) and this process see each other's new files in `root`."""
+    """Raises unless every actor (by `PolicyActor.answer_canary`) and this process see each other's files in `root`."""
     canary, reason = release_canary(root), ""
     try:
         pending = {f"{index}": ask(actor, PolicyActor.answer_canary, canary, f"{index}", patience_s) for index, actor in enumerate(actors)}

@@ -109,27 +109,27 @@ class Refitter:
         return report
 
     def run(self) -> RefitReport:
-        """Refits all engines, which then sample from the new weights. RuntimeError: names the first wrong bytes by slot, box and ranks."""
+        """Refits all engines to the new weights. RuntimeError: names the first wrong bytes by slot, box and ranks."""
         self.weight_version += 1
         return self._refit(range(self.engines.num_engines))
 
     def restart_engine(self, index: int) -> None:
-        """Starts a dead engine again, gives it the current weights and version, and asks its unfinished requests again."""
+        """Restarts a dead engine, gives it the current weights and version, and asks its unfinished requests again."""
         self._refit([], died=index)
 
     def prepare_again(self, index: int) -> None:
-        """Prepares an engine that was started again. A dedicated one was part of the exchange group, which no longer works without it."""
+        """Prepares a restarted engine. A dedicated one was part of the exchange group, which fails without it."""
         if index in self.dedicated:
             self._address = None
         else:
             self._point_at_sources([index])
 
     def worker_refits(self, engine: int) -> list[WorkerRefit]:
-        """Inputs of each worker of a colocated engine: the schedule's inputs, and the memory of the trainer ranks that it reads."""
+        """Inputs of each worker of a colocated engine: schedule inputs, and the trainer ranks' memory that it reads."""
         return [WorkerRefit(self.inputs, slot, handles_for(self.schedule, slot, self._handles)) for slot in self.slots[engine]]
 
     def _refit(self, engines: Sequence[int], *, witness: Digests | None = None, died: int | None = None) -> RefitReport:
-        """Refits `engines`, and those that die meanwhile: dedicated ones take part in the exchange of a refit that is not theirs."""
+        """Refits `engines`, and those that die meanwhile: dedicated ones take part in exchanges of others' refits."""
 
         def attempt(restarted: set[int]) -> RefitReport:
             with self.engines.held():
@@ -182,7 +182,7 @@ class Refitter:
         return self.inputs.rounded({name: DTYPES[tensor.dtype] for name, (_, tensor) in stored_tensors(self.model).items()})
 
     def _run_rounds(self, engines: Sequence[int]) -> list[VerifyReport]:
-        """Runs all rounds on all ranks and workers at once; returns the workers' reports. Skips ranks without a part."""
+        """Runs all rounds on all ranks and workers at once; returns workers' reports. Skips ranks without a part."""
         self.attempt += 1
         limit_s = OWN_SHARE * self.deadline_s
         readers = frozenset(slot for index in engines for slot in self.slots[index])
@@ -264,7 +264,7 @@ def refit_inputs(config: RunConfig, placement: Placement, policies: PolicyGroup,
 
 
 def build_schedule(config: RunConfig, inputs: RefitInputs) -> Schedule:
-    """The schedule of these inputs. ScheduleError: the layouts do not fit; ValueError: the buffer is too small for a message."""
+    """The schedule of these inputs. ScheduleError: unfit layouts; ValueError: the buffer is too small for a message."""
     try:
         return inputs.schedule()
     except ScheduleError:

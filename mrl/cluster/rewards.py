@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments in actors of their own, one on each node: they make and judge texts near the payload, and the driver sees verdicts.
+"""Environments in their own actors, one per node: they make and judge texts near the payload; the driver sees verdicts.
 
 If rollouts may have several turns, an actor also decides after each turn whether another one follows, and makes its transcript. No actor
 knows of the others, and a verdict follows from the rollout alone: the driver gives each rollout to the actor with the fewest unfinished.
@@ -74,7 +74,7 @@ packed transcripts."""
 
 
 class Judge:
-    """Judges rollouts, each in a coroutine, from its text to its verdict or the transcript of its next turn. For one event loop.
+    """Judges rollouts, each in a coroutine, from text to verdict or transcript of its next turn. For one event loop.
 
     Apart from the actor: Ray would run one with coroutines in an event loop of its own, beside which no signal is handled.
     """
@@ -177,7 +177,7 @@ class RewardActor:
         threading.Thread(target=self.loop.run_forever, name="rewards", daemon=True).start()
 
     def ready(self) -> int:
-        """Starts the environments; the cores of this node, once they are up. A user's function that cannot be imported ends it."""
+        """Starts environments; this node's cores, once they are up. A user function that fails to import ends it."""
         starting = asyncio.run_coroutine_threadsafe(self.judging.start(), self.loop)
         starting.result(start_deadline(self.judging.config).seconds)
         return usable_cores()
@@ -198,7 +198,7 @@ class RewardActor:
 
 
 class Rewards(Actors[RewardActor]):
-    """The driver's handle on the reward actors. `book` carries rollouts to them; one that dies is started again, and asked again."""
+    """The driver's handle on reward actors. `book` carries them rollouts; a dead one is restarted and asked again."""
 
     def __init__(self, config: RunConfig, placement: Placement, *, log_folder: Path) -> None:
         super().__init__(REWARDS, deadline_s=config.deadlines.reward_s)
@@ -237,7 +237,7 @@ class Rewards(Actors[RewardActor]):
             logger.info("Rewards, on each of their nodes (%d): %s", num_nodes, describe_workers(self.config, num_cores=number))
 
     def wait_for(self, is_enough: Callable[[], bool], *, on_tick: Callable[[], None] = lambda: None) -> None:
-        """Waits for verdicts until there are enough, however many rollouts wait before them for a worker; calls `on_tick` now and then.
+        """Waits for enough verdicts, however many rollouts wait before them for a worker; calls `on_tick` now and then.
 
         Raises:
             DeadlineExceeded: no actor has begun or judged a rollout for `silence_s`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts under way: each is a coroutine in the driver's event loop. The training loop asks for groups of them, and waits here.
+"""Rollouts under way: each a coroutine in the driver's event loop. The training loop asks for groups of them and waits.
 
 A coroutine asks a book for an answer: of an engine or a reward actor, which works on what it is asked. Needs no Ray.
 """
@@ -92,7 +92,7 @@ class RolloutCollector:
         restart_engine: Callable[[int], None],
         gateway: AgentGateway | None = None,
     ) -> None:
-        """`restart_engine(index)` starts a dead engine again, on the current weights, and asks its unfinished requests again.
+        """`restart_engine(index)` restarts a dead engine on the current weights and asks its unfinished requests again.
 
         `gateway` runs the agents, if the config names any.
         """
@@ -115,7 +115,7 @@ class RolloutCollector:
     def ask(
         self, asked: Sequence[tuple[int, Prompt]], sampling: SamplingParams, *, num_generations: int, weight_version: int
     ) -> list[AskedGroup]:
-        """Asks engines that hold `weight_version` for rollouts of every (epoch, prompt), without waiting; returns the groups."""
+        """Asks engines with `weight_version` for rollouts of every (epoch, prompt), without waiting; returns groups."""
         groups = {(epoch, prompt.prompt_id): AskedGroup(epoch, prompt, num_generations, weight_version) for epoch, prompt in asked}
         if len(groups) < len(asked):
             ((_, twice), _) = Counter((epoch, prompt.prompt_id) for epoch, prompt in asked).most_common(1)[0]
@@ -150,7 +150,7 @@ class RolloutCollector:
         self._wait(is_drained, on_tick)
 
     def judge(self, groups: Sequence[AskedGroup], *, on_tick: Callable[[], None] = lambda: None) -> tuple[list[RolloutGroup], float]:
-        """Waits for the verdicts on these sampled groups and hands them out, with the seconds of scoring since the last call.
+        """Waits for the verdicts on these sampled groups and hands them out, with scoring seconds since the last call.
 
         Calls `on_tick` now and then.
         """
@@ -206,7 +206,7 @@ class RolloutCollector:
         self._note_judged(group, index, verdict)
 
     async def _agent_rollout(self, gateway: AgentGateway, group: AskedGroup, index: int, sampling: SamplingParams) -> None:
-        """Runs an agent on the row in a session of the gateway, which keeps what it sampled until a rank trains on it."""
+        """Runs an agent on the row in a gateway session, which keeps what it sampled until a rank trains on it."""
         seed = request_seed(self.seed, group.epoch, group.prompt.prompt_id, index)
         ended = await gateway.run_agent(group.prompt, index, group.epoch, seed, sampling, group.weight_version)
         for engine in ended.engines:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray for one run: a private cluster on one node, the launcher's cluster on several, and a place for every slot of the run."""
+"""Ray for one run: a private cluster on one node, the launcher's cluster on several, and a place for every slot."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ MAX_REASON = 300
 
 @contextmanager
 def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[Path]:
-    """Ray, up inside the `with` block: a private local cluster on one node, the launcher's cluster (RAY_ADDRESS) on several.
+    """Ray, up inside the `with` block: a private local cluster on one node, the launcher's (RAY_ADDRESS) on several.
 
     Gives the session folder, which nobody else may enter, and which goes with the run. With `log_folder`, a watchdog looks at the run's
     processes, and writes there.
@@ -120,7 +120,7 @@ def ray_runtime(config: RunConfig, log_folder: Path | None = None) -> Iterator[P
 
 
 def start_ray(config: RunConfig, folder: Path) -> None:
-    """Starts Ray for this run alone, with its files in `folder`; NoCluster: it does not start, tried as often as `STARTS` says."""
+    """Starts Ray for this run alone, with its files in `folder`; NoCluster: it does not start in `STARTS` tries."""
     limit_s = start_deadline(config).seconds
     for name, unit in RAY_LIMITS.items():
         os.environ.setdefault(name, str(round(limit_s * unit)))
@@ -172,7 +172,7 @@ def shut_down(reaper: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def join_cluster() -> None:
-    """Joins the launcher's cluster (RAY_ADDRESS); raises NoCluster if nobody answers there, or it refuses this process."""
+    """Joins the launcher's cluster (RAY_ADDRESS); raises NoCluster if nobody answers, or it refuses this process."""
     address = env.RAY_ADDRESS.read()
     if address is None:
         raise NoCluster("RAY_ADDRESS is not set: several nodes are a Ray cluster, which scripts/ray.sub or python -m mrl.launch starts")
@@ -242,7 +242,7 @@ class Placement:
     """The Ray placement group of a run, one bundle per slot, and the options that put an actor on a slot."""
 
     def __init__(self, config: RunConfig, folder: Path, *, timeout_s: float) -> None:
-        """Reserves the slots; raises RuntimeError if they do not fit within `timeout_s`, or only with an uneven engine."""
+        """Reserves slots; raises RuntimeError if they do not fit within `timeout_s`, or only with an uneven engine."""
         self.folder = folder
         self.num_slots = config.num_slots
         self.num_policy_ranks = config.num_policy_ranks
@@ -286,7 +286,7 @@ class Placement:
         return share_of_cores(slot, self.node_of, self._num_cores) if self._num_cores else 1
 
     def options(self, slot: int, environment: dict[str, str]) -> dict[str, object]:
-        """Options of an actor on `slot`. Actors take no Ray resources of their own and see all devices: mrl sets the device index."""
+        """An actor's options on `slot`. Actors take no Ray resources and see all devices: mrl sets the device index."""
         given = {"OMP_NUM_THREADS": "1", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", SIGNS: Path(os.environ[MARK]).name}
         return {
             "num_cpus": 0,

@@ -37,7 +37,7 @@ def device_ids(slots: Sequence[int], gpus_per_node: int) -> tuple[int, ...]:
 
 
 def engine_slots(config: RunConfig) -> tuple[EngineSlots, ...]:
-    """The slots of every engine: consecutive, and spread evenly over those that may serve; on GPU hosts all of these do."""
+    """The slots of every engine: consecutive, and spread evenly over those that may serve; on GPU hosts all do."""
     num_workers, num_engines = config.policy.generation.num_workers, config.num_engines
     if not num_engines:
         return ()
@@ -67,7 +67,7 @@ def share_of_cores(slot: int, node_of: Mapping[int, int], num_cores: Mapping[int
 
 
 def find_uneven_engine(node_of: Mapping[int, int], engines: Sequence[EngineSlots]) -> EngineSlots | None:
-    """An engine that would have more workers on one of its nodes than on another, which vLLM cannot; None if there is none."""
+    """An engine that would have more workers on one of its nodes than on another, which vLLM cannot; None if none."""
     return next((engine for engine in engines if len(set(map(len, engine.parts(node_of)))) > 1), None)
 
 

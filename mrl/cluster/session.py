@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PolicySession:
-    """Policy ranks without engines. Nothing ever leaves their devices: they enter the phase "train" once and stay in it."""
+    """Policy ranks without engines. Nothing ever leaves their devices: they enter phase "train" once and stay in it."""
 
     policies: PolicyGroup
     _is_training: bool = False
@@ -116,7 +116,7 @@ class RolloutSession:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Inside the `with` block all models that are trained are in the phase in which they begin to save. Engines keep their weights."""
+        """Inside the `with` block all trained models are in the phase where saves begin. Engines keep their weights."""
         deadline_s = checkpoint_deadline(self.config).seconds
         # The policy saves from where it is: engines need not make room for it.
         with self.without_cache(deadline_s) if len(self.trained_models) > 1 else nullcontext():
@@ -128,7 +128,7 @@ class RolloutSession:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside the `with` block, between refit zero and the first refit, all models that are trained can load a checkpoint."""
+        """Inside the `with` block, between refit zero and the first refit, all trained models can load a checkpoint."""
         beside = [group for model, group in self.trained_models.items() if model != "policy"]
         with self.without_cache(self.policies.start_s):
             for group in beside:
@@ -139,7 +139,7 @@ class RolloutSession:
 
     @contextmanager
     def without_cache(self, deadline_s: float) -> Iterator[None]:
-        """Inside the `with` block colocated engines, which have been refitted, leave the memory of their KV caches to the models."""
+        """Inside the `with` block colocated engines, refitted before, leave their KV cache memory to the models."""
         if self.engines.are_colocated:
             self.engines.enter("checkpoint", deadline_s=deadline_s)
         yield
@@ -152,7 +152,7 @@ Session = PolicySession | RolloutSession
 
 @contextmanager
 def start_session(config: RunConfig, *, pad_token_id: int, log_folder: Path) -> Iterator[RolloutSession]:
-    """All actors of a run, inside the `with` block; policy and engines have each loaded the model folder by their own loader."""
+    """All actors of a run, in the `with` block; policy and engines each loaded the model folder by their own loader."""
     with placed_slots(config, log_folder) as placement, endpoints_removed(log_folder), tasks_ended():
         rewards = Rewards(config, placement, log_folder=log_folder)
         models, engines, refit = start_models(config, placement, pad_token_id=pad_token_id, log_folder=log_folder, news=rewards.news)
@@ -176,7 +176,7 @@ def start_policies(config: RunConfig, *, pad_token_id: int, log_folder: Path) ->
 
 @contextmanager
 def start_engines(config: RunConfig, *, weight_version: int, log_folder: Path) -> Iterator[RolloutCollector]:
-    """Engines and rewards alone, inside the `with` block; the engines sample from the model folder's weights as `weight_version`."""
+    """Engines and rewards alone, in the `with` block; engines sample from the model's weights as `weight_version`."""
     with placed_slots(config, log_folder) as placement, endpoints_removed(log_folder), tasks_ended():
         rewards = Rewards(config, placement, log_folder=log_folder)
         engines = EngineGroup(config, placement, log_folder=log_folder, news=rewards.news)
@@ -207,7 +207,7 @@ def endpoints_removed(log_folder: Path) -> Iterator[None]:
 def start_models(
     config: RunConfig, placement: Placement, *, pad_token_id: int, log_folder: Path, news: News | None = None
 ) -> tuple[dict[ModelName, PolicyGroup], EngineGroup, Refitter]:
-    """The models of the policy ranks and engines with their folders' weights, and the refit, its schedule proven; see `Refitter`."""
+    """Models of ranks and engines with their folders' weights, and the refit, its schedule proven; see `Refitter`."""
     engines = EngineGroup(config, placement, log_folder=log_folder, news=news)
     # Before a model is converted into a cache that they do not share. They take no memory of a GPU yet.
     ranks, models = Ranks(config, placement, log_folder=log_folder), dict[ModelName, PolicyGroup]()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verbs by which the driver calls a policy rank and an engine. Light: `mrl.policy` and `mrl.rollout`, which have these verbs, are heavy."""
+"""The driver's verbs for policy ranks and engines. Light: `mrl.policy`, `mrl.rollout`, which have them, are heavy."""
 
 from __future__ import annotations
 

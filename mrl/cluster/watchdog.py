@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's watchdog: a thread that names who hangs, keeps the stacks of all Python processes, and ends a run that cannot end itself.
+"""The driver's watchdog: a thread that names who hangs, keeps all Python stacks, and ends a run that cannot end itself.
 
 It reads what the kernel says of the processes of the driver's node, and their signs of life (`mrl.spans`); it waits for no process, for no
 call of Ray's, and for no file system but the local one.
@@ -92,7 +92,7 @@ def read_signs(folder: Path) -> dict[int, spans.Sign]:
 
 
 def read_all(root: int, signs: dict[int, spans.Sign]) -> list[ProcessReading]:
-    """Readings of process `root` and of its descendants that give signs, of Ray's own, and of any other that is stopped."""
+    """Readings of process `root` and its descendants that give signs, of Ray's own, and any other that is stopped."""
     table = {found.pid: found for entry in os.scandir("/proc") if entry.name.isdigit() and (found := read_process(int(entry.name)))}
     children: dict[int, list[int]] = {}
     for found in table.values():
@@ -233,7 +233,7 @@ class Watchdog:
             self._look_at_ray()
 
     def _look_at_ray(self) -> None:
-        """Ends the run as a signal does once a daemon of Ray has died: actors live on without the head, and can save."""
+        """Ends the run as a signal does once a Ray daemon has died: actors live on without the head, and can save."""
         if self._dead_daemons is None or not (dead := self._dead_daemons()):
             return
         self._dead_daemons = None
@@ -269,7 +269,7 @@ class Watchdog:
             self._end(f"{self._asked[1]} asked the run to end {now - self._asked[0]:.0f} s ago, and it hangs: {reason}")
 
     def _never_ends(self, finding: Hang | None) -> bool:
-        """True when the driver is in a wait without a limit; a wait for a file system may still end, and let it save."""
+        """True when the driver is in a wait without limit; a wait for a file system may still end, and let it save."""
         is_known = finding is not None and all(reading.state != UNINTERRUPTIBLE for reading, _ in finding.suspects)
         return is_known and not hangs.waits
 
@@ -286,7 +286,7 @@ class Watchdog:
             self._say(logging.WARNING, f"The run hangs: {text}")
 
     def _keep_stacks(self) -> tuple[dict[tuple[str, int], str], Path]:
-        """Writes the stacks of all processes to a file; returns where each is, by the key of its reading, and the file."""
+        """Writes all processes' stacks to a file; returns where each is, by the key of its reading, and the file."""
         stacks = read_stacks(self._folder)
         if self._lookouts is not None:
             with suppress(TimeoutError):  # without the raylet of this node, whose stop is told without them
@@ -327,7 +327,7 @@ def described(finding: Hang, places: Mapping[tuple[str, int], str]) -> str:
 
 
 def innermost(stacks: str) -> str:
-    """The collective, or else the function, in which the main thread of a process is; "" if the text of its stacks does not say."""
+    """The collective, else the function, in which a process's main thread is; "" if its stacks' text does not say."""
     threads = stacks.split("\n\n")
     main = next((text for text in threads if text.startswith(("Current thread", "Thread")) and "most recent call first" in text), "")
     current = next((text for text in threads if text.startswith("Current thread")), main)

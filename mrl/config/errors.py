@@ -54,7 +54,7 @@ class Problems:
     """Collects the problems of a config. Every text has the same form: `key=value: rule; way out`."""
 
     def __init__(self, config: object, origins: Mapping[str, str] = MappingProxyType({})) -> None:
-        """`config` is a RunConfig, whose values the texts quote. `origins` says where its keys were set, inherited files first."""
+        """`config` is a RunConfig, whose values texts quote. `origins`: where keys were set, inherited files first."""
         self._config = config
         self._origins = origins
         places = dict.fromkeys(origin.partition(":")[0] for origin in origins.values() if not origin.startswith(COMMAND_LINE))
@@ -62,7 +62,7 @@ class Problems:
         self._texts: dict[str, str | None] = {}
 
     def add(self, key: str, rule: str, way_out: str, kind: type[str] = str, *, others: Sequence[str] = ()) -> None:
-        """Adds a problem with the value of a dotted key. `kind` is Unprovided or Unchecked if nothing is wrong with the config itself.
+        """Adds a problem with a dotted key's value. `kind` is Unprovided or Unchecked if the config itself is right.
 
         With `others`, keys that break the rule as well as `key`, the rule says by itself what is wrong, and the text begins with the key
         that the user set last: on the command line, in the file, in a file that it inherits.
@@ -140,13 +140,13 @@ def hide(config: Config, faults: Mapping[str, str]) -> Config:
 
 
 def prefix_of(model: ModelName) -> str:
-    """Returns the prefix of a model's keys in messages: "policy.", "value.", "teacher.", or the one of several teachers."""
+    """Returns the prefix of a model's keys in messages: "policy.", "value.", "teacher.", or one of several teachers."""
     role, _, name = model.partition(":")
     return f"on_policy_distillation, teacher {name}: " if name else {"critic": "value."}.get(role, f"{role}.")
 
 
 def in_section(text: str, model: ModelName) -> str:
-    """A problem of section `policy` as one of a model's section: it begins with a key of that, and names others of it."""
+    """A problem of section `policy` as one of a model's section: begins with a key of that, and names others of it."""
     prefix = prefix_of(model)
     inside = prefix if prefix.endswith(".") else ""
     return type(text)(_KEY_OF_POLICY.sub(lambda match: inside if match.start() else prefix, text))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of the fields of the config schema: numbers with their ranges, values without a choice, and defaults that follow other keys."""
+"""Field types of the config schema: numbers with ranges, values without a choice, defaults that follow other keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LARGEST = 2**31
 
 
 def follows(expression: str) -> Any:
-    """A default taken from other keys, in OmegaConf's syntax. Any: the text stands in for the field's own type until it is resolved."""
+    """A default from other keys, in OmegaConf's syntax. Any: the text stands for the field's type until resolved."""
     return "${" + expression + "}"
 
 

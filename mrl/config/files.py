@@ -46,7 +46,7 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Setting:
-    """A value as written, interpolations unresolved, and the file and line or the override that gave it; empty for a default."""
+    """A value as written, interpolations unresolved, the file and line or override that set it; empty for a default."""
 
     value: object
     origin: str
@@ -72,7 +72,7 @@ def packaged_configs() -> Path:
 
 
 def find_config(name: str | Path) -> Path:
-    """The config file that `name` stands for: a path as given or in the working directory, else the name of a packaged config.
+    """The config file that `name` stands for: a path as given or in the working directory, else a packaged config.
 
     Of a path into NeMo RL's examples that is not there, the name decides, and a log line says so.
     """
@@ -88,7 +88,7 @@ def find_config(name: str | Path) -> Path:
 
 
 def read_settings(path: Path, inherited_by: tuple[Path, ...] = ()) -> Settings:
-    """Settings of a config file over those of its `defaults`, a file name or a list of them relative to the file; later ones win."""
+    """Settings of a config file over those of its `defaults`, one or more file names relative to it; later ones win."""
     if path in inherited_by:
         chain = " -> ".join(file.name for file in (*inherited_by, path))
         raise ConfigError([f"{path}: defaults={path.name} leads back to itself ({chain}); remove one of them"])
@@ -119,7 +119,7 @@ def sections_of(settings: Settings) -> set[str]:
 
 
 def overlay(settings: Settings, top: Settings) -> None:
-    """Merges the settings of `top` into `settings` in place: a section is merged unless it is marked to replace, anything else replaced."""
+    """Merges `top` into `settings` in place: a section is merged unless marked to replace, anything else replaced."""
     replaced = [key[:-1] for key, setting in top.items() if key[-1] == REPLACES and setting.value is True]
     for other in [other for other in settings if any(other[: len(section)] == section for section in replaced)]:
         del settings[other]

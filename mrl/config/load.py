@@ -60,7 +60,7 @@ WITHOUT_TRAINER: Mapping[str, object] = {
 
 
 def load_config(name: str | Path, overrides: Sequence[str] = (), *, secrets: set[str] | None = None) -> RunConfig:
-    """The config of the file that `find_config(name)` gives, with `overrides` applied in order: plain dataclasses, all values resolved.
+    """The config of `find_config(name)`, with `overrides` applied in order: plain dataclasses, all values resolved.
 
     Its secrets are added to `secrets`, the set of `start_logging`, as soon as they are read, so that no log line has them. Raises
     ConfigError with every problem of the files, the overrides, the types and the ranges at once.
@@ -71,7 +71,7 @@ def load_config(name: str | Path, overrides: Sequence[str] = (), *, secrets: set
 def load_run(
     name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False, secrets: set[str] | None = None
 ) -> tuple[RunConfig, Migration]:
-    """`load_config`, and a report of NeMo RL's keys that the schema lacks. With `to_evaluate`, the config only samples."""
+    """`load_config`, and a report of NeMo RL's keys that the schema lacks. With `to_evaluate`, it only samples."""
     config, migration, problems = read_run(name, overrides, to_evaluate=to_evaluate, secrets=secrets)
     if config is None or problems:
         raise ConfigError(problems)
@@ -81,7 +81,7 @@ def load_run(
 def read_run(
     name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False, secrets: set[str] | None = None
 ) -> tuple[RunConfig | None, Migration, list[str]]:
-    """`load_run` that returns its problems. Reading a value that they leave unknown raises NotKnown; None if the algorithm is unknown.
+    """`load_run` returning its problems. Reading a value they leave unknown raises NotKnown; None: unknown algorithm.
 
     Raises:
         ConfigError: a file is missing or unreadable, is an evaluation file, or has endless expressions.
@@ -143,7 +143,7 @@ def has_automatic_gpus(config: RunConfig) -> bool:
 
 
 def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None, Migration, list[str]]:
-    """The config without its teachers, the report of NeMo RL's keys, and the problems; no config if the algorithm is unknown."""
+    """The config without its teachers, the report of NeMo RL's keys, and the problems; no config: unknown algorithm."""
     problems: list[str] = []
     elsewhere = {key: setting for key, setting in settings.items() if key[0] in SAME_KEYS}
     known, unknown, misplaced = _sort_out({key: setting for key, setting in settings.items() if key not in elsewhere}, problems)
@@ -175,7 +175,7 @@ def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None,
 
 
 def resolved_yaml(config: RunConfig) -> str:
-    """The config with every value written out, as YAML that `load_config` reads; secrets are replaced by `<redacted>`."""
+    """The config with every value written out, as YAML that `load_config` reads; secrets replaced by `<redacted>`."""
     return yaml.dump(_plain(config), Dumper=get_omega_conf_dumper(), default_flow_style=False, allow_unicode=True, sort_keys=False)
 
 
@@ -186,7 +186,7 @@ def _plain(config: RunConfig) -> dict[str, object]:
 
 
 def changes_since(file: Path, config: RunConfig) -> list[str]:
-    """`key=old -> new (origin)` for every value that differs from those in `file`, which `resolved_yaml` wrote; empty without it."""
+    """`key=old -> new (origin)` for values that differ from `file`, which `resolved_yaml` wrote; empty without it."""
     if not file.is_file():
         return []
     try:
@@ -203,7 +203,7 @@ def changes_since(file: Path, config: RunConfig) -> list[str]:
 
 
 def choose_algorithm(settings: Settings) -> list[str]:
-    """Sets `algorithm`, if nothing sets it, to the one whose section is there; ppo wins, then grpo, and then distillation.
+    """Sets `algorithm`, if nothing sets it, to the one whose section is there; ppo wins, then grpo, then distillation.
 
     Returns the problem if two others are, or the section of an algorithm that mrl has not.
     """
@@ -227,7 +227,7 @@ def choose_algorithm(settings: Settings) -> list[str]:
 
 
 def _sort_out(settings: Settings, problems: list[str]) -> tuple[Settings, Settings, set[str]]:
-    """Splits settings into those of known and of unknown keys, and known keys where a section and a value are mixed up."""
+    """Splits settings into those of known and unknown keys, and known keys where a section and a value are mixed up."""
     known: Settings = {}
     unknown: Settings = {}
     misplaced: set[str] = set()
@@ -299,7 +299,7 @@ TRL_NAMES = {
 
 
 def nearest_key(key: Key) -> str | None:
-    """The known key that was most likely meant: a sibling spelt alike, the same name elsewhere, or one alike; None if none is."""
+    """The known key most likely meant: a sibling spelt alike, the same name elsewhere, or one alike; None if none."""
     *parents, name = key
     prefix = "".join(f"{parent}." for parent in parents)
     known, names = _known_keys()

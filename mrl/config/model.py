@@ -42,7 +42,7 @@ _FILE_ENDINGS = tuple(f".{name}" for name in "jsonl json parquet arrow gz zst zi
 
 
 def is_hub_id(model: str) -> bool:
-    """Tells whether `model` can only be an id of the Hub, `organisation/name`. No Hub name begins or ends with a dot or a dash.
+    """Tells whether `model` can only be a Hub id, `organisation/name`. No Hub name begins or ends with a dot or a dash.
 
     A name that ends like a file (`data/train.jsonl`) is a path, though a repository could have it.
     """
@@ -67,7 +67,7 @@ def cached_folder(model: str, *, with_weights: bool = True) -> Path | None:
 
 
 def _snapshot(model: str, with_weights: bool, *, local_files_only: bool) -> Path | None:
-    """The folder of a Hub id, if all its files are there. Weights may be missing after use of the tokenizer alone, or without a network."""
+    """A Hub id's folder, if all its files are there. Weights may be missing after tokenizer-only use or offline."""
     from huggingface_hub import snapshot_download
 
     patterns: list[str] = [*COMPANIONS, *(["*.safetensors"] if with_weights else [])]
@@ -80,7 +80,7 @@ def _snapshot(model: str, with_weights: bool, *, local_files_only: bool) -> Path
 
 
 def model_folder(model: str, *, with_weights: bool = True) -> Path:
-    """The folder of a model: `model` itself, or the snapshot of a Hub id, from the local cache if it is there, else downloaded.
+    """The folder of a model: `model` itself, or the snapshot of a Hub id, from the local cache, else downloaded.
 
     Returns any other text (neither a folder nor `organisation/name`) unchanged. Without weights only config and tokenizer are
     downloaded.
@@ -108,7 +108,7 @@ def model_folder(model: str, *, with_weights: bool = True) -> Path:
 
 
 def with_local_folders(config: RunConfig) -> RunConfig:
-    """The config with local folders in place of Hub ids. They hold config and tokenizer, and weights only if they did before.
+    """The config with local folders for Hub ids. They hold config and tokenizer, and weights only if they did before.
 
     Raises:
         ValueError: naming the key; an id is not in the local Hugging Face cache and cannot be downloaded.
@@ -148,7 +148,7 @@ def download_weights(config: RunConfig) -> None:
 
 
 def find_missing_weights(config: RunConfig) -> list[str]:
-    """A problem for each model whose config.json is here and whose weights are incomplete. Rules report a missing config.json.
+    """A problem per model whose config.json is here and weights are incomplete. Rules report a missing config.json.
 
     `config` has the names as they were given: `is_downloaded` tells which problems a start of the run solves.
     """
@@ -363,7 +363,7 @@ def overridden_config(hf_config: Mapping[str, object], overrides: Mapping[str, o
 
 
 def _rope(source: Mapping[str, object]) -> dict[str, object]:
-    """Returns the settings of rotary positions under their newer names. If `source` has both, transformers 5 takes `rope_scaling`."""
+    """Returns rotary position settings under newer names. If `source` has both, transformers 5 takes `rope_scaling`."""
     given = source.get("rope_scaling") or source.get("rope_parameters") or {}
     rope = dict(given) if isinstance(given, dict) else {}
     if "type" in rope:

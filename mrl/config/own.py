@@ -79,11 +79,11 @@ class Hook:
     """Name of the `**` parameter."""
 
     def __call__(self, **values: object) -> object:
-        """Calls the function with the values that its parameters name, and with all others if it has a `**` parameter."""
+        """Calls the function with the values that its parameters name, and all others if it has a `**` parameter."""
         return self.call({parameter: values[name] for parameter, name in self.names.items()}, values)
 
     def call(self, arguments: Mapping[str, object], others: Mapping[str, object]) -> object:
-        """Calls the function with arguments by parameter; its `**` parameter gets those of `others` that it has no parameter for."""
+        """Calls the function with arguments by parameter; its `**` parameter gets `others` without a parameter."""
         bound = self.signature.bind_partial()
         bound.apply_defaults()
         bound.arguments.update(arguments)
@@ -138,14 +138,14 @@ def find_reward(path: str) -> Hook:
 
 
 def missing_columns(path: str, columns: Collection[str], *, has_answer: bool) -> list[str]:
-    """Parameters of a reward function for which a row has no column, though they have no default and are no value of mrl's."""
+    """Parameters of a reward function without a column in a row, which have no default and are no value of mrl's."""
     hook = find_reward(path)
     answers = [] if has_answer else [name for name in hook.names if name in ANSWERS and hook.signature.parameters[name].default is _NONE]
     return [name for name in (*hook.columns, *answers) if name not in columns]
 
 
 def bind(found: Callable[..., object], kind: Kind) -> Hook:
-    """Binds a function's parameters to the values of its kind by their names. A ValueError says which names it may take.
+    """Binds a function's parameters to the values of its kind by name. A ValueError says which names it may take.
 
     A parameter without a default has to name a value, in whatever place it stands. The only one of a hook of one value is that value.
     `*args` stays empty. What `functools.partial` has set stays as it is.
@@ -186,7 +186,7 @@ def _value(name: str, default: object, kind: Kind) -> str | None:
 
 
 def code_digest(path: str) -> str:
-    """The digest of the code of a user's object: its module's file, and those of loaded modules beside it. ValueError: see `find`."""
+    """Code digest of a user's object: its module's file, and loaded modules beside it. ValueError: see `find`."""
     find(path)
     name = path.partition(":")[0]
     while name not in sys.modules:
@@ -198,7 +198,7 @@ def code_digest(path: str) -> str:
 
 
 def _signature(found: Callable[..., object]) -> inspect.Signature:
-    """The signature of a callable: its own, or that of what its decorator wraps where its own has no names. ValueError: it has none."""
+    """A callable's signature: its own, or, without names, that of what its decorator wraps. ValueError: it has none."""
     try:
         own = inspect.signature(found, follow_wrapped=False)
         is_open = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own.parameters.values())

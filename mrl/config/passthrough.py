@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of keys that are passed to a library under its own names: known names and values, and those that mrl sets itself."""
+"""Groups of keys passed to a library under its own names: known names and values, and those that mrl sets itself."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _SCALARS = {bool: "true or false", int: "whole number", float: "number", str: "t
 
 
 def check_arguments(config: RunConfig, problems: Problems) -> None:
-    """Checks the arguments passed to each library: it knows their names and values, and mrl does not set them itself."""
+    """Checks arguments passed to each library: it knows their names and values, and mrl does not set them itself."""
     megatron, vllm = config.policy.megatron_cfg, config.policy.generation.vllm_cfg
     prefix, given = "policy.generation.vllm_kwargs", config.policy.generation.vllm_kwargs
     for name, value in given.items():
@@ -103,13 +103,13 @@ def check_arguments(config: RunConfig, problems: Problems) -> None:
 
 @functools.cache
 def arguments_of(library: Library) -> dict[str, list[str]]:
-    """Maps each argument to the kinds of values that it takes, as scripts/library_fields.py found them in the library."""
+    """Maps each argument to the kinds of values it takes, as scripts/library_fields.py found them in the library."""
     content = json.loads(Path(__file__).with_name("library_fields.json").read_text(encoding="utf-8"))
     return content[library]["fields"]
 
 
 def _check_remote_code(key: str, value: object, problems: Problems) -> None:
-    """Adds a problem wherever a key would let a library run Python files of a model's folder, in whatever group or depth."""
+    """Adds a problem wherever a key would let a library run Python files of a model's folder, in any group or depth."""
     inner: dict[object, object] = {}
     if is_dataclass(value):
         for section in fields(value):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secrets of the environment and of configs, blanked out of everything that is written: saved configs, messages, log lines, tracebacks.
+"""Secrets of environment and configs, blanked out of all that is written: saved configs, messages, logs, tracebacks.
 
 The secrets of a config are the values of keys that are called like a secret, and of environment variables that its expressions read.
 `load_config` collects them in the config's `Facts`, and in the set that the log handler of the entry blanks out.
@@ -115,7 +115,7 @@ def note_texts(value: object, secrets: set[str]) -> None:
 
 
 def redact(value: object, secrets: AbstractSet[str] = frozenset(), key: str = "") -> object:
-    """A copy of plain data in which text under a secret's key (dotted), `secrets`, and texts that look like secrets are blanked out."""
+    """A copy of plain data where text under a secret's key (dotted), `secrets`, and secret-like texts are blanked."""
     if isinstance(value, dict):
         return {name: redact(inner, secrets, f"{key}.{name}") for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -142,7 +142,7 @@ def redact_word(word: str, secrets: AbstractSet[str] = frozenset()) -> str:
 
 @cache
 def _known(secrets: frozenset[str]) -> re.Pattern[str] | None:
-    """Pattern of secrets, and of their lines, as plain text and as a shell, JSON, Python, URLs and base64 spell them; None without any."""
+    """Pattern of secrets and their lines as spelt in plain text, shell, JSON, Python, URLs and base64; None if none."""
     # A message may quote a single line of a multi-line key (PEM).
     lines = {line for secret in secrets for line in map(str.strip, secret.splitlines()) if len(line) >= env.MIN_SECRET_LENGTH}
     spelled = {
@@ -206,7 +206,7 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 def start_logging(style: LogStyle = "plain", stream: TextIO | None = None) -> set[str]:
-    """Makes all loggers of this process write to `stream` (by default standard output) from INFO on, without secrets."""
+    """Makes all loggers of this process write to `stream` (default: standard output) from INFO on, without secrets."""
     secrets: set[str] = set()
     output: TextIO = stream or sys.stdout
     handler = _Handler(output)
@@ -229,7 +229,7 @@ def start_logging(style: LogStyle = "plain", stream: TextIO | None = None) -> se
 
 
 def run_entry(main: Callable[[], int]) -> int:
-    """Returns the exit code of `main`. A fatal error goes to stderr, without secrets, with its reason first and last, and gives 1."""
+    """Returns `main`'s exit code. A fatal error goes to stderr without secrets, reason first and last, and gives 1."""
     try:
         return main()
     except Exception as error:
@@ -240,7 +240,7 @@ def run_entry(main: Callable[[], int]) -> int:
 
 
 def note_traceback(error: Exception, folder: Path) -> None:
-    """Writes the traceback of an error, without secrets, to a file in a folder, or to stderr if that cannot be written."""
+    """Writes an error's traceback, without secrets, to a file in a folder, or to stderr if that cannot be written."""
     text = _formatted("".join(traceback.format_exception(error))) + "\n"
     try:
         write_atomic(folder / TRACEBACK, text)

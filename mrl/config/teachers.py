@@ -83,7 +83,7 @@ def _written(settings: Settings, secrets: set[str], problems: list[str]) -> Sett
 
 
 def _described(given: OnPolicyDistillationConfig, splits_sequences: bool, origin: str) -> dict[str, Own]:
-    """Collects each teacher's own settings from `on_policy_distillation`, by the teacher's name. `origin` is where that is set."""
+    """Collects each teacher's own settings from `on_policy_distillation`, by name. `origin` is where that is set."""
     places, found = given.non_colocated_teachers, dict[str, Own]()
     for name, model in given.teacher_model_by_agent_name.items():
         if given.teacher_of(name) != name:
@@ -108,7 +108,7 @@ def _described(given: OnPolicyDistillationConfig, splits_sequences: bool, origin
 def _read(
     own: Own, settings: Settings, secrets: set[str], known: list[str], interpret: Interpret, problems: list[str], origins: dict[str, str]
 ) -> PolicyConfig | None:
-    """The section of a teacher, in which keys that it leaves out have the policy's values; None, and problems, if it is not known."""
+    """A teacher's section, in which keys left out have the policy's values; None, and problems, if it is not known."""
     tree, never_shared = Tree(settings, secrets), [("model_name",), ("tokenizer",)]
     if own.model == TEACHER:
         never_shared.append(("hf_config_overrides",))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts: those from outside made harmless (of models, rows and reward functions), counts and tables. Standard library only."""
+"""Outside texts made harmless (of models, rows and reward functions), counts and tables. Standard library only."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def safe_text(text: str, max_characters: int = MAX_TEXT_CHARACTERS) -> str:
 
 
 def safe_values(value: object) -> object:
-    """A value of JSON, YAML or CSV with `safe_text` of every text in it, for comparing it with a text that was made safe."""
+    """A value of JSON, YAML or CSV with `safe_text` of every text in it, for comparing it with a text made safe."""
     if isinstance(value, str):
         return safe_text(value)
     if isinstance(value, list):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values of a config: expressions resolved by OmegaConf over the schema's defaults, and validated by pydantic, key by key."""
+"""Config values: expressions resolved by OmegaConf over the schema's defaults, validated by pydantic, key by key."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _MESSAGES = {
 
 
 def keep_texts(settings: Settings) -> None:
-    """Gives the keys of texts what is written in place of a number or truth value that YAML makes of it: 0123, 12:30, 1e5, off."""
+    """Gives text keys what is written, not the number or truth value that YAML makes of it: 0123, 12:30, 1e5, off."""
     for key, setting in settings.items():
         if (value := as_written(setting, ".".join(key))) != setting.value or type(value) is not type(setting.value):
             settings[key] = replace(setting, value=value)
@@ -94,7 +94,7 @@ class Unresolved(ValueError):
 
 
 def find_long_expressions(values: Mapping[str, object]) -> list[str]:
-    """A problem for every key whose value has too long an expression, or becomes too long once its references are written out."""
+    """A problem for every key whose value has too long an expression, or grows too long with references written out."""
     texts = {key: str(value) for key, value in values.items()}
     known: dict[str, int] = {}
 
@@ -286,7 +286,7 @@ def _moved(content: dict[str, Any], section: str) -> dict[str, Any]:
 
 
 def _put(content: dict[str, Any], key: Key, value: object) -> None:
-    """Puts a value at a key of nested mappings. A section that was null, or that an item of a list begins, has its defaults."""
+    """Puts a value at a key of nested mappings. A section that was null, or that a list item begins, has defaults."""
     section: type | None = RunConfig
     for name in key[:-1]:
         section = section_of(fields_of(section).get(name)) if section else None
@@ -327,7 +327,7 @@ def _register_resolvers(secrets: set[str]) -> None:
 
 
 def _of_numbers(operation: Callable[[Number, Number], Number]) -> Callable[[object, object], Number]:
-    """An operation that takes only numbers, and returns only numbers that a key can have. OmegaConf would add a warning to the error."""
+    """An operation on numbers, which returns only numbers a key can have. OmegaConf would add warnings to errors."""
 
     def number(value: object) -> Number:
         if isinstance(value, str) and _NUMBER.fullmatch(value):  # environment variables give text

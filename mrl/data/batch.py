@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def make_batches(sequences: Sequence[TrainSequence], config: RunConfig) -> list[Batch]:
-    """The batches of a step's updates: `policy.train_global_batch_size` rollouts each, with all their sequences, in their order."""
+    """Batches of a step's updates: `policy.train_global_batch_size` rollouts each, with their sequences, in order."""
     size = config.policy.train_global_batch_size
     starts = [index for index, sequence in enumerate(sequences) if not sequence.rollout.is_further][::size]
     return [make_batch(sequences[start:stop], config) for start, stop in pairwise([*starts, len(sequences)])]
 
 
 def make_batch(sequences: Sequence[TrainSequence], config: RunConfig) -> Batch:
-    """The batch of these sequences, a pure function of their order. Sequences that are not valid do not count in the denominators."""
+    """The batch of these sequences, a pure function of their order. Invalid sequences do not count in denominators."""
     valid_lengths = [sequence.rollout.num_generated for sequence in sequences if sequence.is_valid and sequence.rollout.num_generated > 0]
     lengths = [sequence.rollout.num_tokens for sequence in sequences]
     cost = sequence_cost(config.policy.model_name)
@@ -76,7 +76,7 @@ def plan_batch(
 
 
 def max_row_tokens(policy: PolicyConfig, stage: Literal["train", "logprob"], group_size: int = 1) -> int:
-    """Tokens of sequences that a row may hold such that it stays within its limit when padded. `group_size`: see `plan_batch`."""
+    """Tokens of sequences that a row may hold to stay within its limit when padded. `group_size`: see `plan_batch`."""
     fills_rows = policy.sequence_packing if policy.sequence_packing.enabled else policy.dynamic_batching
     if fills_rows.enabled:
         limit = group_size * (fills_rows.train_mb_tokens if stage == "train" else fills_rows.logprob_mb_tokens)
@@ -102,7 +102,7 @@ def plan_metrics(plan: RowPlan, lengths: Sequence[int], policy: PolicyConfig, co
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """The sequences of a batch as if an engine had sampled them, and where each is trained, see `mrl.types.Batch`; `train/*` metrics."""
+    """A batch's sequences as if drawn by an engine, where each is trained: see `mrl.types.Batch`; `train/*` metrics."""
 
     rollouts: tuple[Rollout, ...]
     rows: RowPlan
@@ -111,7 +111,7 @@ class ExampleBatch:
 
 
 def batch_examples(examples: Sequence[Example], policy: PolicyConfig, *, dp_size: int, cost: SequenceCost) -> ExampleBatch:
-    """The batch of these examples, a pure function of their order. The sequences of an example follow each other in one row.
+    """The batch of these examples, a pure function of their order. The sequences of an example are adjacent in one row.
 
     All examples have the same number of sequences, at least one. Where they have two, a row has twice the tokens: its limit is that of the
     preferred answers, and as many again of the others.
@@ -130,7 +130,7 @@ def batch_examples(examples: Sequence[Example], policy: PolicyConfig, *, dp_size
 
 
 def as_rollout(sequence: TokenSequence, prompt_id: str, index: int) -> Rollout:
-    """A rollout whose turns are the parts of the sequence that are learned. It has no logprobs, as nothing was drawn."""
+    """A rollout whose turns are the learned parts of the sequence. It has no logprobs, as nothing was drawn."""
     first = sequence.targets[0][0]
     turns = [Turn(start - first, stop - first, 0) for start, stop in sequence.targets]
     prompt, rest = sequence.token_ids[:first], sequence.token_ids[first:]

@@ -44,7 +44,7 @@ MAX_NORMALIZED_BYTES = 11
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Conversion of a question to a conversation: the user's message, `{}` for the question, the system's, and values for the template."""
+    """Makes a conversation of a question: the user's message, `{}` for the question, the system's, template values."""
 
     prompt: str = "{}"
     system_prompt: str | None = None
@@ -77,7 +77,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run, with its chat template. A ValueError says that the policy has no embedding of some of its tokens."""
+    """The tokenizer of a run, with its chat template. ValueError: the policy has no embedding of some of its tokens."""
     tokenizer = load_tokenizer(config.policy.tokenizer.name)
     use_chat_template(tokenizer, config.policy.tokenizer)
     if problem := beyond_vocabulary(config, 1 + max(tokenizer.get_vocab().values())):
@@ -86,7 +86,7 @@ def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
 
 
 def _is_plain(folder: Path) -> bool:
-    """True when AutoTokenizer would only find the plain class of all fast tokenizers, after an import of torch and its compiler."""
+    """True if AutoTokenizer only finds the plain class of fast tokenizers, after importing torch and its compiler."""
     files = [folder / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")]
     if not all(path.is_file() for path in files):
         return False
@@ -117,7 +117,7 @@ def load_chat_format(
 
 
 def with_prompts(messages: Sequence[Message], chat: ChatFormat, *, around: Literal["first", "last"]) -> list[Message]:
-    """The conversation with the prompt around the user's first or last message, and the system message in front unless it has one."""
+    """The conversation with the prompt around the first or last user message, and a system message first if missing."""
     asked = list(messages)
     questions = [index for index, message in enumerate(asked) if message["role"] == "user" and isinstance(message["content"], str)]
     if questions:
@@ -161,7 +161,7 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, config: TokenizerConfi
 
 
 def served_template(chosen: str | None, config: TokenizerConfig) -> str | None:
-    """The chat template of conversations over HTTP that `chosen` names; None: the tokenizer's own, which does not write the date."""
+    """The chat template for HTTP conversations that `chosen` names; None: the tokenizer's own, which writes no date."""
     template = None if chosen == OWN_TEMPLATE else template_text(chosen)
     if not writes_date(config, template):
         return template
@@ -171,7 +171,7 @@ def served_template(chosen: str | None, config: TokenizerConfig) -> str | None:
 
 
 def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:
-    """Words of the chat template that may be variables of it. None: several templates, of which transformers picks one as it renders."""
+    """Words of the chat template that may be variables. None: several templates; transformers picks one to render."""
     return _words(tokenizer.chat_template) if isinstance(tokenizer.chat_template, str) else None
 
 
@@ -193,7 +193,7 @@ def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[tuple
 
 
 def most_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    """An upper bound of the tokens of a text, without tokenising it: a token stands for at least one byte of the normalised text."""
+    """An upper bound of a text's tokens, without tokenising it: a token is at least one byte of the normalised text."""
     backend: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
     normalizer = "" if backend is None else type(backend.normalizer).__name__
     keeps_bytes = normalizer == "NoneType" or (normalizer in UNICODE_FORMS and text.isascii())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one list of what rows say beside roles, contents, questions and answers, as other trainers read it, and what mrl does with each.
+"""The list of what rows say beside roles, contents, questions and answers, as others read it, and mrl's use of each.
 
 Other trainers: TRL, axolotl, LLaMA-Factory, ms-swift, OpenRLHF, verl, NeMo RL and NeMo, unsloth, OpenAI's fine-tuning, prime-rl, NeMo Gym.
 All else in a row is for its environment, and all else in a message for the chat template.
@@ -81,7 +81,7 @@ def _object(value: object, name: str) -> Fields:
 
 
 def check_request(request: Fields, generation: GenerationConfig) -> None:
-    """Raises RowError if a request to the Responses API, which mrl answers by itself, asks for what it would not get."""
+    """Raises RowError if a request to the Responses API, which mrl answers itself, asks for what it would not get."""
     metadata = request.get("metadata") or {}
     if not isinstance(metadata, dict):
         raise RowError("metadata of the request must be an object")
@@ -111,7 +111,7 @@ def check_prompt(messages: Sequence[Message], reply: Message | None) -> None:
 
 
 def check_learned(fields: Fields, *, algorithm: str) -> None:
-    """Raises RowError if a row says that it is not to be learned, or only parts of it, in a way that is not honoured."""
+    """Raises RowError if a row says it is not to be learned, or only parts of it, in a way that is not honoured."""
     if algorithm == "rm" and fields.get(MARGIN) is not None:
         raise RowError(f"{MARGIN} has no effect on the loss here; remove it")
     if algorithm == "sft":
@@ -134,7 +134,7 @@ def check_learned(fields: Fields, *, algorithm: str) -> None:
 
 
 def is_learned(message: Message, name: str) -> bool:
-    """Tells whether an assistant's message is learned, as its `MARKS` say. RowError: they contradict each other, or are unknown."""
+    """Tells whether an assistant's message is learned, as its `MARKS` say. RowError: contradictory or unknown ones."""
     values = set[bool]()
     for key, value in message.items():
         if key in MARKS:

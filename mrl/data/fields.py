@@ -81,7 +81,7 @@ def as_json(value: object, name: str) -> object:
 
 
 def text_of(fields: Fields, keys: Sequence[str]) -> str:
-    """The text under the first of `keys` that is there, with its white space; RowError if blank. Numbers count as text."""
+    """The text under the first of `keys` that is there, with white space; RowError if blank. Numbers count as text."""
     key = first_key(fields, keys)
     return checked_text(fields[key], key)
 
@@ -92,7 +92,7 @@ def optional_text(fields: Fields, key: str) -> str | None:
 
 
 def first_key(fields: Fields, keys: Sequence[str], setting: str = "") -> str:
-    """The first of `keys` that is there and not null. Raises RowError if none is, which names the setting by which to choose another."""
+    """The first of `keys` that is there and not null. RowError: none is; names the setting that chooses another."""
     key = next((key for key in keys if fields.get(key) is not None), None)
     if key is None:
         way = f"; {setting} names another" if setting else ""
@@ -109,7 +109,7 @@ def checked_text(value: object, name: str) -> str:
 
 
 def plain_text(value: object, name: str) -> str:
-    """`value` as a text, unchanged; numbers count as text, which has them in full, as people write them: 0.00001, not 1e-05."""
+    """`value` as a text, unchanged; numbers count as text, in full, as people write them: 0.00001, not 1e-05."""
     if isinstance(value, float):
         if not math.isfinite(value):
             raise RowError(f"{name} is {value}, as tables write where nothing was given; give a text or a number")
@@ -141,7 +141,7 @@ def is_conversation(value: object) -> bool:
 
 
 def messages_of(value: object, name: str) -> list[Message]:
-    """A conversation: a list of objects with role and content, or ShareGPT's from and value; at least one. It may be JSON text.
+    """A conversation: list of objects with role and content, or ShareGPT's from and value; not empty. May be JSON text.
 
     Joins contents in parts; they may only be texts.
     """

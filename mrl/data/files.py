@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a data set: one file, a folder that `datasets` saved, a folder of files, or a data set of the Hugging Face Hub."""
+"""Files of a data set: one file, a folder that `datasets` saved, a folder of files, or a Hugging Face Hub data set."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def _configs(folder: Path) -> MetadataConfigs | None:
-    """The configs that the header of a data set names, as `datasets` reads it; None if there is no header, or it names none."""
+    """The configs that the header of a data set names, as `datasets` reads it; None: no header, or it names none."""
     if not any((folder / name).is_file() for name in (HEADER, STANDALONE_HEADER)):
         return None
     import yaml

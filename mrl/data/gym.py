@@ -16,7 +16,7 @@ LEADING = ("system", "developer")
 
 
 def gym_conversation(fields: Fields) -> tuple[list[Message], list[Fields]]:
-    """Messages and tools in OpenAI's chat format, from a row of NeMo Gym: `responses_create_params` is a request to the Responses API.
+    """OpenAI chat messages and tools from a NeMo Gym row: `responses_create_params` is a request to the Responses API.
 
     They are those that Gym's own converter (nemo_gym/responses_converter.py) hands to a chat template: what the assistant thinks, says and
     calls in one turn is one message, and `instructions` and the system messages that come first are one. A RowError says that they are not

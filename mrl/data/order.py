@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of prompts: over a run, from its seed and the epoch alone; and within a step, longest rollouts first. The steps of a run."""
+"""Order of prompts: over a run, from seed and epoch alone; within a step, longest rollouts first. A run's steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def epoch_order(num_prompts: int, *, seed: int, epoch: int, shuffle: bool = True
 
 
 def prompts_at(position: int, count: int, *, num_prompts: int, seed: int, shuffle: bool = True) -> list[tuple[int, int]]:
-    """The next `count` prompts after `position` prompts were taken since the start of the run, as `(epoch, prompt_index)`.
+    """The next `count` prompts after `position` prompts were taken since the run's start, as `(epoch, prompt_index)`.
 
     Continues with the next epoch where one ends: no prompt is dropped, and within an epoch none is taken twice.
     """
@@ -51,7 +51,7 @@ def prompts_of_step(step: int, *, prompts_per_step: int, num_prompts: int, seed:
 def prompts_left(
     consumed: Container[PromptKey], num_prompts: int, id_at: Callable[[int], str], *, num_epochs: int, seed: int, shuffle: bool = True
 ) -> Iterator[tuple[int, int]]:
-    """`(epoch, prompt_index)` of what `num_epochs` passes over the prompts have not consumed, in the order of an unbroken run."""
+    """`(epoch, prompt_index)` left of `num_epochs` passes over the prompts, in the order of an unbroken run."""
     for epoch in range(num_epochs):
         for index in epoch_order(num_prompts, seed=seed, epoch=epoch, shuffle=shuffle).tolist():
             if (epoch, id_at(index)) not in consumed:
@@ -82,7 +82,7 @@ class LengthHints:
         return total / count if count else 0.0
 
     def longest_first(self, asked: Sequence[tuple[int, Prompt]]) -> list[tuple[int, Prompt]]:
-        """Sorts (epoch, prompt) pairs by expected length of their rollouts, then by length of the prompt, longest first."""
+        """Sorts (epoch, prompt) pairs by expected length of their rollouts, then by prompt length, longest first."""
         return sorted(asked, key=lambda pair: (-self.expected(pair[1]), -len(pair[1].token_ids)))
 
 
@@ -112,7 +112,7 @@ def find_few_rows(config: RunConfig) -> list[str]:
 
 
 def count_steps(config: RunConfig, *, most_rows: int) -> int | None:
-    """Steps that the local data sets fill, counted up to the first step beyond `most_rows`; None: there are more, or not all sets are here.
+    """Steps that local data sets fill, counted to the first beyond `most_rows`; None: more, or not all sets are here.
 
     Raises:
         NotKnown: a value of the config is not known.

@@ -20,7 +20,7 @@ MAX_SAMPLED_TOKENS = 4096
 
 @dataclass(frozen=True)
 class PackedTeacher:
-    """Teacher outputs for the tokens of one row, at the positions that predict them; 0 where the label was not generated."""
+    """Teacher outputs for one row's tokens, at the positions that predict them; 0 where the label was not generated."""
 
     scores_TK: torch.Tensor
     token_ids_TK: torch.Tensor
@@ -38,7 +38,7 @@ class PackedRoutes:
 
 @dataclass
 class PackedRow:
-    """One row as model and loss see it. Position t predicts token t+1 of its sequence: label, masks, logprob and advantage stand at t.
+    """A row for model and loss. Position t predicts token t+1 of a sequence: label, masks, logprob, advantage are at t.
 
     Tensors of tokens are int64, masks and values float32. Values are 0 where the label was not generated.
     """
@@ -120,7 +120,7 @@ def padded_length(length: int, multiple: int) -> int:
 
 
 def pack_row(sequences: Mapping[int, TrainSequence], *, divisible_by: int, sequence_multiple: int = 1, pad_token_id: int) -> PackedRow:
-    """Packs sequences, whose payloads have been pulled, by index into `Batch.sequences`, into one row; without any, it is all padding.
+    """Packs sequences, with pulled payloads, by index into `Batch.sequences`, into one row; without any, all padding.
 
     Every sequence is padded at its end to a multiple of `sequence_multiple` tokens, where causal layers hide it from the sequence, and
     the row to a multiple of `divisible_by`, itself a multiple of the other.
@@ -199,7 +199,7 @@ def split_teacher(row: PackedRow, scores_TK: torch.Tensor, token_ids_TK: torch.T
 
 
 def pack_routes(sequences: Sequence[np.ndarray | None], starts: Sequence[int], num_tokens: int) -> PackedRoutes | None:
-    """The routes of a row of `num_tokens` tokens, from the `Rollout.routes` of the sequences at `starts`; None if no sequence has any."""
+    """The routes of a row of `num_tokens`, from `Rollout.routes` of the sequences at `starts`; None if none has any."""
     routes = [array for array in sequences if array is not None]
     # Where an agent has sampled nothing, no token has one.
     shapes = {array.shape[1:] for array in routes if len(array)}
@@ -220,7 +220,7 @@ def pack_routes(sequences: Sequence[np.ndarray | None], starts: Sequence[int], n
 
 
 def regroup(values_T: list[torch.Tensor], rows: list[PackedRow], other_rows: list[PackedRow]) -> list[torch.Tensor]:
-    """Values for the tokens of `other_rows`, from those of `rows`, which have the same sequences; 0 at padding of a row."""
+    """Values for the tokens of `other_rows`, from those of `rows`, which have the same sequences; 0 at padding."""
     if rows is other_rows:
         return values_T
     found = {
@@ -237,7 +237,7 @@ def regroup(values_T: list[torch.Tensor], rows: list[PackedRow], other_rows: lis
 
 
 def token_samples(row: PackedRow, wanted: Collection[int]) -> dict[int, TokenSample]:
-    """The sequences of these indices in a row that has been trained, by index; each at most `MAX_SAMPLED_TOKENS` long."""
+    """The sequences of these indices in a trained row, by index; each at most `MAX_SAMPLED_TOKENS` long."""
     found, entropy_T, old_logprobs_T = {}, row.entropy_T, row.old_logprobs_T
     assert entropy_T is not None
     for index, start, length in zip(row.sequence_indices, row.cu_seqlens.tolist(), row.lengths, strict=False):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans: which sequence goes to which row of which data-parallel rank, a pure function of the list of lengths and their cost.
+"""Plans: which sequence goes to which row of which data-parallel rank, a pure function of lengths and their cost.
 
 Lengths are those that sequences take up in a row. Every rank gets the same number of rows, at least one; rows at the end may be empty.
 """
@@ -103,7 +103,7 @@ def repack(plan: RowPlan, lengths: Sequence[int], *, algorithm: str, row_tokens:
 
 
 def batch_dynamically(lengths: Sequence[int], *, row_tokens: int, length_multiple: int, dp_size: int) -> RowPlan:
-    """Rows of sequences of similar length, as many as fit into `row_tokens` when padded to the longest (NeMo RL's dynamic batching).
+    """Rows of similar-length sequences, as many as fit `row_tokens` padded to the longest (NeMo RL's dynamic batching).
 
     Ranks take turns at the sequences, sorted by length, and all begin new rows at the same places; the longest sequence counts as rounded
     up to `length_multiple`.
@@ -150,7 +150,7 @@ def _check_fit(lengths: Sequence[int], row_tokens: int) -> None:
 
 
 def _deal(weights: Sequence[tuple[float, float]], num_ranks: int, *, at_most: int) -> list[list[int]]:
-    """Indices of each rank's items, at most `at_most`, such that neither sum of weights differs much between ranks; in rising order."""
+    """Indices of each rank's items, at most `at_most`, with both weight sums alike between ranks; in rising order."""
     totals = np.array(weights).reshape(-1, 2)
     shares = totals / np.maximum(totals.sum(axis=0), 1.0)
     loads = np.zeros((num_ranks, 2))

@@ -52,7 +52,7 @@ class PromptData:
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """Limits of a prompt's length, in tokens: data.max_input_seq_length (None: only the context counts) and the room in the context.
+    """Prompt length limits in tokens: data.max_input_seq_length (None: only context counts) and room in the context.
 
     `max_new_tokens` of the length of the context or more means whatever the prompt leaves.
     """
@@ -77,7 +77,7 @@ class PromptLimits:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A prompt before it is tokenised, which happens each time that it is asked: the template's text, and the fields of `Prompt`."""
+    """A prompt before tokenisation, which happens each time it is asked: the template's text, and `Prompt`'s fields."""
 
     text: str
     question: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the data sets of a run once: checks every row, keeps the good ones in a temporary file, and refuses or sets aside the others."""
+"""Reads a run's data sets once: checks every row, keeps good ones in a temporary file, refuses or sets aside others."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TooLong(RowError):
 
 @dataclass(frozen=True)
 class Parsed(Generic[Value]):
-    """A good row, checked and rendered, and the id that it gives itself. Of rows of one identity only the first is kept."""
+    """A good row, checked and rendered, and the id it gives itself. Of rows of one identity only the first is kept."""
 
     value: Value
     row_id: str | None
@@ -71,7 +71,7 @@ class Parsed(Generic[Value]):
 
 @dataclass(frozen=True)
 class Reader(Generic[Value]):
-    """Reader of one data set; its config key and where it lies are for messages. `parse` raises RowError if it cannot use the row."""
+    """Reader of one data set; config key and place are for messages. `parse` raises RowError if a row is unusable."""
 
     setting: str
     source: str
@@ -308,7 +308,7 @@ def sort_out(
 
 
 def hold_out(num_rows: int, size: float, *, seed: int) -> tuple[list[int], list[int]]:
-    """Indices of the rows that stay, and of those held out: a share below 1, or a number of rows, drawn by `seed`; both in rising order."""
+    """Indices of rows that stay, and of those held out: a share below 1 or a number, drawn by `seed`; both rising."""
     num_held = int(size) if size >= 1 else math.ceil(size * num_rows)
     if num_held >= num_rows:
         raise ValueError(f"split_validation_size={size:g} holds out all rows ({num_rows}) of a training set; lower it")

@@ -27,7 +27,7 @@ KINDS = "biuf"
 
 
 def write_record(path: Path, value: object) -> int:
-    """Writes a dataclass, whole or not at all; returns its bytes. Opaque fields (`object`) must be None. OSError: it cannot be written."""
+    """Writes a dataclass whole or not at all; returns its bytes. `object` fields must be None. OSError: not written."""
     arrays: list[np.ndarray] = []
     content = _plain(value, arrays)
     index = json.dumps({"content": content, "arrays": [[array.dtype.str, array.shape] for array in arrays]}).encode() + b"\n"
@@ -55,7 +55,7 @@ def _write(path: Path, parts: Sequence[Any]) -> None:
 
 
 def read_record(path: Path, kind: type[T]) -> T:
-    """The dataclass that a file holds. ValueError: the file is damaged, or of another format; OSError: it cannot be read."""
+    """The dataclass that a file holds. ValueError: it is damaged or of another format; OSError: it cannot be read."""
     content = read_whole(path)
     try:
         header, _, body = content.partition(b"\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations to text, the one way for all algorithms: in the form that the chat template takes, and with every message in the text.
+"""Conversations to text, the one way for all algorithms: in the chat template's form, with every message in the text.
 
 Templates drop what they do not know without a word: roles, calls of tools, texts next to calls.
 """
@@ -43,7 +43,7 @@ class Conversation:
 def fit(
     given: Conversation, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, object] | None, *, add_generation_prompt: bool
 ) -> tuple[Conversation, str]:
-    """The conversation as the chat template takes it, and its text. A RowError says what the template refuses or drops."""
+    """The conversation as the chat template takes it, and its text. RowError: what the template refuses or drops."""
     errors: list[str] = []
     for candidate in _forms(given, str(tokenizer.chat_template)):
         try:

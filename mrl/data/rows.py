@@ -44,7 +44,7 @@ _THOUSANDS = re.compile(r"[-+$€£ ]*\d{1,3}(,\d{3})+(\.\d+)?[^\d,()\[\]{}]*")
 
 @dataclass(frozen=True)
 class ParsedRow:
-    """One row, before prompt files and chat template: the conversation up to the turn that is asked for, and what the row says of it."""
+    """A row before prompt files and chat template: the conversation up to the turn asked for, and what the row says."""
 
     messages: list[Message]
     reply: Message | None = None
@@ -82,7 +82,7 @@ class ParsedPair:
 
 
 def parse_row(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
-    """The row in the format that `dataset` names, else in the one that its keys tell; with its tools and system message."""
+    """The row in the format `dataset` names, else in the one that its keys tell; with its tools and system message."""
     row = _parse_format(fields, dataset)
     if dataset.processor != GYM_PROCESSOR:
         row = replace(row, messages=_with_system(row.messages, fields, dataset))
@@ -121,7 +121,7 @@ def _parse_format(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
 
 
 def parse_pair(fields: Fields, dataset: DatasetConfig) -> ParsedPair:
-    """The pair of replies in a row: ranked completions, HelpSteer3's, or a chosen and a rejected reply; a RowError if there is none."""
+    """A row's pair of replies: ranked completions, HelpSteer3's, or a chosen and a rejected reply; RowError: none."""
     pair = _parse_pair_format(fields, dataset)
     messages, tools = _with_system(pair.messages, fields, dataset), _tools(fields, dataset)
     asked, chosen, rejected = (calls_as_written(part, tools) for part in (messages, pair.chosen, pair.rejected))
@@ -181,7 +181,7 @@ def _turns(fields: Fields, key: str, role: str) -> list[Message]:
 
 
 def _with_system(messages: list[Message], fields: Fields, dataset: DatasetConfig) -> list[Message]:
-    """The conversation after the system message under `system_key`, else after `system_prompt`, unless it has one of its own."""
+    """The conversation after the system message under `system_key`, else `system_prompt`, unless it has its own."""
     key, first = dataset.system_key, messages[0]
     beside = plain_text(fields[key], key) if key is not None and fields.get(key) is not None else ""
     if first["role"] in LEADING:
@@ -193,7 +193,7 @@ def _with_system(messages: list[Message], fields: Fields, dataset: DatasetConfig
 
 
 def _unshown(fields: Fields, messages: list[Message]) -> tuple[str, ...]:
-    """Keys of `NEEDED` whose texts, or media, are in no message; of a conversation under such a key the contents count."""
+    """Keys of `NEEDED` whose texts or media are in no message; of a conversation under such a key contents count."""
     shown = " ".join(" ".join(str(message["content"]).split()) for message in messages).casefold()
 
     def is_shown(value: object) -> bool:

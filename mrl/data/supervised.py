@@ -45,7 +45,7 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Example:
-    """One row of data, and what is learned together: one conversation, or one with the preferred answer and one with the other."""
+    """A row and what is learned together: one conversation, or one with the preferred answer and one with the other."""
 
     example_id: str
     sequences: tuple[TokenSequence, ...]
@@ -73,7 +73,7 @@ class ConversationFormat:
 
 
 def load_examples(config: RunConfig) -> SupervisedData:
-    """The examples of a run. Reads all training and validation rows; leaves out rows that are too long, with a warning that counts them."""
+    """A run's examples. Reads all training and validation rows; leaves out overlong rows and warns of their number."""
     tokenizer = tokenizer_of(config)
 
     def finish(example_id: str, example: Example) -> Example:
@@ -134,7 +134,7 @@ def example_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenize
 
 
 def learned_of(conversation: Conversation, *, only_final: bool) -> list[int]:
-    """The indices of messages that are learned: the assistant's, or its last, but for those that their marks exclude. RowError: none."""
+    """Indices of learned messages: the assistant's, or its last, but for those their marks exclude. RowError: none."""
     learned = [index for index, message in enumerate(conversation.messages) if is_learned(message, f"messages[{index}]")]
     answers = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     if not answers:
@@ -204,7 +204,7 @@ def _tail_of_turns(tokenizer: PreTrainedTokenizerBase, template: str, template_k
 
 
 def _mark_behind(shown: Conversation, index: int, after: str, tokenizer: PreTrainedTokenizerBase, how: ConversationFormat) -> str:
-    """The mark of the next message's role, up to white space, where the chat template ends an answer by nothing else; else "".
+    """The next message's role mark, up to white space, where the chat template ends an answer by nothing else; else "".
 
     Models of such templates (GLM, Vicuna) end their turns by writing it, and TRL's training templates learn it.
     """
@@ -219,7 +219,7 @@ def _mark_behind(shown: Conversation, index: int, after: str, tokenizer: PreTrai
 
 
 def _with_end(start: int, stop: int, marked: int, whole: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """The part [start, stop), up to `marked` if no special token ends it; of several special tokens behind it, the first is its end."""
+    """The part [start, stop), up to `marked` if no special token ends it; of several behind it, the first is its end."""
     special = _special_ids(tokenizer)
     last = next((token_id for token_id in reversed(whole[start:stop]) if str(tokenizer.decode([token_id])).strip()), None)
     if last in special:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of Parquet and Arrow files. `datasets` reads them; this module first refuses files that unpack to more than rows do."""
+"""Rows of Parquet and Arrow files. `datasets` reads them; this first refuses files that unpack to more than rows do."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def table_rows(path: Path) -> Iterator[tuple[Fields, float]]:
 
 
 def chosen_rows(path: Path, choose: Callable[[int], Sequence[int]]) -> Iterator[tuple[int, Fields]]:
-    """Some rows of a `.parquet` or `.arrow` file, each with its number from 1: `choose` gives rising indices for the number of all rows."""
+    """Some rows of a `.parquet` or `.arrow` file, numbered from 1: `choose` gives rising indices for the row count."""
     is_parquet = path.suffix.lower() == ".parquet"
     try:
         chosen, first = choose(_check_parquet(path) if is_parquet else _check_arrow(path)), 0
@@ -121,7 +121,7 @@ def _check_parquet(path: Path) -> int:
 
 
 def _check_arrow(path: Path) -> int:
-    """Number of rows; refuses a batch that repeats long texts, for `datasets` writes out all texts of a batch at once."""
+    """Number of rows; refuses a batch that repeats long texts, for `datasets` writes out all its texts at once."""
     num_rows = 0
     with pyarrow.memory_map(str(path)) as source:
         for batch in _arrow_batches(source):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools and calls without the nulls that tables fill in: `datasets` writes them into JSON lines, too, when it exports a table."""
+"""Tools and calls without the nulls that tables fill in: `datasets` exports them to JSON lines, too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def schema_as_written(schema: object) -> object:
 
 
 def calls_as_written(messages: Sequence[Message], tools: Sequence[Fields]) -> list[Message]:
-    """The messages, whose calls lack null arguments that the called tool does not have. Without properties a tool may have any."""
+    """The messages, their calls without null arguments that the tool lacks. Without properties a tool may have any."""
     functions = [tool.get("function", tool) for tool in tools]
     schemas = {str(entry.get("name")): entry.get("parameters") for entry in functions if isinstance(entry, dict)}
 

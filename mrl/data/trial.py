@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trials in a child, of chat templates, which are programs of a model's folder, and of rows: they may never end, or fill the memory."""
+"""Trials in a child of chat templates, programs of a model's folder, and of rows: they may never end or fill memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Overrun(Exception):
 
 
 def try_template(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, object] | None) -> None:
-    """Renders a few short conversations in a child. ValueError: that does not end, or takes more memory than any template needs."""
+    """Renders a few short conversations in a child. ValueError: that does not end, or takes too much memory."""
     try:
         within_limits(lambda: _render(tokenizer, dict(template_kwargs or {})), cpu_s=CPU_S)
     except Overrun as error:

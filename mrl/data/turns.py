@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations of several turns, in token ids. Generated tokens are never tokenised again: later turns are appended to them."""
+"""Conversations of several turns, in token ids. Generated tokens are never retokenised: later turns are appended."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TurnFormat:
     def next_turn(
         self, rollout: Rollout, verdict: Verdict, *, max_turns: int, max_model_len: int, template_kwargs: str = ""
     ) -> Transcript | Ending:
-        """The transcript that the next turn continues, if the environment answers, and turns and context are left; else why not.
+        """Transcript the next turn continues, if the environment answers and turns and context are left; else why not.
 
         `template_kwargs` are the prompt's own.
         """
@@ -79,7 +79,7 @@ class TurnFormat:
         )
 
     def tail_ids(self, last_token_id: int, observation: Sequence[Mapping[str, str]], template_kwargs: str = "") -> list[int]:
-        """Token ids between the model's last token and its next turn: the rest of its message, the observation, the head of the next one.
+        """Ids between the model's last token and its next turn: the rest of its message, observation, head of the next.
 
         The chat template writes them behind an assistant's message. If they begin with a mark of the end, and the model has written that
         one or another already, it is left out.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m mrl.doctor [CONFIG [a.b=c ...]] [--refit]`: checks that this host, or this cluster, is fit for a run, and names remedies.
+"""`python -m mrl.doctor [CONFIG [a.b=c ...]] [--refit]`: checks that this host or cluster fits a run; names remedies.
 
 Without a config it takes seconds and imports no library that may be broken. Where RAY_ADDRESS is set it asks every node of that cluster.
 """
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def diagnose(config: RunConfig | None) -> list[Finding]:
-    """Findings about the hosts, then about the inputs of a run if there is a config; raises ConfigError if that is wrong."""
+    """Findings about the hosts, then about a run's inputs if there is a config; raises ConfigError if that is wrong."""
     root = env.cache_root()
     folders = {} if root is None else {"the cache": root}
     inputs: list[Finding] = []

@@ -92,7 +92,7 @@ def _numa_node(index: int) -> int | None:
 
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs this Python in a process of its own that imports the same mrl; raises TimeoutExpired after `PROBE_TIMEOUT_S`."""
+    """Runs this Python in its own process that imports the same mrl; raises TimeoutExpired after `PROBE_TIMEOUT_S`."""
     paths = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": paths}
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
@@ -142,7 +142,7 @@ def cuda_libraries(maps: str) -> tuple[str, ...]:
 
 
 def runs_on(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
-    """Tells whether a GPU runs code built for these architectures, as torch names them (`sm_90`, `sm_90a`, `compute_120`).
+    """Tells whether a GPU runs code built for these architectures, in torch's names (`sm_90`, `sm_90a`, `compute_120`).
 
     Machine code runs on its own major version from its minor version on, PTX (`compute_...`) on everything later; with a letter behind
     it, both run on that version alone (CUDA C++ Programming Guide, "Application Compatibility").

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m mrl.prepare verify`: checks that downloaded models and prepared data are whole and disks large enough, before a job is queued.
+"""`python -m mrl.prepare verify`: checks that models and data are whole and disks large enough, before a job is queued.
 
 Needs the standard library only, so that the Python of a login node can run it.
 """
@@ -41,7 +41,7 @@ def verify(models: Sequence[Path], data: Sequence[Path], disks: Sequence[Path], 
 
 
 def check_model(folder: Path) -> list[Finding]:
-    """Findings about a Hugging Face folder: config.json, weight files against their headers and config.json, tokenizer."""
+    """Findings about a Hugging Face folder: config.json, weight files against headers and config.json, tokenizer."""
     try:
         hf_config = read_config(folder / "config.json")
         shapes = family(hf_config).canonical(hf_config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks every node of the cluster at RAY_ADDRESS for its facts, and judges the nodes together: which are missing, what differs."""
+"""Asks every node of the cluster at RAY_ADDRESS for facts, judges them together: which are missing, what differs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def look_around(name: str, folders: Mapping[str, Path], canaries: Mapping[str, P
 
 
 def report_nodes(folders: Mapping[str, Path], shared: Sequence[Path], *, tries_imports: bool) -> tuple[list[NodeReport], list[str]]:
-    """A report of every node, and the names of those that have left; all should share the folders `shared`. NoCluster: there is none."""
+    """A report of every node, and the names of those that left; all should share `shared`. NoCluster: there is none."""
     # Judging reports needs no Ray.
     from mrl.cluster.nodes import ask_nodes, clock_offsets, cluster_nodes
 
@@ -85,7 +85,7 @@ def _released_canaries(folders: Sequence[Path]) -> Iterator[dict[str, Path]]:
 
 
 def judge_cluster(reports: Sequence[NodeReport], *, lost: Sequence[str], num_expected: int | None) -> list[Finding]:
-    """Findings about the nodes as a whole. `lost` have left the cluster; `num_expected` is None where neither config nor Slurm says it."""
+    """Findings about all nodes. `lost` left the cluster; `num_expected` is None if neither config nor Slurm says it."""
     names, gone = listed([report.name for report in reports]), f"; lost: {listed(lost)}" if lost else ""
     findings = [Finding("nodes", "ok", f"{len(reports)}: {names}")]
     if num_expected is not None and len(reports) < num_expected:

@@ -88,7 +88,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Network:
-    """Network facts that multi-node communication depends on, with NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and FI_PROVIDER."""
+    """Network facts for multi-node communication, with NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and FI_PROVIDER."""
 
     address: str
     """The address that the host's own name resolves to; "" if to none."""
@@ -217,7 +217,7 @@ def find_apex() -> Apex | None:
 
 
 def build_tag(name: str, version: str) -> str:
-    """The part of a library's version behind its `+`, from its own version.py: PyPI's builds drop it from the distribution's version."""
+    """A library version's part behind `+`, from its version.py: PyPI builds drop it from the distribution's version."""
     written = _assigned(find_module(name), "__version__") or version
     return written.partition("+")[2]
 

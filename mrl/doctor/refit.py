@@ -171,7 +171,7 @@ def stage(outcomes: list[RefitOutcome], check: Check) -> Iterator[None]:
 
 
 def changed_tensors(before: Mapping[int, Sequence[Mapping[Slot, int]]], after: Mapping[int, Sequence[Mapping[Slot, int]]]) -> str:
-    """Counts the tensors of the engines' workers; RuntimeError: some have the same checksum as before, and are named."""
+    """Counts tensors of the engines' workers; RuntimeError: some have the same checksum as before, and are named."""
     workers = [pair for index, digests in after.items() for pair in zip(before[index], digests, strict=True)]
     kept = sorted({str(slot) for old, new in workers for slot in new if new[slot] == old[slot]})
     if kept:
@@ -182,7 +182,7 @@ def changed_tensors(before: Mapping[int, Sequence[Mapping[Slot, int]]], after: M
 def compare(
     rollouts: Sequence[Rollout], logprobs: Sequence[np.ndarray], precision: str, bounds: Mapping[str, float], *, subject: str
 ) -> RefitOutcome:
-    """Compares the trainer's logprobs with the generator's, over all tokens of the rollouts; `bounds` limits the error, by precision."""
+    """Compares the trainer's logprobs with the generator's over all tokens; `bounds` limits the error, by precision."""
     trainer_T = torch.from_numpy(np.concatenate(list(logprobs)))
     generator_T = torch.from_numpy(np.concatenate([rollout.generator_logprobs for rollout in rollouts]))
     # At the bound of top-k or top-p rounding decides; training masks the tokens that it rules out.
@@ -205,7 +205,7 @@ def compare(
 
 
 def float32_products(policies: PolicyGroup, config: RunConfig) -> str:
-    """Describes how a float32 run multiplies, by library: as float32 (Triton: tf32x3), or as TF32, which exceeds the bounds of float32."""
+    """Describes how a float32 run multiplies, by library: float32 (Triton: tf32x3) or TF32, beyond float32's bounds."""
     measured = policies.apply(_float32_products)
     found = {library: " and ".join(sorted({rank[library] for rank in measured})) for library in measured[0]}
     if config.cluster.gpus_per_node:
@@ -233,7 +233,7 @@ def table(outcomes: Sequence[RefitOutcome]) -> list[str]:
 
 
 def run_refit(name: str, overrides: Sequence[str], secrets: set[str]) -> int:
-    """Examines a config and logs the table. Exit code 0: no check failed; 1: one did. ValueError: the input is at fault."""
+    """Examines a config and logs the table. Exit code 0: no check failed; 1: one did. ValueError: wrong input."""
     config = check_start(load_config(name, [*overrides, *SETTINGS], secrets=secrets))
     data = load_prompts(config)
     log_folder = Path(tempfile.mkdtemp(prefix="mrl-doctor-"))

@@ -70,7 +70,7 @@ def read_wanted() -> Wanted:
 
 
 def applies(requirement: str, python: str | None = None) -> bool:
-    """Tells whether a requirement is for a version of Python, by default this one; it may have `python_version` in its marker."""
+    """Tells whether a requirement is for a Python version (default: this one); its marker may have `python_version`."""
     asked = re.findall(r"python_version\s*([<>=!]+)\s*['\"]([\d.]+)", requirement.partition(";")[2])
     return all(is_in_range(python or platform.python_version(), operator + bound) for operator, bound in asked)
 
@@ -90,7 +90,7 @@ def split_requirement(text: str) -> tuple[str, str]:
 
 
 def is_in_range(version: str, wanted: str) -> bool:
-    """Tells whether the numbers of a version lie in a range such as `>=2,<3`; a suffix (`rc1`, `+cpu`) does not count."""
+    """Tells whether a version's numbers lie in a range such as `>=2,<3`; a suffix (`rc1`, `+cpu`) does not count."""
     found = release(version)
     for operator, bound in OPERATORS.findall(wanted):
         length = max(len(found), len(release(bound)))

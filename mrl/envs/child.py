@@ -73,7 +73,7 @@ def serve(connection: socket.socket, score: Score) -> None:
 
 
 def traced(error: BaseException) -> tuple[str, str]:
-    """The place where a function outside of mrl raised, as the end of a message, and the traceback of its frames; "" for mrl's own."""
+    """The place where a foreign function raised, as a message's end, and its frames; "" for functions of mrl."""
     own = str(Path(__file__).parents[1])
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((own, "<frozen"))]
     if not frames:

@@ -104,7 +104,7 @@ class Child:
         return data
 
     def cpu_s(self) -> float:
-        """CPU seconds of the child itself since its start. Of one that ended the kernel keeps the record until `kill` waits for it."""
+        """CPU seconds of the child itself since its start. The kernel keeps a dead one's until `kill` waits for it."""
         fields = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

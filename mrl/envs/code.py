@@ -64,7 +64,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 
 
 def environment(config: EnvConfig) -> Environment:
-    """Declares `code`; a RuntimeError says that this host cannot confine programs, and `env.code.allow_unconfined` is off."""
+    """Declares `code`; RuntimeError: this host cannot confine programs, and `env.code.allow_unconfined` is off."""
     section = config.code
     lack = probe()
     if lack and not section.allow_unconfined:
@@ -121,7 +121,7 @@ def score(task: Task, *, test_timeout_s: float, timeout_s: float, may_escape: bo
 
 
 def last_code_block(text: str) -> str | None:
-    """The lines between the last two lines with ```; None if there are none. As in NeMo Gym, a fence in later prose counts."""
+    """The lines between the last two lines with ```; None if none. As in NeMo Gym, a fence in later prose counts."""
     lines = text.split("\n")
     fences = [index for index, line in enumerate(lines) if "```" in line]
     return None if len(fences) < 2 else "".join(f"{line}\n" for line in lines[fences[-2] + 1 : fences[-1]])
@@ -288,7 +288,7 @@ def excess(folder: Path, max_bytes: int, pid: int | None = None) -> str | None:
 
 
 def probe() -> str:
-    """Tries on this host what a program must not do: read, write, fork, connect. Returns what the host lacks to stop it; "" if nothing."""
+    """Tries on this host what programs may not: read, write, fork, connect. Returns missing safeguards; "" if none."""
     with tempfile.NamedTemporaryFile("w", prefix="mrl-probe-") as secret:
         try:
             reason = run_test(PROBE, secret.name, "", "", PROBE_TIMEOUT_S)
@@ -307,7 +307,7 @@ def python_files() -> tuple[str, ...]:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """True when two outputs have the same lines, apart from white space around them; numbers of a line compare as by `same_value`."""
+    """True if two outputs have equal lines, apart from outer white space; their numbers compare as by `same_value`."""
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (printed, expected))
     return len(ours) == len(theirs) and all(a == b or _same_numbers(a.split(), b.split()) for a, b in zip(ours, theirs, strict=True))
 
@@ -317,7 +317,7 @@ def _same_numbers(ours: Sequence[str], theirs: Sequence[str]) -> bool:
 
 
 def same_value(ours: object, right: object) -> bool:
-    """Equality, of lists and objects part by part. Decimals may differ by numpy's tolerance, as in NeMo Gym; whole numbers may not.
+    """Equality, of lists and objects by part. Decimals may vary by numpy's tolerance, as in NeMo Gym; integers may not.
 
     Either number may be given as text. A whole number counts as a decimal where neither side writes it as an integer: 1e20.
     """

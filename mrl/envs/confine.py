@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Confines the calling process with Landlock (files) and seccomp (system calls): programs under reward tightly, reward workers loosely.
+"""Confines the caller with Landlock (files) and seccomp (system calls): programs tightly, reward workers loosely.
 
 Standard library only: PyPI's landlock is one author's alpha, and pyseccomp (last release 2021) needs a libseccomp on every host.
 It imports nothing of mrl: `mrl.envs.sandbox` loads this file by its path in a fresh interpreter, once per test.
@@ -111,7 +111,7 @@ class Unconfined(Exception):
 
 
 def confine_program(readable: Iterable[str], folder: str) -> None:
-    """Restricts this process for good to its memory, its threads, `readable` files, and regular files and folders in `folder`.
+    """Restricts this process for good to its memory, threads, `readable` files, regular files and folders in `folder`.
 
     Raises:
         Unconfined: the kernel lacks Landlock or seccomp, or the machine is neither x86-64 nor aarch64. The rest applies all the same.
@@ -131,7 +131,7 @@ def program_actions() -> dict[str, Action]:
 
 
 def confine_worker(folder: str, allowances: Iterable[Allowance]) -> None:
-    """Forbids all threads of this process for good what `allowances` does not name: sockets, processes, writes outside `folder`.
+    """Forbids this process's threads for good what `allowances` omits: sockets, processes, writes outside `folder`.
 
     Threads that run already keep their file rights: Landlock cannot take them.
     """

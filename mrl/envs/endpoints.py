@@ -15,7 +15,7 @@ FILE_NAME = "endpoints.json"
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Addresses of a run's engines (`http://HOST:PORT/v1` each), the run's key for them, and the model's name, which requests may omit."""
+    """A run's engine addresses (`http://HOST:PORT/v1` each), the run's key, the model name, optional in requests."""
 
     base_urls: list[str]
     api_key: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds faults in a rollout's form, whatever its answer: unpaired think tags, unwanted tokens, an empty answer, broken tool calls."""
+"""Finds faults in a rollout's form, not its answer: unpaired think tags, unwanted tokens, no answer, broken calls."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def make() -> Score:
 
 
 def score(task: Task) -> Outcome:
-    """1 if the text follows every instruction of `instruction_id_list`, with the arguments of `kwargs` at the same place, else 0.
+    """1 if the text follows every instruction of `instruction_id_list`, with  `kwargs` at the same place, else 0.
 
     With `grading_mode` fraction, the share of the instructions that it follows. Each field may stand in `verifier_metadata`, too, which
     wins. A RowFault names instructions that nobody knows: no text can be judged by such a row.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects the language of a text among those that instructions ask for: by script, letters, and the words that every text has.
+"""Detects a text's language among those that instructions ask for: by script, letters, and words that every text has.
 
 NeMo Gym asks langdetect 1.0.9, which draws at random: its answer for "I AM VERY HAPPY TODAY" depends on the seed. It calls
 "HELLO WORLD" Somali and "Yes." French, so that right answers in capitals would get 0. Hence own code in its place.

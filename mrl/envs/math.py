@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards for mathematics: the last answer in the text against the expected one, by value, or as text by DAPO's rule."""
+"""Rewards for mathematics: last answer in the text against the expected one, by value, or as text by DAPO's rule."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def score_dapo(text: str, expected: str) -> tuple[float, str]:
 
 
 def plain_answer(answer: str) -> str:
-    """An answer without what does not count: the left of an equation, dollars, text commands, boxes, units, spaces, thousands commas."""
+    """An answer without the left of an equation, dollars, text commands, boxes, units, spaces, thousands commas."""
     answer = answer.rpartition("=")[2]
     answer = re.sub(r",?\\text\{\s*and\s*\}", ",", answer.replace(".$", "$").replace("\\$", ""))
     if (between := re.search(r"\$(.*?)\$", answer)) is not None:

@@ -35,7 +35,7 @@ _JOINTS = re.compile(r"(?i)(?:[,;&()–—]|or|and|to)+")
 
 
 def is_hedged(text: str, start: int, end: int, *, is_stated: bool) -> bool:
-    """True if the number at `start` to `end` is denied, a bound, a guess, or one of several different ones (`41 or 42`).
+    """True if the number at `start` to `end` is denied, a bound, a guess, or one of several (`41 or 42`).
 
     A text that is `is_stated` is an answer and nothing else; in others only `or` joins several.
     """

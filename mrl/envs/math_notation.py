@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes symbolic answers in one notation, where math-verify does not know them as equal: vectors, intervals, `\\pm`."""
+"""Writes symbolic answers in one notation, where math-verify does not find them equal: vectors, intervals, `\\pm`."""
 
 from __future__ import annotations
 

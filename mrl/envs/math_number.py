@@ -136,7 +136,7 @@ class Plain:
 
 
 def answers(reply: Plain, gold: Plain) -> bool:
-    """True if the reply is the expected number: equal and final, or its decimal of six digits at least where it has no end.
+    """True if the reply is the expected number: equal and final, or its decimal of six digits at least if endless.
 
     `50`, `50%` and `0.5` all answer `50%`; `50%` answers 50.
     """
@@ -216,7 +216,7 @@ def spelled(text: str) -> str:
 
 
 def tidy(text: str) -> str:
-    """The text in one spelling, words of a font in double quotes, without thousands separators, currency and spacing."""
+    """Text in one spelling, words of a font in double quotes, without thousands separators, currency and spacing."""
     text = spelled(text).replace("\\$", "").replace('"', "")
     for _ in range(4):
         text, count = _FONT.subn(_unstyled, text)
@@ -335,7 +335,7 @@ def _factors(node: Basic, power: Fraction) -> Iterator[tuple[Basic, Fraction]]:
 
 
 def _product(node: Basic, num_signs: int) -> Plain:
-    """The number that a product with so many signs of roots is; a ValueError if it has factors besides numbers, roots, pi."""
+    """The number that a product with so many root signs is; ValueError: it has factors besides numbers, roots, pi."""
     rational, powers, pi_power = Fraction(1), dict[int, Fraction](), 0
     above, below, num_roots, is_final = list[Fraction](), list[Fraction](), 0, True
     has_power_of_ten = False

@@ -145,7 +145,7 @@ def expected_number(expected: str) -> Plain | None:
 
 
 def score_value(given: Given) -> tuple[float, str]:
-    """math-verify's verdict, corrected for words, number bases, exact and small numbers, and numbers that are not claimed."""
+    """math-verify's verdict, corrected for words, number bases, exact and small numbers, and unclaimed numbers."""
     gold, num_digits = _parse_expected(given.expected)
     values, piece = find_answer(given.text, given.size, given.expected)
     if not values:
@@ -244,14 +244,14 @@ def _parse_expected(expected: str) -> tuple[list[object], float]:
 
 
 def _in_latex(expected: str) -> str:
-    """The expected answer as math-verify reads it: numbers as 1e-05, and signs and digits of Unicode, are none for it."""
+    """The expected answer as math-verify reads it: numbers as 1e-05, and Unicode signs and digits, are none for it."""
     if len(expected) < MAX_DIGIT_RUN and SCIENTIFIC.fullmatch(expected):
         return format(Decimal(expected), "f")
     return expected if expected.isascii() else spelled(expected)
 
 
 def answer_part(text: str) -> str:
-    """The text in the last `<answer>`, else behind the last `####` that an answer follows, and that is no heading; else all of it."""
+    """The text in the last `<answer>`, else behind the last `####` that an answer follows, no heading; else all."""
     said, _, behind = text.rpartition("<answer>")[2].partition("</answer>")
     if "<answer>" in text and said.strip() and BOX not in behind:
         return said
@@ -269,7 +269,7 @@ def answer_part(text: str) -> str:
 
 
 def _places(gold: list[object]) -> int:
-    """Decimal places by which math-verify compares numbers with this expected answer: more than six where one in it is small."""
+    """Decimal places by which math-verify compares numbers with this answer: more than six where one in it is small."""
     smallest = min(_orders(gold[0]) if isinstance(gold[0], Basic | MatrixBase) else (), default=0.0)
     return max(PLACES, min(DIGITS + math.ceil(-smallest), MAX_PLACES))
 
@@ -303,7 +303,7 @@ def _base(text: str) -> tuple[str, ...] | None:
 
 
 def _words(text: str) -> str:
-    """The words of a text that is words alone, or a date, in small letters; empty for any other text: letters may be a product."""
+    """The words of a text that is words alone, or a date, in small letters; else empty: letters may be a product."""
     text = FONTS.sub(r" \1 ", text)
     words = re.findall(r"[^\W\d_]+", text.lower())
     is_word = any(len(word) > 3 or word in SHORT_WORDS or (len(word) == 3 and list(word) != sorted(word)) for word in words)
@@ -313,7 +313,7 @@ def _words(text: str) -> str:
 
 
 def pieces(text: str, expected: Size) -> Iterator[Found]:
-    """The mathematics that math-verify would try, in its order: the last match of the pattern that comes first, and so on."""
+    """The mathematics that math-verify would try, in its order: the last match of the first pattern, and so on."""
     if search_cost(text) > MAX_SEARCH_COST:
         raise TooCostly
     left_to_try = MAX_TRIED_CHARACTERS + expected.characters
@@ -341,7 +341,7 @@ def _piece(match: re.Match[str], target: ExprExtractionConfig | LatexExtractionC
 
 
 def find_answer(text: str, size: Size, expected: str = "") -> tuple[list[object], Found | None]:
-    """The answer that math-verify would take, and the text of its first try; only the text if nothing can be parsed. And its place."""
+    """The answer that math-verify would take, and its first try's text; only that if nothing parses. And its place."""
     first: list[object] = []
     for piece in pieces(text, size):
         said = right_side(piece.raw)

@@ -93,7 +93,7 @@ def score(task: Task) -> Outcome:
 
 
 def choose_as_gym(text: str, options: Mapping[str, str], patterns: list[re.Pattern[str]], mode: str) -> str:
-    """The letter that Gym's resource server `mcqa` reads: by the last match of the row's own patterns, else by its `grading_mode`."""
+    """The letter that Gym's `mcqa` server reads: by the last match of the row's patterns, else its `grading_mode`."""
     for pattern in patterns:
         if matches := list(pattern.finditer(text)):
             groups = matches[-1].groups()
@@ -140,7 +140,7 @@ def _option(found: str, options: Mapping[str, str]) -> str:
 
 
 def _letter_of(payload: str, options: Mapping[str, str]) -> str:
-    """The letter at the beginning of what follows `Answer:`, or the last capital that stands alone; of a list of letters none."""
+    """The letter at the beginning of what follows `Answer:`, or the last lone capital; of a list of letters none."""
     payload = payload.translate(SPELLINGS).strip().strip("*_` \t\n\r.,;:")
     alone = [match for match in ALONE.finditer(payload) if match[1].upper() in options]
     for one, other in zip(alone, alone[1:], strict=False):
@@ -165,7 +165,7 @@ def choose(text: str, patterns: list[re.Pattern[str]], letters: list[str]) -> st
 
 
 def said(match: re.Match[str]) -> str:
-    """The letter that a match of `BOXED` or `ANSWER` chooses; empty if it is a word of a sentence, or one of several letters."""
+    """The letter a match of `BOXED` or `ANSWER` chooses; empty if a word of a sentence or one of several letters."""
     letter, behind = (group for group in match.groups() if group is not None)
     if MORE.match(behind) or (match.re is BOXED and match[3] == letter and BOX_ENDS.match(behind) is None):
         return ""

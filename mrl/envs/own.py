@@ -68,7 +68,7 @@ class Log:
 
 
 def environment(name: str, config: EnvConfig, endpoints: Path | None) -> Environment:
-    """Declares one of `env.own.functions`, or a function that an installed package offers; `endpoints` as `build_environment` has it."""
+    """Declares one of `env.own.functions` or an installed package's function; `endpoints` as in `build_environment`."""
     # Here, so that children import no config.
     from mrl.config.rules.data import own_function
 
@@ -85,7 +85,7 @@ def environment(name: str, config: EnvConfig, endpoints: Path | None) -> Environ
 
 
 def make(function: str) -> Score:
-    """The reward function `pkg.mod:fn`; a ValueError says that it is not there, or that its parameters are not known."""
+    """The reward function `pkg.mod:fn`; ValueError says that it is not there, or that its parameters are not known."""
     try:
         hook = find_reward(function)
     except ValueError as error:
@@ -110,7 +110,7 @@ def make(function: str) -> Score:
 
 
 def judged(hook: Hook, task: Task, log: Log) -> object:
-    """Calls a reward function with values by their names, in TRL's lists if it takes those. TypeError: the row lacks a column."""
+    """Calls a reward function with values by name, in TRL's lists if it takes them. TypeError: a column is missing."""
     values, columns = values_of(task, log), task.fields
     is_batched = any(name in BATCHED for name in hook.names)
     if is_batched:
@@ -123,7 +123,7 @@ def judged(hook: Hook, task: Task, log: Log) -> object:
 
 
 def outcome(returned: object) -> Outcome:
-    """The outcome of a returned value: a number; or a dict with `reward` or `score`, else with components that add up to the reward.
+    """A returned value's outcome: a number; or a dict with `reward` or `score`, else components that sum to the reward.
 
     Of a dict's other entries, numbers are components, `extracted` or verl's `pred` is the answer found, other texts are columns of the
     table of samples, `mask_sample` masks, and `observation` is what the environment answers: a text, which the user says, or messages.

@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def find(names: dict[str, object], function: str) -> Callable[..., object]:
-    """The method of the program's `class Solution`, else its function. A helper or an import may share the method's name."""
+    """The method of the program's `class Solution`, else its function. A helper or an import may share its name."""
     solution = names.get("Solution")
     if isinstance(solution, type) and hasattr(solution, function):
         return getattr(solution(), function)
@@ -85,7 +85,7 @@ def plain(value: object) -> object:
 
 
 def limit(seconds: float, file_bytes: int, num_tasks: int) -> None:
-    """Limits memory, time, files and threads of this process, and ends it with its parent; `num_tasks` -1 leaves the threads."""
+    """Limits this process's memory, time, files and threads; ends it with its parent; `num_tasks` -1 leaves threads."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for kind, most in {
         resource.RLIMIT_AS: MEMORY_BYTES,
@@ -101,7 +101,7 @@ def limit(seconds: float, file_bytes: int, num_tasks: int) -> None:
 
 
 def confine(paths: list[str], *, may_escape: bool) -> None:
-    """Lets the program read `paths` and write its folder, and nothing else; exits if the kernel cannot, unless the program `may_escape`."""
+    """Lets the program only read `paths` and write its folder; exits if the kernel cannot, unless it `may_escape`."""
     # By its path: an isolated interpreter does not find mrl, and this folder has a math.py and a code.py.
     spec = importlib.util.spec_from_file_location("confine", os.path.join(os.path.dirname(__file__), "confine.py"))
     assert spec is not None and spec.loader is not None
@@ -115,7 +115,7 @@ def confine(paths: list[str], *, may_escape: bool) -> None:
 
 
 def of_own_files(call: Callable[..., None]) -> Callable[..., None]:
-    """`call`, which does nothing for regular files of the program's folder: the kernel refuses it, and `shutil.copy` ends with it."""
+    """`call` doing nothing for the program's regular files: the kernel refuses it, and `shutil.copy` ends with it."""
     own = os.path.realpath(os.getcwd()) + os.sep
 
     @functools.wraps(call)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores rollouts in child processes with deadlines, those of each environment in a pool. A fault costs one verdict, never the run.
+"""Scores rollouts in child processes with deadlines, in a pool per environment. A fault costs one verdict, not the run.
 
 A rollout has a deadline from when a child begins it. What waits for a child waits as long as it takes: to mask it would leave out the
 rollouts of a step that are slow to judge or late, and so bias the batch.
@@ -210,7 +210,7 @@ class RewardPool:
         return _zero(task, reason) if is_guilty else None
 
     async def _ready_child(self, place: int) -> Child:
-        """The child at this place, once it is ready. One that died, or sent something, while idle cannot be asked, and is replaced."""
+        """The child at this place, once it is ready. One that died or sent something while idle is replaced."""
         while not (child := self._children[place]).is_ready or not child.is_silent():
             if child.is_ready:
                 self._replace(place)
@@ -316,7 +316,7 @@ def _are_messages(value: object) -> TypeGuard[list[dict[str, str]]]:
 
 
 async def start_environment(name: str, config: EnvConfig, *, num_workers: int = MIN_WORKERS, endpoints: Path | None = None) -> RewardPool:
-    """The environment of this name, with as many children: a built-in one, one of `env.own.functions`, or one of an installed package.
+    """The environment of this name with as many children: built-in, of `env.own.functions`, or of an installed package.
 
     `endpoints` is the file with the addresses of the engines, if they have any, for the user's own functions. A RuntimeError says that the
     children do not start, for example because the user's function cannot be imported, or that this host cannot confine programs.
@@ -333,7 +333,7 @@ class Scorer:
     """The environments of a process, by name. Each starts when a rollout first needs it. For one event loop."""
 
     def __init__(self, build: Callable[[str], Coroutine[None, None, RewardPool]], *, masks_flagged: bool = True) -> None:
-        """`build` starts an environment. With `masks_flagged`, rollouts that theirs flags with `mask_sample` are not valid."""
+        """`build` starts an environment. With `masks_flagged`, rollouts flagged with `mask_sample` are not valid."""
         self.environments: dict[str, RewardPool] = {}
         self._build, self._masks_flagged = build, masks_flagged
         self._starting: dict[str, asyncio.Task[RewardPool]] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Temporary folders in which hostile code writes. Whatever it leaves there is removed, by the next run if the owner was killed."""
+"""Temporary folders for hostile code. Whatever it leaves there is removed, by the next run if the owner was killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIN_ABANDONED_S = 60.0
 
 
 class Scratch:
-    """A locked folder that lives as long as this object. Once its process is dead, `remove_abandoned` takes the folder."""
+    """A locked folder that lives as long as this object. Once its process is dead, `remove_abandoned` takes it."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -69,7 +69,7 @@ def remove_abandoned() -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder to which no process writes any more, at any depth and with any permissions; warns if something stays."""
+    """Removes a folder that no process writes to, at any depth and with any permissions; warns if something stays."""
     try:
         os.chmod(folder, 0o700)
         unguessed, num_moved = secrets.token_hex(8), 0

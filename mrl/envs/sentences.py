@@ -25,7 +25,7 @@ CLOSERS = re.compile(r"[\"')\]}»”’]+$")
 
 
 def sentences(text: str) -> list[str]:
-    """Stretches that end in . ? or ! before white space, but not behind an abbreviation, an initial, or dots before a small letter."""
+    """Stretches ending in . ? or ! before white space, not behind abbreviations, initials or dots before lower case."""
     found, start, words = [], 0, list(re.finditer(r"\S+", text))
     for match, after in zip(words, [*words[1:], None], strict=False):
         if not (mark := BREAK.match(match[0])):
@@ -104,7 +104,7 @@ RULES = tuple(
 
 
 def ruled_sentences(text: str) -> list[str]:
-    """Sentences by `RULES`: every . ? or ! ends one, but for titles, firms, initials, web sites and numbers; an empty text has none."""
+    """Sentences by `RULES`: each . ? or ! ends one, but for titles, firms, initials, sites and numbers; "" has none."""
     text = f" {text}  ".replace("\n", " ")
     for pattern, replacement in RULES:
         text = pattern.sub(replacement, text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structured outputs: the whole text is JSON, YAML, TOML, XML or CSV of the row's schema, every property given and none invented.
+"""Structured outputs: all text is JSON, YAML, TOML, XML or CSV of the row's schema, each property given, none invented.
 
 Or, with `response_mode: tool_call`, the arguments of its one call. Verdicts are those of NeMo Gym's server. Runs in `mrl.envs.child`.
 """
@@ -44,7 +44,7 @@ def make() -> Score:
 
 
 def score(task: Task) -> Outcome:
-    """1 if the text after `</think>` is one value of `schema_str` made strict; `extracted` names the broken keyword and its place."""
+    """1 if the text after `</think>` fits strict `schema_str`; `extracted` names the broken keyword and its place."""
     fields = task.fields
     form, mode = fields.get("schema_type") or "json", fields.get("response_mode") or "text"
     if form not in FORMS or mode not in ("text", "tool_call"):
@@ -118,7 +118,7 @@ def _scalar(value: object, kind: object) -> object:
 
 
 def _xml(text: str, schema: object) -> object:
-    """Elements as objects of their attributes (`@name`), children, and text (`#text` if there are others); equal names make a list."""
+    """Elements : objects of attributes (`@name`), children and text (`#text` beside others); equal names make lists."""
     root: dict[str, object] = {}
     open_elements: list[tuple[dict[str, object], list[str]]] = [(root, [])]
 
@@ -172,7 +172,7 @@ FORMS: Mapping[str, Callable[[str, object], object]] = {
 
 
 def strict(schema: object) -> object:
-    """The schema with every property required and no others allowed, in all objects within; as in Gym, what a list holds stays."""
+    """The schema with every property required and no others, in all objects within; as in Gym, list items stay."""
     if not isinstance(schema, dict):
         return schema
     result = {key: value if key in ("enum", "const", "default", "examples", "required") else strict(value) for key, value in schema.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of reward functions, their outcomes, and declarations of environments. Standard library only: reward children import this."""
+"""Tasks of reward functions, their outcomes, environment declarations. Standard library only: children import this."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Task:
 
     @property
     def replies(self) -> tuple[str, ...]:
-        """The turns without thoughts: what follows `</think>`. Of a turn without that, the whole; under a parser, nothing."""
+        """Turns without thoughts: what follows `</think>`. Without that, the whole turn; under a parser, nothing."""
         if self.has_parser:
             return tuple((turn.partition("<think>")[2] or turn).partition("</think>")[2] for turn in self.turns)
         return tuple(turn.rpartition("</think>")[2] for turn in self.turns)
@@ -72,7 +72,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A reward function's judgement of a task: the reward, what counts as the answer (for people who read samples), the reward's parts."""
+    """A function's judgement of a task: the reward, what counts as the answer (for readers of samples), its parts."""
 
     reward: float
     extracted: str = ""

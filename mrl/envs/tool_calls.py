@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tool calls in the formats that models write, by the names of vLLM's parsers of them, which need vLLM and a tokenizer."""
+"""Tool calls in the formats that models write, by the names of vLLM's parsers, which need vLLM and a tokenizer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def declared_tools(fields: Mapping[str, object]) -> list[object]:
 
 
 def tool_calls(text: str, tools: Sequence[object] = (), parser: str = DEFAULT_TOOL_PARSER) -> list[ToolCall]:
-    """The calls of a text, in order, broken ones with their error. Arguments in XML get the types that the `tools` of the row declare.
+    """A text's calls, in order, broken ones with errors. XML arguments get the types that the row's `tools` declare.
 
     `tools` as OpenAI's Responses or Chat Completions declare them; a RowFault says that nobody here reads the format of `parser`.
     """

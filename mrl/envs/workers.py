@@ -20,7 +20,7 @@ def usable_cores() -> int:
 
 
 def environments_of(config: RunConfig) -> tuple[str, ...]:
-    """Environments that share the cores of a node: the user's own, and those of data sets. Rows may name others, which get as much."""
+    """Environments that share a node's cores: the user's and the data sets'. Rows may name others, given as much."""
     env, named = config.env, dict.fromkeys(dataset.env_name for dataset in (config.data.train_sets | config.data.validation_sets).values())
     elsewhere = {*BUILT_IN} - {SERVERS[server] for server in env.gym_servers or SERVERS if env.embeds(server)}
     of_gym = [name for name in environment_names(env) if name not in elsewhere]
@@ -38,7 +38,7 @@ def num_workers(name: str, config: RunConfig, *, num_cores: int) -> int:
 
 
 def describe_workers(config: RunConfig, *, num_cores: int | None) -> str:
-    """Workers of each environment on a node with these cores; says so if the config asks for more of them than it has cores.
+    """Workers of each environment on a node with these cores; says so if the config asks for more than it has cores.
 
     None stands for a node whose cores are not known.
     """

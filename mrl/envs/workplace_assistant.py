@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An office with tools, after WorkBench (arXiv:2405.00823): e-mail, calendar, web site visits, tasks, customers, a directory.
+"""Office tools, after WorkBench (arXiv:2405.00823): e-mail, calendar, web site visits, tasks, customers, a directory.
 
 Over several turns the model must bring the office into the state that the right calls lead to. The state is plain: records in tables; a
 tool is a function of the state and its arguments. No state survives a turn: the grader replays the whole conversation, so that any child
@@ -101,7 +101,7 @@ class Office:
         return Office({name: copy.deepcopy(list(tables.get(name, []))) for name in FIELDS})
 
     def call(self, name: str, arguments: Mapping[str, object]) -> object:
-        """The result of a tool; a ToolError if there is no such tool or record, or an argument is missing or not known."""
+        """The result of a tool; ToolError if there is no such tool or record, or an argument is missing or unknown."""
         tool = TOOLS.get(name)
         if tool is None:
             raise ToolError(f"there is no tool {name!r}")
@@ -112,7 +112,7 @@ class Office:
             raise ToolError(f"{name}: {error}") from error
 
     def digest(self) -> object:
-        """The state for comparison: records in their order, texts without case but for `CASED`; what is no text counts as nothing."""
+        """State for comparison: records in order, texts without case but for `CASED`; non-texts count as nothing."""
         state = list[list[object]]()
         for name in CHANGED:
             for row in self.tables[name]:
@@ -257,7 +257,7 @@ def count_sources(office: Office, /, traffic_source: str = "", **times: object) 
 
 
 def _search(office: Office, table: str, named: Mapping[str, object], dates: tuple[str, ...]) -> list[Record]:
-    """Records whose fields contain the given texts, and whose dates lie within the given `<field>_min` and `<field>_max`."""
+    """Records whose fields contain the given texts, and whose dates lie within `<field>_min` and `<field>_max`."""
     texts = {key: value for key, value in named.items() if key in FIELDS[table][1:]}
     if unknown := named.keys() - texts.keys() - {f"{key}_{end}" for key in dates for end in ("min", "max")}:
         raise ToolError(f"arguments not known: {sorted(unknown)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as a Kubernetes Indexed Job: one pod per node, each with all GPUs of its node, the head found by a headless service."""
+"""A run as a Kubernetes Indexed Job: one pod per node, each with all its GPUs, the head found by a headless service."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def in_bytes(size: str) -> float:
 
 
 def render(job: KubernetesJob) -> str:
-    """The service by which nodes find the head, and the job; with commands in a comment that create the secrets they need."""
+    """The service by which nodes find the head, and the job; with commands in a comment that create needed secrets."""
     labels = {"app": job.name}
     metadata = {"name": job.name, "namespace": job.namespace, "labels": labels}
     service = {

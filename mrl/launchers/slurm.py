@@ -35,7 +35,7 @@ class SlurmJob:
 
 
 def job_name(run_folder: Path) -> str:
-    """The name that all attempts of a run have and no other run has: of jobs of one name, Slurm runs one at a time (`singleton`)."""
+    """The name of all attempts of a run and no other: of jobs of one name, Slurm runs one at a time (`singleton`)."""
     return f"mrl-{run_folder.name}-{hashlib.sha256(str(run_folder).encode()).hexdigest()[:8]}"
 
 

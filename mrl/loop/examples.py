@@ -54,7 +54,7 @@ class ExampleSupplier:
         return {}
 
     def validate(self, state: RunState) -> dict[str, float]:
-        """Loss and related metrics over held-out tokens that are learned (sft) or held-out pairs, under NeMo RL's names."""
+        """Loss and related metrics over held-out learned tokens (sft) or held-out pairs, under NeMo RL's names."""
         config, training, held_out = self.config, self.config.training, self.data.validation
         assert not isinstance(training, GrpoConfig | DistillationConfig), "these validate by rollouts"
         size, num_batches = training.val_global_batch_size, training.val_batches
@@ -83,7 +83,7 @@ class ExampleSupplier:
 
 
 def prepare(config: RunConfig) -> Training[ExampleSupplier]:
-    """Checks config, model and data before any process starts; returns the run, ready to start. ValueError: the input is at fault."""
+    """Checks config, model and data before any process starts; returns the ready run. ValueError: wrong input."""
     config = with_template_date(check_start(config))
     data = load_examples(config)
     training, num_steps = config.training, num_steps_of(config, len(data.train))

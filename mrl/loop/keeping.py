@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts that outlive an attempt: between the collector, which samples them, and `mrl.store.kept`, which writes and reads them."""
+"""Rollouts that outlive an attempt: between the sampling collector and `mrl.store.kept` that writes and reads them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Revive = Callable[[int, "Prompt"], "AskedGroup | None"]
 def open_kept(
     config: RunConfig, folder: RunFolder, identity: Identity, collector: RolloutCollector, *, last_step: int
 ) -> Iterator[KeptRollouts | None]:
-    """Keeps the rollouts of a run inside the `with` block; None where checkpointing.keep_rollouts_gb=0, or nothing is saved."""
+    """Keeps a run's rollouts in the `with` block; None where checkpointing.keep_rollouts_gb=0, or nothing is saved."""
     section = config.checkpointing
     if not section.enabled or not section.keep_rollouts_gb:
         drop_kept(folder.path / KEPT)

@@ -36,7 +36,7 @@ Train = Callable[[Run[Supplier], RunState], None]
 
 
 def prepare(config: RunConfig) -> Training[Supplier]:
-    """Checks config, model and data before any process starts; returns the run, ready to start. ValueError: the input is at fault."""
+    """Checks config, model and data before any process starts; returns the ready run. ValueError: wrong input."""
     return rollouts.prepare(config) if config.has_engines else examples.prepare(config)
 
 
@@ -54,7 +54,7 @@ def open_folder(training: Training[Supplier]) -> RunFolder:
 def start_run(
     training: Training[Supplier], folder: RunFolder, checkpoint: Checkpoint | None, budget: Budget
 ) -> Iterator[tuple[Run[Supplier], RunState]]:
-    """Starts all processes and loggers of a run, inside the `with` block, from a checkpoint on, and says what is ahead of it.
+    """Starts all processes and loggers of a run in the `with` block, from a checkpoint on, and says what is ahead.
 
     A signal or the time limit ends the block, once the last finished step is saved.
     """
@@ -74,7 +74,7 @@ def start_run(
 
 
 def run_attempt(train: Train, training: Training[Supplier], folder: RunFolder, budget: Budget) -> bool:
-    """Runs the configured steps from the newest checkpoint on. False if the budget was over first: the same command goes on."""
+    """Runs configured steps from the newest checkpoint. False if the budget ended first: the same command goes on."""
     checkpoint, last_step = folder.newest_checkpoint(), training.num_steps
     while checkpoint is not None and (checkpoint.step >= last_step or is_good_enough(training.config.rollouts, checkpoint.state().metrics)):
         # No rank will load it, and look at its shards.

@@ -105,7 +105,7 @@ class RolloutQueue:
         on_tick: Callable[[], None] = lambda: None,
         revive: Revive = lambda epoch, prompt: None,
     ) -> None:
-        """`prompts` are all (epoch, prompt) that the run has not consumed. `on_tick` is called now and then while a step waits."""
+        """`prompts` are all (epoch, prompt) not consumed yet. `on_tick` is called now and then while a step waits."""
         self._revive = revive
         self.plan = plan
         self._source = source
@@ -127,7 +127,7 @@ class RolloutQueue:
         self._taken_at = time.monotonic()
 
     def take(self, state: RunState, clock: Clock) -> Supplied | None:
-        """Waits for the groups of the step after `state`. None if the prompts are used up; Stopped from NoSignal: too few groups count."""
+        """Waits for groups of the step after `state`. None: prompts used up; Stopped from NoSignal: too few count."""
         plan, step = self.plan, state.step + 1
         ready, self._surplus = self._surplus, []
         sampled: list[RolloutGroup] = []
@@ -203,7 +203,7 @@ class RolloutQueue:
         return self._judge(groups, clock)
 
     def pause(self) -> dict[str, float]:
-        """Waits for the rollouts under way, if the plan wants that. Call it before the engines get new weights. Stopped: by a signal."""
+        """Waits for rollouts under way, if planned. Call it before engines get new weights. Stopped: by a signal."""
         if not self.plan.waits_for_refit:
             return {}
         start = time.monotonic()

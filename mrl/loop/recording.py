@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of steps: the sequences that a step trains on, and what the ranks computed of them. `mrl.replay` makes the training again."""
+"""Records of steps: a step's sequences, and what the ranks computed of them. `mrl.replay` makes the training again."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def record_step(
 
 
 def write_step(folder: Path, record: RecordedStep, *, keeps: int) -> Path | None:
-    """Writes a record below the run folder and removes those `keeps` steps older; None, with a warning, if the disk is full.
+    """Writes a record below the run folder and removes those `keeps` steps older; None, with a warning, on a full disk.
 
     Of steps that are not finite there are at most `MAX_NOT_FINITE`.
     """

@@ -160,7 +160,7 @@ class RolloutSupplier:
 
 
 def prepare(config: RunConfig) -> Training[RolloutSupplier]:
-    """Checks config, model and data before any process starts; returns the run, ready to start. ValueError: the input is at fault."""
+    """Checks config, model and data before any process starts; returns the ready run. ValueError: wrong input."""
     # With Ray, which takes a second.
     from mrl.cluster.session import start_session
 

@@ -87,11 +87,11 @@ class Supplier(Protocol):
     def session(self) -> Session: ...
 
     def prove_weights(self) -> None:
-        """Refit zero: proves that policy and engines, which hold the starting weights, hold the same. Without engines, nothing."""
+        """Refit zero: proves that policy and engines hold the same starting weights. Without engines, nothing."""
         ...
 
     def take(self, state: RunState, step: Step) -> list[Batch]:
-        """A batch for each optimizer update of the step after `state`; raises Stopped if a signal came, or the prompts are used up."""
+        """A batch per optimizer update of the step after `state`; Stopped: a signal came, or prompts are used up."""
         ...
 
     def refit(self, state: RunState) -> dict[str, float]:
@@ -124,11 +124,11 @@ class Run(Generic[S_co]):
         return self.supplier.session
 
     def decide_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sets `is_over` after `step`: the last one, one that the budget makes the last, or one whose validation was good enough."""
+        """Sets `is_over` after `step`: the last, one the budget makes the last, or one validated well enough."""
         self.is_over = step >= self.last_step or self.budget.is_over or is_good_enough(self.config.rollouts, metrics)
 
     def begin(self, checkpoint: Checkpoint | None) -> RunState:
-        """Resumes, and validates a run that has made no step. From here on a signal is for the run, which saves its last step."""
+        """Resumes, and validates a run without steps. From here a signal is for the run, which saves its last step."""
         state = self.resume(checkpoint)
         self.budget.begin(saves=self.config.checkpointing.enabled)
         if state.step == 0 and self.config.training.val_at_start and (metrics := self.supplier.validate(state)):
@@ -139,7 +139,7 @@ class Run(Generic[S_co]):
         return state
 
     def resume(self, checkpoint: Checkpoint | None) -> RunState:
-        """Proves that engines and policy hold the same starting weights; loads the checkpoint, if one is whole; refits the engines."""
+        """Proves that engines and policy start with equal weights; loads a whole checkpoint, if any; refits engines."""
         self.supplier.prove_weights()
         startup.lap("refit_zero")
         state = self.saver.load(checkpoint, last_step=self.last_step)
@@ -154,7 +154,7 @@ class Run(Generic[S_co]):
 
     @contextmanager
     def saved(self, state: RunState) -> Iterator[None]:
-        """Saves the last finished step if the `with` block ends by Stopped, and raises what caused that, if anything did."""
+        """Saves the last finished step if the `with` block ends by Stopped, and raises its cause, if any."""
         try:
             yield
         except Stopped as end:
@@ -174,7 +174,7 @@ class Run(Generic[S_co]):
 
     @contextmanager
     def recorded(self, step: Step, batches: Sequence[Batch]) -> Iterator[dict[str, float]]:
-        """Records the step of the `with` block, which fills in its metrics, if `logger.record_steps` wants it, or it is not finite."""
+        """Records the `with` block's step, which fills metrics, if `logger.record_steps` wants it, or if not finite."""
         metrics: dict[str, float] = {}
         try:
             yield metrics
@@ -207,7 +207,7 @@ class Run(Generic[S_co]):
             logger.error("The batch of step %d is recorded in %s: %s", step, path, problem)
 
     def refit(self, state: RunState, step: Step) -> None:
-        """Counts the step as trained, and has the engines sample from the new weights, once checksums over all bytes agree."""
+        """Counts the step as trained, and has engines sample from new weights, once checksums over all bytes agree."""
         self.folder.ledger.train(step.number, step.trained, step.dropped)
         state.step, state.metrics = step.number, step.metrics
         if self.config.has_engines:
@@ -237,7 +237,7 @@ class Run(Generic[S_co]):
         self.check_masked(step, masked)
 
     def check_skipped(self, step: Step) -> None:
-        """Ends a run that goes on although too many steps in a row, also of earlier attempts, had skipped updates; they are saved."""
+        """Ends a run where too many steps in a row, also of earlier attempts, had skipped updates; they are saved."""
         limit, found = self.config.policy.max_skipped_steps, step.metrics.get(SKIPPED_IN_A_ROW, 0.0)
         if found >= limit and not self.is_over:
             raise Stopped from TooManySkipped(
@@ -247,7 +247,7 @@ class Run(Generic[S_co]):
             )
 
     def check_masked(self, step: Step, reason: str | None) -> None:
-        """Ends a run in which no rollout of too many steps in a row has counted, also of earlier attempts; they are saved."""
+        """Ends a run where no rollout of too many steps in a row counted, also of earlier attempts; they are saved."""
         limit, found = self.config.rollouts.max_masked_steps, step.metrics.get(MASKED_IN_A_ROW, 0.0)
         if limit is not None and found >= min(limit, self.last_step):
             raise Stopped from NoSignal(
@@ -318,7 +318,7 @@ def is_save_step(section: CheckpointingConfig, step: int) -> bool:
 
 
 class Budget:
-    """Decides whether the run may make another step: until its time is over, or a signal asks it to save a checkpoint and end."""
+    """Decides whether the run may make another step: until its time is over, or a signal asks it to save and end."""
 
     def __init__(self, limit_s: float | None, *, started: float, listener: Listener = LISTENER) -> None:
         """`limit_s` counts from `started`, a time of `time.monotonic`; None: there is no limit."""
@@ -329,7 +329,7 @@ class Budget:
         self._listener = listener
 
     def begin(self, *, saves: bool) -> None:
-        """Marks the moment when everything is up and the first step begins. From then on a signal may end the run only where `check` is."""
+        """Marks when everything is up and the first step begins. From then on a signal ends the run only at `check`."""
         self._first_step_began = time.monotonic()
         self._listener.hold("the run saves a checkpoint and ends" if saves else "the run ends, and saves nothing (checkpointing.enabled)")
 
@@ -338,7 +338,7 @@ class Budget:
         self._num_steps += 1
 
     def check(self) -> None:
-        """Raises Stopped if a signal came. Call it where the run may stop at once, because its weights are those of its last step."""
+        """Raises Stopped if a signal came. Call it where the run may stop at once, with its last step's weights."""
         if self._listener.first is not None:
             raise Stopped
 

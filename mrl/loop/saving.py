@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a checkpoint at the start, and saves others while the loop goes on: each rank writes on its own; a thread publishes the whole."""
+"""Loads a checkpoint at the start and saves others during the loop: each rank writes alone; a thread publishes all."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class CheckpointSaver:
         self._saved_step = 0
 
     def load(self, checkpoint: Checkpoint | None, *, last_step: int) -> RunState:
-        """Loads `checkpoint`, or the newest whole one before it, into the policy; returns the run's state, of step 0 without one.
+        """Loads `checkpoint`, or the newest whole before it, into the policy; returns the run's state, step 0 if none.
 
         The driver has compared sizes. Here every rank compares the content of a share of the shards, before any rank loads one, and before
         ledger and metrics are taken back to the step of the checkpoint.
@@ -80,7 +80,7 @@ class CheckpointSaver:
         return RunState()
 
     def begin(self, state: RunState, *, waits: bool = False) -> None:
-        """Publishes the save before, and begins to save `state` and the weights as they are now; `waits` until it is published.
+        """Publishes the save before, and begins to save `state` and the weights as now; `waits` until it is published.
 
         A checkpoint that cannot be written is reported, and the newest one stays. SaveFailed: with `waits`, because it is the run's last.
         """
@@ -140,7 +140,7 @@ class CheckpointSaver:
             under_way.set_result(None)
 
     def _publish(self, pending: Checkpoint, *, ends: bool = False) -> None:
-        """Waits until all ranks have written, and publishes the checkpoint, with which a run `ends`. OSError: it cannot be written."""
+        """Waits until all ranks wrote, then publishes the checkpoint, with which a run `ends`. OSError: unwritable."""
         files: dict[str, FileRecord] = {}
         hidden_s, problems = 0.0, list[str]()
         limits = {"deadline_s": self._deadline_s, "is_awaited": self._is_awaited, "is_abandoned": self._is_abandoned}
@@ -201,7 +201,7 @@ class CheckpointSaver:
             self.begin(state, waits=True)
 
     def take_metrics(self) -> dict[str, float]:
-        """`time/checkpoint_hidden` of saves published since the last call, if any: seconds of writing for which nothing waited."""
+        """`time/checkpoint_hidden` of saves since the last call, if any: seconds of writing that nothing awaited."""
         if self._under_way is not None and self._under_way.done():
             self.finish()
         hidden_s, self._hidden_s = self._hidden_s, None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds steps that teach nothing: no rollout counts, or all rewards are equal. Keys end the run after a number of them in a row."""
+"""Finds steps that teach nothing: no rollout counts, or all rewards are equal. Keys end the run after some in a row."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def reasons_of(groups: Sequence[RolloutGroup]) -> Counter[str]:
 def reason_of_masks(
     groups: Sequence[RolloutGroup], sequences: Sequence[TrainSequence], metrics: Mapping[str, float], config: GrpoConfig
 ) -> str | None:
-    """Reason why no rollout of a trained step counts, with numbers; None if one does. `metrics` are those of its update."""
+    """The reason why no rollout of a step counts, with numbers; None if one does. `metrics` are those of its update."""
     is_empty = metrics.get("train/num_valid_tokens") == 0.0
     if not groups or (not is_empty and any(sequence.is_valid for sequence in sequences)):
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m mrl.plan CONFIG [a.b=c ...]`: predicts memory, bytes and time of a run, and names layouts that fit, in seconds.
+"""`python -m mrl.plan CONFIG [a.b=c ...]`: predicts a run's memory, bytes and time, names layouts that fit, in seconds.
 
 Nothing here imports torch, Ray, vLLM or Megatron. Exit code 2: the config is refused, or does not fit.
 """

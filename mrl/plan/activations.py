@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that Transformer Engine's kernels keep of one packed row for the backward pass, by kind of layer and recomputed modules.
+"""Bytes Transformer Engine kernels keep of a packed row for the backward pass, by layer kind and recomputed modules.
 
 Letters are those of `hybrid_override_pattern`: `*` attention, `-` MLP, `E` experts, `M` Mamba. A layer is a string of its parts, so that a
 decoder layer is `*-` or `*E`. A kept tensor counts once, where it is made.
@@ -68,7 +68,7 @@ def kept_bytes(shape: ModelSizes, layer: str, row: Row) -> float:
 
 
 def backward_bytes(shape: ModelSizes, layer: str, row: Row) -> float:
-    """Estimates the backward pass of a layer beyond kept tensors: what is computed or fetched again, gradients of its widest part."""
+    """Estimates a layer's backward pass beyond kept tensors: recomputed and fetched values, its widest part's gradients."""
     parts = [part_bytes(shape, letter, row) for letter in layer]
     again = sum(sum(tensors.values()) for tensors in parts) - kept_bytes(shape, layer, row)
     return again + max(sum(size for name, size in tensors.items() if name in _WIDE) for tensors in parts) + parts[0]["input"]

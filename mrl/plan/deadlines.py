@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time limits of a start, a train step and a checkpoint: the values of section `deadlines`, else by bytes, tokens, nodes and GPUs.
+"""Time limits of start, train step and checkpoint: values of section `deadlines`, else by bytes, tokens, nodes, GPUs.
 
 Imports neither Ray nor torch, as `--check` prints them. Rates are pessimistic: a deadline is for hangs, not for slow work.
 """
@@ -55,7 +55,7 @@ def all_deadlines(config: RunConfig) -> list[Deadline]:
 
 
 def start_deadline(config: RunConfig) -> Deadline:
-    """The deadline of each wait at the start, for slots, engines, policy ranks and rewards: deadlines.start_s, or by the weights' size.
+    """Deadline of each start wait, for slots, engines, policy ranks and rewards: deadlines.start_s, or by weight size.
 
     Policy ranks load their models one after another, each within this deadline.
     """
@@ -74,7 +74,7 @@ def start_deadline(config: RunConfig) -> Deadline:
 
 
 def describe_engine_start(config: RunConfig, num_seqs: int) -> str:
-    """Describes the longest part of the start of engines that sample `num_seqs` rollouts at once; "" where there are no GPUs or engines.
+    """Describes the longest part of starting engines that sample `num_seqs` rollouts at once; "" without GPU or engine.
 
     vLLM captures graphs for 1, 2, 4, each 8 up to 256 and each 16 up to twice that number, 512 at most, and a few more with speculation or
     on Blackwell (`_set_cudagraph_sizes` of vllm/config/vllm.py). A first start on an H100 took more than 60 s for a tiny model.
@@ -95,7 +95,7 @@ def describe_engine_start(config: RunConfig, num_seqs: int) -> str:
 
 
 def train_deadline(config: RunConfig) -> Deadline:
-    """The deadline of each logprob pass, train step and switch of phases: deadlines.train_s, or by the operations of the longest one."""
+    """Deadline of each logprob pass, train step and phase switch: deadlines.train_s, or by the longest's operations."""
     return max((_train_deadline(config.of_model(model)) for model in config.sections), key=lambda found: found.seconds)
 
 
@@ -121,7 +121,7 @@ def _train_deadline(config: RunConfig) -> Deadline:
 
 
 def checkpoint_deadline(config: RunConfig) -> Deadline:
-    """The deadline to save, to check and to load a checkpoint: deadlines.checkpoint_s, or by its bytes and the nodes that share them."""
+    """Deadline to save, check and load a checkpoint: deadlines.checkpoint_s, or by its bytes and the sharing nodes."""
     parts, missing = {f"{BUSY_S:g} s for a busy file system": BUSY_S}, list[str]()
     rate = min(config.cluster.num_nodes * NODE_BYTES_PER_S, SHARED_BYTES_PER_S)
     num_parameters: dict[ModelName, int] = {}
@@ -138,7 +138,7 @@ def checkpoint_deadline(config: RunConfig) -> Deadline:
 
 
 def weight_bytes(folder: Path) -> int | None:
-    """Bytes of a Hugging Face folder's safetensors files; by its config.json if there are none; None without a config.json."""
+    """Bytes of a Hugging Face folder's safetensors files; by its config.json if none; None without a config.json."""
     with suppress(ValueError, OSError):
         return sum(path.stat().st_size for path in weight_files(folder))
     with suppress(ValueError):

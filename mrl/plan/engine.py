@@ -15,7 +15,7 @@ _CONVOLUTION = 4
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Blocks of vLLM's cache (vllm/v1/core/kv_cache_utils.py): all groups of layers draw blocks of one size from one pool."""
+    """Blocks of vLLM's cache (vllm/v1/core/kv_cache_utils.py): all groups of layers draw equal blocks from one pool."""
 
     block_tokens: int
     block_bytes: int
@@ -39,12 +39,12 @@ class CacheLayout:
 
 
 def token_bytes(shape: ModelSizes, tp: int, element_bytes: int = BF16) -> int:
-    """Keys and values of one token in one attention layer on a worker; several workers hold a key head that they share."""
+    """Keys and values of one token in one attention layer on a worker; several workers hold a shared key head."""
     return 2 * max(1, shape.kv_heads // tp) * shape.head_dim * element_bytes
 
 
 def state_bytes(shape: ModelSizes, tp: int, element_bytes: int = BF16, ssm_bytes: int = BF16, num_proposed: int = 0) -> int:
-    """State of a sequence in a Mamba layer on a worker: the end of the convolution's input, also for proposed tokens, and the scan's."""
+    """Mamba layer state of a sequence on a worker: the convolution input's end, also for proposed tokens, and scan's."""
     groups = shape.mamba_groups if shape.mamba_groups == 1 else shape.mamba_groups // tp
     channels = shape.mamba_inner // tp + 2 * groups * shape.mamba_state
     scan = shape.mamba_heads // tp * shape.mamba_head_dim * shape.mamba_state
@@ -85,7 +85,7 @@ def cache_layout(
 
 
 def forward_bytes(shape: ModelSizes, tp: int, *, batched_tokens: int, ep: int = 1, num_groups: int = 1) -> float:
-    """Estimates a forward pass of `batched_tokens`, without weights and cache. Several groups gather their tokens, and sum what comes.
+    """Estimates a forward pass of `batched_tokens`, beyond weights, cache. Several groups gather tokens, sum results.
 
     Experts work in two buffers, each as wide as what goes in or comes out, for all tokens that were gathered, whoever holds their experts
     (`TritonExperts.workspace_shapes` of vllm/model_executor/layers/fused_moe/experts/triton_moe.py).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts of a run that a plan needs: sizes of the model, parallel sizes, rows, optimizer. From the config and config.json alone."""
+"""Facts of a run that a plan needs: model sizes, parallel sizes, rows, optimizer. From config and config.json alone."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class PlanModel:
         return ModelElements(adapted_weights(self.family.model(self.hf_config, None), layers))
 
     def _engine_bytes(self, parallel: VllmParallel, dtype: str) -> int:
-        """Weights of an engine's worker with the most; the first of each stage, or of all groups, has the most experts."""
+        """Weights of an engine's worker with the most; the first of each stage, or of all groups, has most experts."""
         workers = range(0, parallel.tp * parallel.pp, parallel.tp)
         layouts = (self.family.vllm_layout(self.hf_config, parallel, worker, dtype) for worker in workers)
         return max(sum(math.prod(slot.shape) * DTYPE_BYTES[slot.dtype] for slot in layout.values()) for layout in layouts)
 
 
 def read_model(config: RunConfig) -> PlanModel:
-    """The policy of a run and its other models, with the config's overrides; ValueError if a config.json cannot be read."""
+    """A run's policy and other models, with the config's overrides; ValueError if a config.json cannot be read."""
     return _read(config, "policy", {name: _read(config, name) for name in config.models_beside})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs that a plan can be made for: usable memory, bandwidth, peak of dense bfloat16 products, and links; and the memory of nodes."""
+"""GPUs to plan for: usable memory, bandwidth, peak of dense bfloat16 products, and links; and the memory of nodes."""
 
 from __future__ import annotations
 

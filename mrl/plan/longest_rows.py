@@ -28,7 +28,7 @@ def section_at_work(config: RunConfig, phase: Phase) -> str:
 
 
 def with_least_rows(config: RunConfig) -> RunConfig:
-    """The config with rows of one sequence where rows are padded; rows that are filled up to a number of tokens keep their length."""
+    """The config with rows of one sequence where rows are padded; rows filled to a token number keep their length."""
 
     def least(section: Section) -> Section:
         return section if _filling(section) else replace(section, train_micro_batch_size=1, logprob_batch_size=1)
@@ -37,7 +37,7 @@ def with_least_rows(config: RunConfig) -> RunConfig:
 
 
 def describe_longest(config: RunConfig, model: PlanModel, gpu: Gpu) -> str | None:
-    """Describes the longest rows that fit, and the keys that decide, where the longest do not fit; None if any fit, or none does."""
+    """Describes the longest rows that fit and the keys that decide, if the longest do not fit; None if all or none fit."""
     ranks, _ = all_ranks(config, model, gpu)
     phases: dict[Phase, float] = {phase: max(sum(rank.phases[phase].values()) for rank in ranks) for phase in ranks[0].phases}
     too_large: list[Phase] = [phase for phase, size in phases.items() if size > gpu.memory]
@@ -60,7 +60,7 @@ def _key(config: RunConfig, phase: Phase) -> str:
 
 
 def _filling(section: Section) -> str:
-    """Names the number of tokens up to which rows are filled; "" where rows are padded to the longest of their sequences."""
+    """Names the number of tokens up to which rows are filled; "" where rows are padded to their longest sequence."""
     return "sequence_packing" if section.sequence_packing.enabled else "dynamic_batching" if section.dynamic_batching.enabled else ""
 
 

@@ -173,7 +173,7 @@ class Work:
 
 
 def work_of(config: RunConfig, model: PlanModel, pp_rank: int, role: Role = "policy", *, imbalance: float = IMBALANCE) -> Work:
-    """Memory of one rank of a model of this role, at a pipeline stage; `config` has the model as `policy` (`RunConfig.of_model`)."""
+    """Memory of a rank of this role's model at a pipeline stage; `config` has it as `policy` (`RunConfig.of_model`)."""
     megatron, shape = config.policy.megatron_cfg, model.shape
     parallel, is_last, chunk_tokens = megatron.parallel, pp_rank == megatron.parallel.pp - 1, config.policy.output_chunk_tokens
     states = stage_states(config, model, pp_rank, role)
@@ -273,7 +273,7 @@ def rank_memory(
 def all_ranks(
     config: RunConfig, model: PlanModel, gpu: Gpu, *, imbalance: float = IMBALANCE
 ) -> tuple[list[RankMemory], EngineMemory | None]:
-    """A rank of each pipeline stage, with the engine on its GPU. Of equal inner stages only the first, which has the most microbatches."""
+    """A rank per pipeline stage with the engine on its GPU. Of equal inner ones, the first, with most microbatches."""
     engine = engine_memory(config, model, gpu) if config.has_engines else None
     parallel, layers = config.policy.megatron_cfg.parallel, model.shape.layers
     stages: dict[object, int] = {}
@@ -317,7 +317,7 @@ PAGE_CACHE, ROLLOUTS, ROUNDING = "model files in the page cache", "rollouts in R
 
 
 def host_memory(config: RunConfig, model: PlanModel, states: States) -> Parts:
-    """Host memory of the first node: tensors moved off its GPUs, the copy of a checkpoint in writing, page cache of model files, rollouts.
+    """Host memory of the first node: tensors off its GPUs, a checkpoint's copy, page cache of model files, rollouts.
 
     Tensors moved between phases share one pinned block (`mrl.policy.host_block`), which torch does not round up, unlike the host tensors
     of Megatron's optimizer.
@@ -353,7 +353,7 @@ def saved_bytes(config: RunConfig, model: PlanModel) -> dict[ModelName, int]:
 
 
 def disk_bytes(config: RunConfig, model: PlanModel) -> tuple[float, int | None]:
-    """Returns the size of all kept checkpoints and one being written, and their number; None if unbounded: then one is counted."""
+    """Returns size of all kept checkpoints and one being written, and their number; None if unbounded: one counts."""
     if not config.checkpointing.enabled:
         return 0.0, 0
     kept = num_kept_at_most(config)
@@ -361,12 +361,12 @@ def disk_bytes(config: RunConfig, model: PlanModel) -> tuple[float, int | None]:
 
 
 def cache_bytes(model: PlanModel) -> float:
-    """Returns the size of the run's models in the cache of converted models, which knows each by its files and config.json."""
+    """Returns the size of the run's models in the conversion cache, which knows each by its files and config.json."""
     entries = {(each.folder, json.dumps(each.hf_config, sort_keys=True)): each.num_parameters for each in model.by_name.values()}
     return float(sum(entries.values()) * BF16)
 
 
 def rollout_bytes(config: RunConfig) -> float:
-    """Returns the size of a step's rollouts in transit: token id, logprob and mask of each token, and the teachers' scores."""
+    """Returns the size of a step's rollouts in transit: token id, logprob and mask of each token, teachers' scores."""
     tokens = config.rollouts.num_rollouts_per_step * config.policy.max_total_sequence_length if config.has_engines else 0
     return float(math.ceil(tokens) * 16 + config.teacher_bytes)

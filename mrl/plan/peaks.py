@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peak of a train step on one rank: states, the activations of the microbatches in flight, logits, and workspaces."""
+"""The peak of a train step on one rank: states, activations of the microbatches in flight, logits, and workspaces."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stage:
 
 
 def microbatches_in_flight(pp_rank: int, pp: int, vpp: int, num_microbatches: int, group: int | None = None) -> list[float]:
-    """Returns each chunk's microbatches in flight, under 1F1B and its interleaved form (megatron/core/pipeline_parallel/schedules.py)."""
+    """Each chunk's microbatches in flight under 1F1B and interleaved (megatron/core/pipeline_parallel/schedules.py)."""
     if vpp == 1:
         return [min(pp - pp_rank, num_microbatches)]
     group = group or pp
@@ -59,7 +59,7 @@ def logits_bytes(shape: ModelSizes, stage: Stage, row: Row, logit_bytes: int = W
 
 
 def persistent_bytes(shape: ModelSizes, stage: Stage, row: Row, *, pp: int, workspaces: float) -> float:
-    """Returns the bytes kept between steps besides states: workspaces, tensors at stage borders, the output layer's gathered input."""
+    """Bytes kept between steps besides states: workspaces, tensors at stage borders, output layer's gathered input."""
     stream = BF16 * row.sharded_tokens * shape.hidden
     borders = 2 * len(stage.chunks) * stream if pp > 1 else 0.0
     gathered = BF16 * row.tokens * shape.hidden if stage.is_last and row.is_sequence_parallel else 0.0
@@ -67,7 +67,7 @@ def persistent_bytes(shape: ModelSizes, stage: Stage, row: Row, *, pp: int, work
 
 
 def train_peak(states: States, shape: ModelSizes, stage: Stage, row: Row, *, logits: float, persistent: float) -> dict[str, float]:
-    """Bytes of the worst moment of a step: the logits of the last microbatch, the backward pass of the widest layer, or the update."""
+    """Bytes of a step's worst moment: the last microbatch's logits, the widest layer's backward pass, or the update."""
     activations = activation_bytes(shape, stage, row)
     backward = max((backward_bytes(shape, layer, row) for layers, _ in stage.chunks for layer in set(layers)), default=0.0)
     moment = max(logits, backward)

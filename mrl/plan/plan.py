@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a run: memory by phase, bytes, times, and what does not fit; as an object, as lines, and as plain data."""
+"""A run's plan: memory by phase, bytes, times, and what does not fit; as an object, as lines, and as plain data."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def _lightest(
     refit: RefitTraffic | None,
     mean_tokens: float,
 ) -> Candidate | str:
-    """A trainer's layout with the least recomputation and offload, and the fastest engines, with which it fits; else why none does."""
+    """A trainer layout with least recomputation and offload, and the fastest engines, that fits; else why none does."""
     reason = "no layout of engines is legal"
     for offload, recompute in itertools.product((0.0, 1.0), (None, "selective", "full")):
         for engine_values in engines:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights, gradients and optimizer of a rank: elements by pipeline stage from the conversion tables, and bytes of each."""
+"""Weights, gradients and optimizer of a rank: elements by pipeline stage from conversion tables, and bytes of each."""
 
 from __future__ import annotations
 

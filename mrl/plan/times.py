@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of a step by phase, as a low and a high figure: operations and bytes against the GPU's peaks at a stated share.
+"""Seconds of a step by phase, as a low and high figure: operations and bytes against the GPU's peaks at a stated share.
 
 The shares come from published runs (docs/plan.md), not from mrl, which is not measured on GPUs yet.
 """
@@ -101,7 +101,7 @@ def train_seconds(
     passes: float,
     imbalance: float = IMBALANCE,
 ) -> TimeRange:
-    """Time of so many forward passes' worth of operations on the GPUs of a policy; all wait for the busiest rank's experts."""
+    """Time of so many forward passes' operations on the GPUs of a policy; all wait for the busiest rank's experts."""
     shares = EXPERT_PRODUCTS if shape.experts else DENSE_PRODUCTS
     of_experts = (
         2 * shape.topk * "".join(shape.layers).count("E") * (shape.fc1_factor + 1) * (shape.latent or shape.hidden) * shape.expert_ffn
@@ -124,7 +124,7 @@ def decode_seconds(
     longest: float,
     num_nodes: int = 1,
 ) -> TimeRange:
-    """Time in which an engine samples its rollouts: full until the last ones start, then the tail, in which fewer and fewer go on.
+    """Time of an engine to sample its rollouts: full until the last start, then the tail, in which ever fewer go on.
 
     Of several groups each has `rollouts`, all reach each other's experts, and each pass takes in the tokens of all.
 
@@ -163,7 +163,7 @@ def decode_seconds(
 
 
 def exchange_seconds(config: RunConfig, model: PlanModel, gpu: Gpu, *, tokens: float) -> float:
-    """Estimates the exchanges of a policy rank in a train step, if nothing hides behind products: it ranks layouts, and is in no range.
+    """Estimates a policy rank's exchanges in a train step, if products hide none: it ranks layouts, and is in no range.
 
     Tensor-parallel ranks exchange each layer's stream four times, experts get and give back their tokens in both passes. Context-parallel
     ranks pass keys and values around a ring, as fast as its slowest link, and Mamba layers exchange tokens for channels and back.
@@ -196,7 +196,7 @@ class RefitTimes:
 
     @property
     def overlapped(self) -> TimeRange:
-        """Returns the time if a round is exchanged while the last is pulled and verified: the longer, and a round of the shorter."""
+        """Time if a round is exchanged while the last is pulled and verified: the longer and a round of the shorter."""
         sent, pulled = self._sum("network", "node", "packing", "exchange host"), self._sum("pull and verify", "pull host")
         low, high = (max(a, b) + min(a, b) / self.num_rounds for a, b in ((sent.low, pulled.low), (sent.high, pulled.high)))
         return TimeRange(low, high).plus(self.parts["driver"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's rows of a global batch: sizes over all ranks, log-probabilities, and what `mrl.algo.token_advantages` makes of both.
+"""A rank's rows of a global batch: sizes over all ranks, logprobs, and what `mrl.algo.token_advantages` makes of both.
 
 Collective functions are called by all ranks, in the same order. T packed tokens of a row, S sequences of a row.
 """
@@ -43,7 +43,7 @@ class RankBatch:
     """`train/*` of `finish_batches`, the same on every rank."""
 
     def with_values(self, values: list[Tensor]) -> Iterator[tuple[PackedRow, Tensor]]:
-        """Pairs the training rows with values computed in the rows of the logprob passes; no values outside the last pipeline stage."""
+        """Pairs training rows with values computed in rows of logprob passes; none outside the last pipeline stage."""
         return zip(self.rows, regroup(values, self.logprob_rows, self.rows) if values else (), strict=False)
 
     def take_values(self, values: Mapping[int, np.ndarray]) -> None:
@@ -52,7 +52,7 @@ class RankBatch:
             row.values_T = as_row(row, values)
 
     def take_returns(self, returns: Mapping[int, np.ndarray]) -> None:
-        """Takes the critic's targets, by sequence; tokens without a return leave the loss. Collective over the dp group."""
+        """Takes critic targets by sequence; tokens without a return leave the loss. Collective over the dp group."""
         for row in self.rows:
             row.returns_T = as_row(row, returns)
             row.loss_mask_T = row.loss_mask_T * (~row.returns_T.isnan()).float()
@@ -72,7 +72,7 @@ def router_positions(row: PackedRow) -> Tensor:
 
 
 def whole_row(own_T: Tensor, row: PackedRow) -> Tensor:
-    """The values of a whole row, [T], from those of this rank's tokens, which keep their gradient. Collective over the cp group."""
+    """A whole row's values, [T], from this rank's tokens, which keep their gradient. Collective over the cp group."""
     group = parallel_state.get_context_parallel_group()
     parts = [torch.empty_like(own_T) for _ in range(group.size())]
     dist.all_gather(parts, own_T.detach().contiguous(), group=group)
@@ -81,7 +81,7 @@ def whole_row(own_T: Tensor, row: PackedRow) -> Tensor:
 
 
 def packed_params(row: PackedRow, device: torch.device) -> PackedSeqParams:
-    """The row's sequences, for Megatron's layers. Padding counts as tokens that no other token sees: bounds with and without it agree."""
+    """Row sequences for Megatron's layers. Padding is tokens that no other sees: bounds with and without it agree."""
     cu_seqlens = row.cu_seqlens.to(device)
     return PackedSeqParams(
         qkv_format="thd",
@@ -96,7 +96,7 @@ def packed_params(row: PackedRow, device: torch.device) -> PackedSeqParams:
 
 
 def check_equal_counts(num_rows: int) -> None:
-    """Raises RuntimeError if ranks hold different numbers of rows, because pipelines would wait for ever. Collective over all ranks."""
+    """Raises RuntimeError if ranks hold unequal numbers of rows, as pipelines would hang. Collective over all ranks."""
     counts = torch.tensor([num_rows, -num_rows])
     dist.all_reduce(counts, op=dist.ReduceOp.MAX)
     if counts[0] != -counts[1]:
@@ -104,7 +104,7 @@ def check_equal_counts(num_rows: int) -> None:
 
 
 def global_batch_size(rows: list[PackedRow]) -> BatchSize:
-    """Size of the global batch, from this rank's rows, which get the tokens of their rollouts. Collective over the dp group."""
+    """Global batch size from this rank's rows, which get the tokens of their rollouts. Collective over the dp group."""
     group, lone = parallel_state.get_data_parallel_group(), sum(row.num_valid_sequences for row in rows if row.rollouts is None)
     sizes = [
         (row.num_valid_tokens, row.num_valid_sequences, int(row.positive_mask_T.sum()), sum(row.lengths), len(row.lengths), 0)
@@ -190,13 +190,13 @@ def _valued(row: PackedRow, kl_T: Tensor | None) -> ValuedRow:
 
 
 def answers_for_rows() -> bool:
-    """Tells whether this rank reports the rows of its dp rank: one rank that has what the last pipeline stage computes."""
+    """Tells whether this rank reports the rows of its dp rank: one that has what the last pipeline stage computes."""
     is_first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
     return is_first and parallel_state.is_pipeline_last_stage()
 
 
 def sequences_of(batches: list[list[tuple[PackedRow, Tensor | None]]]) -> list[dict[int, np.ndarray]]:
-    """Maps each batch to its sequences' values, as far as its rows have any; empty on a rank that does not report rows."""
+    """Maps each batch to its sequences' values, if its rows have any; empty on a rank that does not report rows."""
     if not answers_for_rows():
         return [{} for _ in batches]
     return [
@@ -211,7 +211,7 @@ def share_from_last_stage(values: list) -> None:
 
 
 def combine(row_metrics: list[dict[str, Tensor]], group: dist.ProcessGroup) -> dict[str, float]:
-    """Sums, or by `extreme_of` extremes, of scalars over all rows of all ranks of a group. Collective over the group."""
+    """Sums, or by `extreme_of` extremes, of scalars over all rows of all ranks of a group. Collective over it."""
     metrics: dict[str, float] = {}
     names = sorted(row_metrics[0])
     values = torch.stack([torch.stack([row[name].double() for name in names]) for row in row_metrics])
@@ -225,7 +225,7 @@ def combine(row_metrics: list[dict[str, Tensor]], group: dist.ProcessGroup) -> d
 
 
 def _without_errors(rows: list[PackedRow], threshold: float | None) -> tuple[list[PackedRow], dict[str, float]]:
-    """The rows without the sequences whose old and generator logprobs are too far apart, and the metrics of these errors."""
+    """Rows without the sequences whose old and generator logprobs are too far apart, and metrics of these errors."""
     kept_rows, errors, is_kept, rewards = [], [], [], []
     for row in rows:
         error_S = sequence_errors(_on_host(row.old_logprobs_T), row.generator_logprobs_T, row.loss_mask_T, row.cu_seqlens)

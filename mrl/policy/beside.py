@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes for models other than the policy: a teacher's scores of tokens, a critic's values, and the returns that it learns.
+"""Passes for models other than the policy: a teacher's token scores, a critic's values, and the returns that it learns.
 
 Collective over all ranks. Each function takes the rank of one model, and makes that current.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def teach(teacher: PolicyRank, k: int) -> dict[int, TeacherTokens]:
-    """Returns the teacher's k likeliest tokens at each generated token, by sequence index, on the rank that reports the sequence.
+    """Returns the teacher's k likeliest tokens at each generated token, by sequence index, on the rank that reports it.
 
     With k = 0 the logprob of the generated token itself, never truncated. Empty on all other ranks.
     """
@@ -31,7 +31,7 @@ def teach(teacher: PolicyRank, k: int) -> dict[int, TeacherTokens]:
 
 
 def compute_values(critic: PolicyRank) -> list[dict[int, np.ndarray]]:
-    """Computes the critic's values of the batches, before any update. Returns those of each batch's sequences, by index.
+    """Computes the critic's values of the batches before any update. Returns those of each batch's sequences, by index.
 
     Only one rank of each dp rank answers; the others return empty mappings.
     """
@@ -44,7 +44,7 @@ def compute_values(critic: PolicyRank) -> list[dict[int, np.ndarray]]:
 
 
 def compute_advantages(policy: PolicyRank, values: list[dict[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
-    """Computes the policy's advantages from a critic's values of the batches; returns what the critic is to learn, in the same form."""
+    """Computes policy advantages from a critic's values of batches; returns the critic's targets, in the same form."""
     policy.make_current()
     for batch, found in zip(policy.batches(), values, strict=True):
         batch.take_values(found)

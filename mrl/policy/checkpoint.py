@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron torch_dist checkpoints: weights, optimizer, schedule and random states of all ranks, loadable at any parallel layout."""
+"""Megatron torch_dist checkpoints: weights, optimizer, schedule, random states of all ranks, loadable at any layout."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _FORMAT = {
 
 
 def find_obstacle(weights_dir: Path) -> str:
-    """Makes the folder of a checkpoint; returns "", or why a rank cannot write there. Collective over all ranks, with one answer.
+    """Makes a checkpoint's folder; returns "", or why a rank cannot write there. Collective over all ranks; one answer.
 
     Rank 0 writes a probe that is larger than its first files.
     """
@@ -102,7 +102,7 @@ def begin_save(
     adapters: Mapping[str, object] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> CheckpointWrite:
-    """Begins to write `weights_dir/iter_0000000` and the file that names it. Collective over all ranks; weights must be settled.
+    """Starts writing `weights_dir/iter_0000000` and a file naming it. Collective over all ranks; needs settled weights.
 
     Call `find_obstacle` first: no rank may write before rank 0 has checked that the folder is empty.
 
@@ -162,7 +162,7 @@ class CheckpointWrite:
     def __init__(
         self, folder: Path, write: Callable[[], None], write_metadata: Callable[[], None], group: dist.ProcessGroup | None
     ) -> None:
-        """Starts writing; without `group`, returns when all files are on disk, or one cannot be written. Collective over all ranks."""
+        """Starts writing; without `group`, returns once files are on disk or one fails. Collective over all ranks."""
         self._folder, self._group = folder, group
         self._begun_at = time.monotonic()
         self._written: Future[WriteReport]
@@ -184,7 +184,7 @@ class CheckpointWrite:
         return replace(report, hidden_s=min(report.hidden_s, waited_from_s) if self._group is not None else 0.0)
 
     def _write(self, write: Callable[[], None], write_metadata: Callable[[], None]) -> WriteReport:
-        """Writes this rank's file, then the metadata of all ranks' files, unless a rank has failed. Collective over all ranks."""
+        """Writes this rank's file, then all files' metadata, unless a rank has failed. Collective over all ranks."""
         reports = [WriteReport({}, 0.0)] * dist.get_world_size()
         dist.all_gather_object(reports, self._write_own(write), group=self._group)
         problem = next((report.problem for report in reports if report.problem), "")
@@ -216,7 +216,7 @@ class CheckpointWrite:
 
 
 def _plan(sharded: ShardedStateDict, folder: Path, group: dist.ProcessGroup | None) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Plans a write: returns one function for this rank's file, which needs no other rank, and one for the metadata of all files.
+    """Plans a write: returns a function for this rank's file (needs no other rank) and one for all files' metadata.
 
     The metadata function is collective over `group`, and this one over all ranks. With a `group`, the state may change before the write.
 
@@ -265,7 +265,7 @@ def _plan(sharded: ShardedStateDict, folder: Path, group: dist.ProcessGroup | No
 
 
 def load(weights_dir: Path, state: TrainState, *, adapters: Mapping[str, object] | None = None, is_start: bool = False) -> bool:
-    """Fills model, optimizer, schedule and, at the layout that saved it, random states; returns whether there is optimizer state.
+    """Fills model, optimizer, schedule and, at the saved layout, random states; returns whether it has optimizer state.
 
     Collective over all ranks. Optimizer and schedule keep the settings of `state`. A checkpoint without optimizer state leaves moments
     unchanged, and main parameters follow the weights. `adapters` describes the adapters of `state`, None without any. With `is_start`, the

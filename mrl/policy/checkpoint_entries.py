@@ -74,14 +74,14 @@ def read_tensors(source: TorchDistFolder, parts: Iterable[ShardedTensor]) -> Non
 
 
 def optimizer_state(optimizer: DistributedOptimizer, entries: WeightEntries) -> ShardedStateDict:
-    """Returns the checkpoint entries of one of Megatron's optimizers; their tensors are views of the live state. Not collective."""
+    """Returns the checkpoint entries of a Megatron optimizer; their tensors are views of live state. Not collective."""
     shards = {str(index): parts for index, (_, _, parts) in enumerate(_shards(optimizer, entries))}
     return {**optimizer.state_dict(), "param_state": shards, "param_state_sharding_type": SHARDING_TYPE}
 
 
 @torch.no_grad()
 def read_optimizer_state(source: TorchDistFolder, optimizers: list[DistributedOptimizer], entries: WeightEntries) -> None:
-    """Fills the shards of all optimizers; their steps and groups of parameters are loaded already. Collective over all ranks."""
+    """Fills the shards of all optimizers; steps and parameter groups are loaded already. Collective over all ranks."""
     shards = [(optimizer, *shard) for optimizer in optimizers for shard in _shards(optimizer, entries)]
     wanted = [part for *_, by_kind in shards for parts in by_kind.values() for part in parts]
     if missing := sorted({part.key.removeprefix(f"{_PREFIX}param.") for part in wanted if part.key not in source.keys}):
@@ -98,7 +98,7 @@ def read_optimizer_state(source: TorchDistFolder, optimizers: list[DistributedOp
 def _shards(
     optimizer: DistributedOptimizer, entries: WeightEntries
 ) -> Iterator[tuple[Tensor, dict[str, Tensor], dict[str, list[ShardedTensor]]]]:
-    """The parameters of which the optimizer keeps a shard on this rank, with its main values and moments: whole, and by boxes."""
+    """Parameters that the optimizer shards on this rank, with its main values and moments: whole, and by boxes."""
     by_parameter = {id(entry.data): entry for entry in entries.values()}
     for parameter in optimizer.model_param_gbuf_map:
         entry = by_parameter[id(parameter)]
@@ -147,7 +147,7 @@ def _boxes(
 
 
 def _turns(entries: WeightEntries) -> dict[str, tuple[dist.ProcessGroup, int, bool]]:
-    """Assigns each weight to one of its replicas, in shares of about the same size: replicas, chosen rank, and whether it is this one."""
+    """Assigns each weight to one of its replicas, in about equal shares: replicas, chosen rank, whether it is this."""
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     experts = parallel_state.get_expert_data_parallel_group()
     num_bytes = {group: [0] * group.size() for group in (dense, experts)}
@@ -162,7 +162,7 @@ def _turns(entries: WeightEntries) -> dict[str, tuple[dist.ProcessGroup, int, bo
 
 
 def _replica_id(entry: WeightEntry, replica: int) -> tuple[int, ...]:
-    """The entry's id, (stage, tp rank, replica), with another replica; Megatron writes the entries whose id is zeros."""
+    """The entry's id, (stage, tp rank, replica), with another replica; Megatron writes entries whose id is zeros."""
     assert isinstance(entry.replica_id, tuple) and len(entry.replica_id) == 3, f"{entry.key} has replica id {entry.replica_id}"
     return (*entry.replica_id[:2], replica)
 
@@ -182,7 +182,7 @@ class _TablePart:
 
 
 class LayoutEntries:
-    """Makes the entries of a rank's parameters from tables. Only keys with .weight may have a suffix, the name of a section."""
+    """Makes entries of a rank's parameters from tables. Only keys with .weight may have a suffix, a section's name."""
 
     def __init__(self, layout: Layout, checkpoint: Layout) -> None:
         """`layout` is the rank's; `checkpoint` has the global tensors of all ranks."""
@@ -221,7 +221,7 @@ class LayoutEntries:
         return ShardedTensorFactory(parts[0].key[:end], parameter, build, merge, replica_id)
 
     def _parts(self, slot: Slot) -> list[_TablePart]:
-        """Joins parts whose rows follow each other in both tensors: query, key and value of a rank are one block of the checkpoint."""
+        """Joins parts with adjacent rows in both tensors: query, key and value of a rank are one checkpoint block."""
         joined: list[_TablePart] = []
         for piece in self._layout[slot].pieces:
             for holder, content, held in self._holders[piece.name]:

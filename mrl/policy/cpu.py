@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacements with which real megatron-core trains on a host without CUDA, or without the libraries that GPU hosts have for it.
+"""Replacements with which real megatron-core trains on a host without CUDA or the libraries that GPU hosts have for it.
 
 `PATCHES` at the end lists every replaced name with its replacement, the reason, and the end of the need; all hold for 0.16.1 and for 0.19,
 but for the names of which a line says otherwise. `install` applies the patches that this host needs. Layers are not replaced here: specs.py
@@ -52,7 +52,7 @@ class Patch:
 
 
 def install() -> None:
-    """Applies the patches that this host needs, once per process, before a process group or a model is made. Imports megatron.core."""
+    """Applies patches this host needs, once a process before a process group or model exists. Imports megatron.core."""
     if REPLACED:
         return
     import_megatron()
@@ -242,7 +242,7 @@ def _transformer_engine() -> dict[str, object]:
 
 
 class CpuFusedAdam(torch.optim.Optimizer):
-    """AdamW with the state layout of Apex's and Transformer Engine's FusedAdam, `step` in the parameter group, on any device."""
+    """AdamW with state layout of Apex and Transformer Engine FusedAdam, `step` in parameter groups, on any device."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from mrl.policy.logprobs import Gradients, OutputColumns
 
 @torch.no_grad()
 def top_logits(columns: OutputColumns, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest logits at each position, largest first, float32 [T, K], and their tokens, int64. Equal logits have no fixed order.
+    """The k largest logits by position, largest first, float32 [T, K], and their tokens, int64. Ties have no fixed order.
 
     Each rank finds its own, and they are merged: ranks exchange k numbers a token. Collective over the tensor-parallel group.
     """
@@ -44,7 +44,7 @@ def top_logits(columns: OutputColumns, k: int) -> tuple[Tensor, Tensor]:
 
 
 def student_scores(columns: OutputColumns, tokens_TK: Tensor, *, needs_vocabulary: bool) -> StudentScores:
-    """Scores of these tokens at each position, int64 [T, K]; with `needs_vocabulary`, also sums over the whole vocabulary.
+    """Scores of these tokens at each position, int64 [T, K]; with `needs_vocabulary`, also sums over the vocabulary.
 
     Collective over the tensor-parallel group; the backward pass has no collective.
     """
@@ -53,7 +53,7 @@ def student_scores(columns: OutputColumns, tokens_TK: Tensor, *, needs_vocabular
 
 
 class _StudentScores(torch.autograd.Function):
-    """Saves its inputs and makes the logits of a chunk again in the backward pass, so that no [T, V] float32 tensor is kept."""
+    """Saves its inputs and remakes a chunk's logits in the backward pass, so that no [T, V] float32 tensor is kept."""
 
     @staticmethod
     def forward(
@@ -108,7 +108,7 @@ class _StudentScores(torch.autograd.Function):
 
 
 def _vocabulary_gradient(logits: Tensor, chunk: slice, of_vocabulary: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor:
-    """Returns the gradient of log-sum and negentropy by a chunk's logits, which it overwrites: p * (a + b * (log p - negentropy))."""
+    """The gradient of log-sum and negentropy by a chunk's logits, overwritten: p * (a + b * (log p - negentropy))."""
     max_T, log_sum_T, negentropy_T = (part[chunk, None] for part in of_vocabulary)
     log_sum_grad_T, negentropy_grad_T = (torch.zeros_like(log_sum_T) if grad is None else grad[chunk, None] for grad in grads)
     logprobs = logits.sub_(max_T).sub_(log_sum_T)

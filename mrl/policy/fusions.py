@@ -29,7 +29,7 @@ _TOLERANCE = 0.1
 
 
 def fusion_arguments(config: MegatronConfig, from_model: Mapping[str, object]) -> dict[str, bool]:
-    """Megatron's fusion arguments by name: true where the config asks for a fusion that serves this model and works on this host.
+    """Megatron fusion arguments by name: true where the config asks for a fusion that serves this model and works here.
 
     `from_model` are the family's transformer arguments. All are false on hosts without a GPU.
     """
@@ -57,7 +57,7 @@ def fusion_arguments(config: MegatronConfig, from_model: Mapping[str, object]) -
 
 
 def precision_aware_arguments(config: OptimizerConfig) -> dict[str, bool]:
-    """Arguments of Megatron's OptimizerConfig that keep float32 main parameters in Transformer Engine's FusedAdam, where possible.
+    """Megatron OptimizerConfig arguments to keep float32 main parameters in Transformer Engine's FusedAdam if possible.
 
     Megatron's optimizer on the host can hold them, too, and needs no library. Both hold whole main parameters rather than the 16 bits
     missing in bfloat16 weights: checkpoints hold float32 that any layout and host can load.

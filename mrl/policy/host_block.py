@@ -119,7 +119,7 @@ class HostStorages:
 
 @torch.no_grad()
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in one block of host memory, pinned where the tensors are on a GPU. The block lives as long as the process."""
+    """Copies in one block of host memory, pinned where tensors are on a GPU. The block lives as long as the process."""
     if not tensors:
         return []
     offsets, num_bytes = block_offsets([tensor.nbytes for tensor in tensors])

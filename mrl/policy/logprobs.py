@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities and entropy under the distribution that tokens are drawn from, from logits or hidden states, vocabulary-parallel.
+"""Log-probabilities and entropy under the sampling distribution, from logits or hidden states, vocabulary-parallel.
 
 Nothing keeps or gathers the whole vocabulary on any rank. T packed tokens, V vocabulary columns of this rank (padding included), D hidden
 size.
@@ -67,7 +67,7 @@ class TokenDistribution:
 
     @property
     def untruncated(self) -> TokenDistribution:
-        """The same without top-k and top-p, for the reference model, whose truncation would exclude other tokens than the policy's."""
+        """The same without top-k, top-p for the reference model, which would exclude other tokens than the policy."""
         return replace(self, top_k=None, top_p=1.0)
 
     @property
@@ -76,7 +76,7 @@ class TokenDistribution:
         return self.top_p < 1.0 or (self.top_k is not None and self.top_k < self.vocab_size)
 
     def least_kept(self, scaled_TV: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """The smallest logit at each position that top-k and top-p keep, float32 [T], the same on every rank of `group`.
+        """The smallest logit per position that top-k and top-p keep, float32 [T], the same on every rank of `group`.
 
         `scaled_TV` are this rank's float32 logits after temperature, without padding. Ranks exchange sums over columns, never logits.
         Collective over `group` (tensor parallel): every rank calls it, in the same order.
@@ -115,7 +115,7 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class OutputColumns:
-    """Columns of this rank in the logits of a row, of which float32 copies are made for `chunk_tokens` rows at a time."""
+    """Columns of this rank in a row's logits, of which float32 copies are made for `chunk_tokens` rows at a time."""
 
     inputs: Tensor
     """The logits [T, V] where there is no weight, and hidden states [T, D] where there is one."""
@@ -193,7 +193,7 @@ def scores_of(columns: OutputColumns, labels_T: Tensor) -> TokenScores:
 
 
 class _Scores(torch.autograd.Function):
-    """Saves its inputs and makes the logits of a chunk again in the backward pass, so that no [T, V] float32 tensor is kept.
+    """Saves its inputs and remakes a chunk's logits in the backward pass, so that no [T, V] float32 tensor is kept.
 
     The inputs are the logits [T, V] where there is no weight, and hidden states [T, D] where there is one.
     """
@@ -251,7 +251,7 @@ class _Scores(torch.autograd.Function):
         gradients, distribution, (grad_T, untruncated_grad_T, *_) = Gradients(columns, ctx.needs_input_grad), columns.distribution, grads
 
         def by_logits(grad_T: Tensor, normalizer_T: Tensor, scaled: Tensor, chunk: slice) -> Tensor:
-            """Returns the labels' log-softmax gradient: 1 - probability for the label, -probability for others, over the temperature."""
+            """Labels' log-softmax gradient: 1 - probability for the label, -probability for others over temperature."""
             scale = grad_T[chunk, None] / distribution.temperature
             result = torch.sub(scaled, normalizer_T[chunk, None]).exp_().mul_(-scale)
             return result.scatter_add_(1, column_T[chunk, None], scale * is_local_T[chunk, None]) if columns.num_real else result
@@ -277,14 +277,14 @@ def _local_max(scaled_TV: Tensor) -> Tensor:
 
 
 def _largest_reaching(weight_from: Callable[[Tensor], Tensor], target_T: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The largest float32 such that all ranks' columns at or above it weigh at least `target_T`; the lowest if there is none.
+    """The largest float32 such that all ranks' columns at or above it weigh at least `target_T`; the lowest if none.
 
     `weight_from(value_T)` is the weight of this rank's columns of at least `value_T`. Bisects all finite floats, so the result is exactly
     one of the columns, without sorting or gathering the vocabulary.
     """
 
     def flipped(bits_T: Tensor) -> Tensor:
-        """Converts the bits of float32 to int32 in the same order, and back: flips the bits below the sign of negative numbers."""
+        """Converts float32 bits to int32 in the same order, and back: flips bits below the sign of negative numbers."""
         return bits_T ^ ((bits_T >> 31) & 0x7FFFFFFF)
 
     limit = torch.finfo(torch.float32).max

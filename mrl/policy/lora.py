@@ -110,7 +110,7 @@ class _Adapter(nn.Module):
                 setattr(factor.weight, "sequence_parallel", not factor.is_cut)  # noqa: B010  (Megatron's mark on a parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes the adapter's addition, in the dtype of `x`. Collective over the tp group where the linear layer is."""
+        """Computes the adapter's addition, in `x`'s dtype. Collective over the tp group where the linear layer is."""
         low = x.to(self.linear_in.weight.dtype)
         if self._dropout_position == "pre":
             low = self._drop(low, self._has_own_input)
@@ -143,7 +143,7 @@ class Lora:
     """The adapters of this rank; none where `megatron_cfg.peft` is not enabled."""
 
     def __init__(self, layout: Layout, adapters: Mapping[Slot, _Adapter], description: Mapping[str, object] | None) -> None:
-        """`layout` maps slots of the live model to factors; `adapters` maps slots of adapted weights to their adapters."""
+        """`layout` maps slots of the live model to factors; `adapters` maps slots of adapted weights to adapters."""
         self.layout = layout
         self.description = description
         """Adapted layers and their scaling as plain values, the same wherever factors are used; None = no adapters."""
@@ -205,7 +205,7 @@ class Lora:
 
 
 def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_config: HfConfig, *, seed: int) -> Lora:
-    """Freezes the chunks and gives their linear layers adapters, where `megatron_cfg.peft` is enabled. Call it before DDP.
+    """Freezes the chunks and gives their linear layers adapters, where `megatron_cfg.peft` is enabled. Call before DDP.
 
     Initial adapters depend on `seed` and canonical names only, not on the layout.
     """
@@ -248,7 +248,7 @@ def attach_adapters(chunks: list[MegatronModule], config: PolicyConfig, hf_confi
 
 
 class _AdapterTree(nn.Module):
-    """The adapters of a chunk, each under the name of its linear layer, so that Megatron's own modules stay as they are."""
+    """A chunk's adapters, each under the name of its linear layer, so that Megatron's own modules stay as they are."""
 
     def __init__(self, adapters: Mapping[str, _Adapter], entries: LayoutEntries, chunk: int) -> None:
         super().__init__()

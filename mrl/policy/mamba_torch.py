@@ -127,7 +127,7 @@ def _scan(xbc_NLC: Tensor, dt_NLH: Tensor, A_H: Tensor, D_H: Tensor, *, num_grou
 
 
 class _DecayBetween(torch.autograd.Function):
-    """exp(decay_i - decay_j) for i >= j and 0 elsewhere, float32 [..., Q, Q], of summed log decays [..., Q]; one matrix is kept."""
+    """exp(decay_i - decay_j) for i >= j else 0, float32 [..., Q, Q], of summed log decays [..., Q]; keeps one."""
 
     @staticmethod
     def forward(ctx: Any, decay_Q: Tensor) -> Tensor:

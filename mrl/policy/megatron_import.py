@@ -35,7 +35,7 @@ def as_it_is(function: object = None, *_: object, **__: object) -> object:
 
 
 def import_megatron(device_index: int = 0) -> None:
-    """Imports megatron.core, once per process, on this GPU if there are any. Call it before anything else imports a part of Megatron.
+    """Imports megatron.core, once per process, on this GPU if any. Call it before anything else imports Megatron parts.
 
     Transformer Engine opens a context on the current GPU while it is imported, where flash-attn is installed: a few hundred megabytes.
 

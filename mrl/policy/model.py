@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy's Megatron model: built from a Hugging Face config, checked to hold every layer, wrapped for data parallelism."""
+"""The Megatron policy model: built from a Hugging Face config, checked for all layers, wrapped for data parallelism."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def live_layout(config: PolicyConfig, hf_config: HfConfig, coords: MegatronCoord
 
 
 def build_model(config: PolicyConfig, hf_config: HfConfig, *, is_trained: bool = True, trains_mtp: bool = False) -> list[MegatronModule]:
-    """Builds this rank's chunks of the model, one for each virtual pipeline stage, randomly initialised, bare of data parallelism.
+    """Builds this rank's model chunks, one per virtual pipeline stage, randomly initialised, bare of data parallelism.
 
     In bfloat16 a chunk is wrapped in Megatron's Float16Module. `hf_config` is the contents of a config.json. Without `is_trained`, no
     parameter takes a gradient, so that data parallelism and the optimizer keep nothing for it; so with MTP layers without `trains_mtp`.
@@ -144,7 +144,7 @@ def sum_gradients(
     pg_collection: ProcessGroupCollection | None = None,
     force_all_reduce: bool | None = False,
 ) -> None:
-    """Megatron's finalize_model_grads without its division by `num_tokens`: the loss is divided by the global denominator already."""
+    """Megatron's finalize_model_grads without its division by `num_tokens`: the global denominator divides the loss."""
     finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
 
 
@@ -189,7 +189,7 @@ def _transformer_config(config: PolicyConfig, from_model: Mapping[str, object]) 
 
 
 def _freeze(chunks: list[MegatronModule], config: PolicyConfig, hf_config: HfConfig) -> None:
-    """Excludes from training what `megatron_cfg.freeze_moe_router` and `freeze_config` name. The chunks have no wrappers yet."""
+    """Freezes what `megatron_cfg.freeze_moe_router` and `freeze_config` name. The chunks have no wrappers yet."""
     patterns = config.megatron_cfg.freeze_config.modules
     # Rank 0 of tp never has only padding, so its parts make every rank freeze the same layers.
     layout = live_layout(config, hf_config, replace(parallel.coordinates(), tp=0, etp=0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing to experts: the arguments of Megatron's layers, a router that knows its row, a dispatcher for rows of any length, router replay.
+"""Expert routing: Megatron layer arguments, a router aware of its row, a dispatcher for any row length, router replay.
 
 Megatron's own router treats a row as one sequence and padding as tokens, and weights rows' auxiliary losses by numbers of tokens that
 differ between layouts.
@@ -133,7 +133,7 @@ def best_first(scores_TE: Tensor, topk: int, num_groups: int | None, group_topk:
 
 
 class PackedRouter(TopKRouter):
-    """Megatron's router that counts the tokens of each expert and takes auxiliary losses over sequences, rows or the batch.
+    """Megatron's router that counts each expert's tokens and takes auxiliary losses over sequences, rows or the batch.
 
     Counts only passes with gradient, and of a recomputed layer only the recomputation: neither logprob passes nor padding move a bias.
     With f an expert's share of the choices and P its mean score, a loss is E * sum(f * P):
@@ -172,7 +172,7 @@ class PackedRouter(TopKRouter):
             self.tokens_E = self.tokens_E + (routing_map & is_token_T[:, None]).sum(dim=0)
 
     def _with_loss(self, kind: str, probs: Tensor, scores_TE: Tensor, is_chosen_TE: Tensor, *_: object, **__: object) -> Tensor:
-        """`probs`, whose backward pass adds the gradient of this rank's part of the loss: gradients are summed over ranks and rows."""
+        """`probs`, whose backward pass adds the gradient of this rank's loss: they are summed over ranks and rows."""
         coefficient = self.get_aux_loss_coeff(kind)
         if coefficient == 0:
             return probs
@@ -201,7 +201,7 @@ class PackedRouter(TopKRouter):
 
 
 class RowAllGatherDispatcher(MoEAllGatherTokenDispatcher):
-    """Megatron's allgather dispatcher for ranks whose rows differ in length: pads them with tokens that go to no expert.
+    """Megatron's allgather dispatcher for ranks whose rows differ in length: pads them with tokens sent to no expert.
 
     Both methods are collective over the tp-ep group.
     """
@@ -250,7 +250,7 @@ def update_expert_biases(chunks: Sequence[DistributedDataParallel], routing: Rou
 
 
 class RouterReplay:
-    """Router replay (R3, arXiv:2510.11370): the policy's routers send each token to the experts that the engine chose for it.
+    """Router replay (R3, arXiv:2510.11370): the policy's routers send each token to the experts that the engine chose.
 
     The probabilities are the policy's own scores of those experts, so gradients flow through the gate; the balancing bias has no effect,
     because it only changes choices. Statistics count the experts that tokens were really sent to. Auxiliary losses rate the scores
@@ -265,7 +265,7 @@ class RouterReplay:
     """
 
     def __init__(self, chunks: Sequence[MegatronModule], expert_layers: Sequence[int]) -> None:
-        """`expert_layers` are the indices of the layers with experts in the whole model, in the order in which routes list them."""
+        """`expert_layers` are the indices of the layers with experts in the whole model, in the order of routes."""
         self._num_layers = len(expert_layers)
         self._layers: list[int] = []
         self._current: tuple[Tensor, Tensor] | None = None
@@ -316,7 +316,7 @@ class RouterReplay:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Counts in forward passes inside the `with` block how often routers would have chosen other experts than the routes."""
+        """Counts in forward passes in the `with` block how often routers would choose other experts than the routes."""
         self._is_counting = True
         try:
             yield
@@ -324,7 +324,7 @@ class RouterReplay:
             self._is_counting = False
 
     def take_metrics(self) -> dict[str, float]:
-        """Share of (token, layer) pairs for which the router's own choice was another set of experts, since the last call.
+        """Share of (token, layer) pairs where the router's own choice was another set of experts, since the last call.
 
         Earlier layers follow their routes. Collective over all ranks; the same floats on every rank.
         """
@@ -346,7 +346,7 @@ class RouterReplay:
         group_topk: int | None,
         own_choice: Choice,
     ) -> tuple[Tensor, Tensor]:
-        """Scores and ids of the experts of each token in this rank's `index`-th layer with experts, both [T, K], best first."""
+        """Scores and ids of each token's experts in this rank's `index`-th expert layer, both [T, K], best first."""
         own_scores_TK, own_ids_TK = best_first(scores_TE, topk, num_groups, group_topk, own_choice)
         if self._current is None:
             return own_scores_TK, own_ids_TK

@@ -43,7 +43,7 @@ class MtpBlock(MegatronModule):
     def __init__(
         self, config: TransformerConfig, stack: ModuleSpec, *, pattern: str, num_steps: int, pg_collection: ProcessGroupCollection
     ) -> None:
-        """`config` is the model's, `stack` builds its hybrid stack, and `pattern` has one letter for each layer of a step."""
+        """`config` is the model's, `stack` builds its hybrid stack, and `pattern` has a letter per layer of a step."""
         super().__init__(config)
         groups, config = copy.copy(pg_collection), copy.copy(config)
         # Layers of a stage are numbered within the model; MTP layers are all on the last stage.
@@ -67,7 +67,7 @@ class MtpBlock(MegatronModule):
 
 
 class MtpStep(MegatronModule):
-    """One MTP step: combines a token's hidden state with a later token's embedding into the hidden state that predicts the token after."""
+    """An MTP step: combines a token's hidden state with a later embedding into the state predicting the token after."""
 
     def __init__(
         self, config: TransformerConfig, stack: ModuleSpec, pattern: str, first_layer: int, pg_collection: ProcessGroupCollection
@@ -118,14 +118,14 @@ class MtpStep(MegatronModule):
 
 
 def attach_mtp(chunk: MegatronModule, stack: ModuleSpec, arguments: Mapping[str, Any]) -> None:
-    """Gives a chunk of the last stage the MTP layers of its model. `arguments` are the family's: `pattern` and `num_steps`."""
+    """Gives a last-stage chunk the MTP layers of its model. `arguments` are the family's: `pattern` and `num_steps`."""
     chunk.config.num_layers_with_mtp = chunk.config.num_layers + arguments["num_steps"] * len(arguments["pattern"])
     if chunk.post_process:
         chunk.mtp = MtpBlock(chunk.config, stack, **arguments, pg_collection=chunk.pg_collection)
 
 
 def prepare_mtp(chunk: MegatronModule, config: MegatronConfig, *, is_trained: bool) -> None:
-    """Prepares the chunk's MTP layers for training, or freezes them. Before the optimizer is built, which copies Megatron's marks."""
+    """Prepares the chunk's MTP layers for training, or freezes them. Before the optimizer copies Megatron's marks."""
     if (block := mtp_of(chunk)) is None:
         return
     if not is_trained:
@@ -152,7 +152,7 @@ def mtp_parameters(chunks: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 @contextmanager
 def embedding_on_last_stage(chunks: Sequence[DistributedDataParallel], *, with_gradient: bool) -> Iterator[None]:
-    """Gives MTP layers on the last of several stages the first stage's embedding inside the `with` block. Collective over all ranks.
+    """Gives MTP layers on the last stage the first stage's embedding in the `with` block. Collective over all ranks.
 
     `with_gradient` adds the copy's gradients, summed over all replicas, to the embedding's, which are summed by then.
     """

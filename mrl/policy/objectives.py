@@ -133,7 +133,7 @@ def _sft_objective(distribution: TokenDistribution, size: BatchSize) -> Objectiv
 
 
 def _dpo_objective(config: DpoConfig, distribution: TokenDistribution, size: BatchSize) -> Objective:
-    """Direct preference optimisation. Rows carry reference logprobs, and hold pairs: each preferred answer before the other."""
+    """Direct preference optimisation. Rows carry reference logprobs, and hold pairs: the preferred answer first."""
 
     def row_loss(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
         device = output.device
@@ -152,7 +152,7 @@ def _dpo_objective(config: DpoConfig, distribution: TokenDistribution, size: Bat
 
 
 def _reward_model_objective(size: BatchSize) -> Objective:
-    """A reward at the end of each answer, higher for the preferred one. Rows hold pairs, the model has a reward head."""
+    """A reward at each answer's end, higher for the preferred one. Rows hold pairs, the model has a reward head."""
 
     def row_loss(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
         rewards_T = whole_row(token_rewards(model, output), row)

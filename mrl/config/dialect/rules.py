@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translations of NeMo RL's keys that need more than another name: the DTensor backend, its optimizer and schedule, and a few old forms.
+"""Translates NeMo RL's keys that need more than renaming: DTensor backend, its optimizer and schedule, and old forms.
 
 One backend is active, as in NeMo RL, and keys of the other have no effect.
 """
@@ -171,7 +171,7 @@ def translate(settings: Settings, value_of: Callable[[str], object]) -> Translat
 
 
 def _hand_on(found: Translation) -> None:
-    """Passes NeMo Gym's own keys to its servers if the run starts them; else only those count that route rows to servers."""
+    """Passes NeMo Gym's keys to its servers if a run starts them; else only those count that route rows to servers."""
     starts = found.given(GYM_COMMAND) is not None and found.value_of(GYM_COMMAND) is not None
     num_handed = 0
     for key, setting in found.written.items():
@@ -310,7 +310,7 @@ def _optimizer(found: Translation) -> None:
 
 
 def _schedule(found: Translation) -> tuple[dict[str, object], float | None]:
-    """Megatron's schedule and last rate for a warmup by LinearLR, if any, then one of ConstantLR, LinearLR, CosineAnnealingLR.
+    """Megatron's schedule and last rate for a LinearLR warmup, if any, then ConstantLR, LinearLR or CosineAnnealingLR.
 
     Raises:
         KeyError, TypeError, ValueError: the schedule is another one.
@@ -342,7 +342,7 @@ def _schedule(found: Translation) -> tuple[dict[str, object], float | None]:
 
 
 def _single_controller(found: Translation) -> None:
-    """Translates how far NeMo RL's single controller lets engines run ahead, with unfinished rollouts that go on with new weights."""
+    """Translates how far NeMo RL's single controller lets engines run ahead, and rollouts go on with new weights."""
     asked = next((found.written[key] for key in found.written if key[0] == SINGLE_CONTROLLER), None)
     if asked is None:
         return

@@ -89,7 +89,7 @@ def _lines(notes: Iterable[Note]) -> list[str]:
 
 
 def use_own_forms(settings: Settings) -> None:
-    """Moves a list at `data.train` or `data.validation` to the key `datasets` below, and writes out HF_HOME if it is not set; in place."""
+    """Moves a list at `data.train` or `data.validation` to `datasets` below, writes out HF_HOME if unset; in place."""
     for key in (("data", "train"), ("data", "validation")):
         if key in settings and isinstance(settings[key].value, list):
             settings[(*key, "datasets")] = settings.pop(key)
@@ -100,12 +100,12 @@ def use_own_forms(settings: Settings) -> None:
 
 
 def is_evaluation(settings: Settings) -> bool:
-    """Tells whether settings are an evaluation file: `generation` and `tokenizer` stand at the top, and `data` is the evaluated set."""
+    """Tells whether this is an evaluation file: `generation` and `tokenizer` at the top, `data` the evaluated set."""
     return ("generation", "model_name") in settings
 
 
 def place_evaluation(settings: Settings) -> None:
-    """Gives the settings of an evaluation file the schema's names, in place. Settings under those names, as on the command line, stay."""
+    """Gives evaluation settings the schema's names, in place. Those under these names, as on the command line, stay."""
     moved: Settings = {}
     for key in list(settings):
         old = settings[key].written_as or ".".join(key)
@@ -176,7 +176,7 @@ def is_translated(key: Key) -> bool:
 
 
 def migrate(settings: Settings, value_of: Callable[[str], object], problems: list[str]) -> tuple[Settings, Migration]:
-    """The settings that the schema takes, and the report. `value_of` resolves a key of `settings`; problems are added to `problems`."""
+    """The settings the schema takes, and the report. `value_of` resolves a key of `settings`; adds to `problems`."""
     report = Migration()
     report.renamed += [f"{describe(key, setting)} -> {'.'.join(key)}" for key, setting in settings.items() if setting.written_as]
     translation = _translate_all(settings, value_of)

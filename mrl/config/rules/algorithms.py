@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between the keys of the algorithms: the parts of the GRPO family, the user's own functions, training without rollouts."""
+"""Rules between the algorithms' keys: parts of the GRPO family, the user's own functions, training without rollouts."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _check_rewards(config: RunConfig, problems: Problems) -> None:
 
 
 def check_batch(config: RunConfig, problems: Problems) -> None:
-    """Checks that groups can be compared, and that a step's rollouts divide into global batches, and these into data-parallel ranks."""
+    """Checks that groups compare, and a step's rollouts divide into global batches, these into data-parallel ranks."""
     section = "distillation" if config.algorithm == "distillation" else "grpo"
     if config.rollouts.num_generations_per_prompt < 2 and (
         config.algorithm == "grpo" and config.compares_rollouts or config.rollouts.use_dynamic_sampling

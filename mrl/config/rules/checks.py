@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Applies all rules between config keys, the model, the files and the disk, so that a bad run ends before anything starts."""
+"""Applies all rules between config keys, the model, files and disk, so that a bad run ends before anything starts."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class CheckpointDemand:
 
 
 def checkpoint_demand(config: RunConfig, num_parameters: int) -> CheckpointDemand:
-    """Estimates the disk space for checkpoints. If all are kept, their number is unknown before the end: then one has to fit."""
+    """Estimates disk space for checkpoints. If all are kept, their number is unknown before the end: one must fit."""
     section, sizes = config.checkpointing, {"policy": num_parameters}
     if config.has_critic:
         with suppress(ValueError):  # other rules report an unreadable model
@@ -114,7 +114,7 @@ def check_disk(config: RunConfig, num_parameters: int, problems: Problems) -> No
 
 
 def num_kept_at_most(config: RunConfig) -> int | None:
-    """Returns the largest number of checkpoints kept at once, if fewer than the run's steps bound it; otherwise None."""
+    """Returns the largest number of checkpoints kept at once, if fewer than the run's steps bound it; else None."""
     section = config.checkpointing
     num_steps = config.training.max_num_steps if config.training.max_num_steps >= 0 else math.inf  # -1: as many as the data have
     # NeMo RL's files write "all" as a keep_top_k of a million.
@@ -182,7 +182,7 @@ _OPTIMIZER_BYTES = 12
 
 
 def checkpoint_bytes(config: RunConfig, num_parameters: Mapping[ModelName, int]) -> dict[ModelName, int]:
-    """Bytes of each of these models in a checkpoint: its weights, and with `save_optimizer` the states of its optimizer.
+    """Bytes of each of these models in a checkpoint: its weights, and with `save_optimizer` its optimizer states.
 
     `num_parameters` is by model, of all or some `RunConfig.trained_models`. All parameters count as trained, but none with adapters
     (LoRA), whose own states are negligible.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of sections `data` and `env`: data sets that can be found, their processors and prompt files, and environments that exist."""
+"""Rules of sections `data` and `env`: findable data sets, their processors and prompt files, existing environments."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ NEMO_GYM = "nemo_gym"
 
 
 def environment_names(config: EnvConfig) -> tuple[str, ...]:
-    """Names that a row may give: built-in environments, the user's own functions and agents, and those of installed packages."""
+    """Names a row may give: built-in environments, the user's functions and agents, and those of installed packages."""
     installed = _installed(tuple(sys.path))
     built_in = tuple(SERVERS[server] for server in config.gym_servers if config.embeds(server)) or BUILT_IN
     return tuple(dict.fromkeys((*built_in, *config.own.functions, *config.agents, *installed)))
 
 
 def own_function(env_name: str, config: EnvConfig) -> str | None:
-    """Path of the reward function of an environment: the user's own, or that of an installed package. None: it has another grader."""
+    """Path of an environment's reward function: the user's own, or an installed package's. None: another grader."""
     return config.own.functions.get(env_name) or _installed(tuple(sys.path)).get(env_name)
 
 
 @functools.cache
 def _installed(_path: tuple[str, ...]) -> dict[str, str]:
-    """Reward functions of installed packages, by name, read once for a search path: each look reads the files of all packages."""
+    """Installed packages' reward functions by name, read once per search path: each look reads all packages' files."""
     points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     return {point.name: f"{point.module}:{point.attr}" for point in points}
 
 
 def route_of(agent_name: str, config: EnvConfig) -> str | None:
-    """The environment of rows with this `agent_ref`: the user's agent of that name, a built-in grader, or NeMo Gym's agent.
+    """Environment of rows with this `agent_ref`: the user's agent of that name, a built-in grader, or NeMo Gym's agent.
 
     None if there is none.
     """

@@ -58,7 +58,7 @@ def check_gym(config: RunConfig, problems: Problems) -> None:
 
 
 def _check_compared(config: RunConfig, problems: Problems) -> None:
-    """Checks that `genrm_compare`, which holds back its verdicts until a group is whole, waits for as many answers as a group has."""
+    """Checks that `genrm_compare`, which judges whole groups, waits for as many answers as a group has."""
     found = {"genrm_compare_resources_server": NUM_COMPARED} if "genrm_compare" in config.env.gym_servers else {}
     for name, instance in config.env.nemo_gym.servers.items():
         options = (instance.get("resources_servers") or {}).get("genrm_compare") if isinstance(instance, dict) else None
@@ -97,7 +97,7 @@ def _check_address(config: RunConfig, problems: Problems) -> None:
 
 
 def describe_routes(config: RunConfig) -> str:
-    """Describes who handles rows with an `agent_ref`, and which servers the user must start; "" without NeMo Gym's rows."""
+    """Says who handles rows with an `agent_ref`, and which servers the user must start; "" without NeMo Gym's rows."""
     section = config.env
     if not section.should_use_nemo_gym:
         return ""

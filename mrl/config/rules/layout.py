@@ -58,7 +58,7 @@ def check_cluster(config: RunConfig, problems: Problems) -> None:
 
 
 def _slot_keys(config: RunConfig) -> list[str]:
-    """The keys that say how many slots a node has. The number of GPUs comes first: it decides which other key counts."""
+    """Keys that say how many slots a node has. The number of GPUs comes first: it decides which other key counts."""
     resources = [f"{_RESOURCES}.gpus_per_node", f"{_RESOURCES}.num_nodes"] if config.num_dedicated_slots else []
     return ["cluster.gpus_per_node", "cluster.cpu_units_per_node", *resources]
 

@@ -85,7 +85,7 @@ def check_engine_files(config: RunConfig, problems: Problems) -> None:
 
 
 def read_sizes(config: RunConfig, problems: Problems, unchecked: str) -> ModelSizes | None:
-    """Sizes of the policy's model with its overrides; None, and a problem that names the `unchecked` rules, if they cannot be read."""
+    """The policy model's sizes with its overrides; if unreadable, None, and a problem naming the `unchecked` rules."""
     name, overrides = config.policy.model_name, config.policy.hf_config_overrides
     try:
         model = read_model(Path(name))
@@ -104,7 +104,7 @@ def read_sizes(config: RunConfig, problems: Problems, unchecked: str) -> ModelSi
 
 
 def check_sections(config: RunConfig, problems: Problems) -> None:
-    """Checks the sections of critics and teachers by the rules of `policy`, and that their models read the policy's tokens."""
+    """Checks sections of critics and teachers by rules of `policy`, and that their models read the policy's tokens."""
     said = problems.texts
     for model, section in config.sections.items():
         if model == "policy":
@@ -118,14 +118,14 @@ def check_sections(config: RunConfig, problems: Problems) -> None:
 
 
 def problems_of(config: RunConfig, model: ModelName) -> Problems:
-    """Problems of a model's section under the policy's keys, with the places where the section sets them; see `in_section`."""
+    """Problems of a model's section under the policy's keys, with the places that set them; see `in_section`."""
     prefix, origins = prefix_of(model), config.facts.origins
     own = {f"policy.{key.removeprefix(prefix)}": origin for key, origin in origins.items() if key.startswith(prefix)}
     return Problems(config.of_model(model), {key: origin for key, origin in origins.items() if key not in own} | own)
 
 
 def _check_section(config: RunConfig, model: ModelName, said: list[str], problems: Problems) -> None:
-    """Applies rules of `policy` to a model's section, and adds problems that are not `said` yet, under keys of that section."""
+    """Applies rules of `policy` to a model's section, and adds problems not yet `said`, under keys of that section."""
     seen, prefix, is_trained = config.of_model(model), prefix_of(model), model in config.trained_models
     own = {f"policy.{key.removeprefix(prefix)}" for key in config.facts.origins if key.startswith(prefix)}
     inner = problems_of(config, model)
@@ -168,7 +168,7 @@ def check_teacher(config: RunConfig, problems: Problems) -> None:
 
 
 def _check_on_policy(config: RunConfig, problems: Problems) -> None:
-    """Checks that both sections, or none, ask for advantages from teachers' logprobs, and that both models score the whole vocabulary."""
+    """Checks that both sections or none use teacher-logprob advantages, and both models score the whole vocabulary."""
     given, estimator, key = config.on_policy_distillation, config.grpo.adv_estimator.name, "on_policy_distillation"
     if given is None or not given.enabled:
         if estimator == "opd":

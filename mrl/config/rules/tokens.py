@@ -35,7 +35,7 @@ def beyond_vocabulary(config: RunConfig, needed: int) -> str:
 
 
 def num_choices(config: RunConfig) -> int:
-    """Number of tokens that the policy draws from: those of its tokenizer, as rounded-up embeddings have rows without text.
+    """Number of tokens the policy draws from: those of its tokenizer, as rounded-up embeddings have rows without text.
 
     0: no file has the number.
     """
@@ -43,7 +43,7 @@ def num_choices(config: RunConfig) -> int:
 
 
 def check_tokens(config: RunConfig, model: ModelName, problems: Problems) -> None:
-    """Checks, as far as the files are here, that another model reads the policy's tokens, and has an embedding for each.
+    """Checks, as far as the files are here, that another model reads the policy's tokens and has an embedding for each.
 
     A teacher's embedding may have more rows than the student's: it chooses among the student's tokens.
     """
@@ -75,7 +75,7 @@ def check_tokens(config: RunConfig, model: ModelName, problems: Problems) -> Non
 
 
 def token_difference(student: Path, teacher: Path) -> str | None:
-    """Describes how the tokens of two tokenizers differ, by their files; "" if equal, None if they have no kind of file in common here."""
+    """Describes how two tokenizers' tokens differ, by their files; "" if equal, None without a common kind of file."""
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     for name in names:
         ours, theirs = student / name, teacher / name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the trainer: rows, optimizer, logprobs, recomputation, routing, adapters, frozen weights, and speculation."""
+"""Rules of the trainer: rows, optimizer, logprobs, recomputation, routing, adapters, frozen weights and speculation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_rows(config: RunConfig, problems: Problems) -> None:
 
 
 def doubt_rows(config: RunConfig, problems: Problems) -> None:
-    """Warns if the longest sequence does not fit into a row: as in NeMo RL, the run starts, and ends at the first such one."""
+    """Warns if the longest sequence does not fit a row: as in NeMo RL, the run starts, and ends at the first such."""
     policy, packing, dynamic = config.policy, config.policy.sequence_packing, config.policy.dynamic_batching
     total, multiple = policy.max_total_sequence_length, policy.row_multiple
     if packing.enabled != dynamic.enabled:  # else rows have a fixed number of sequences
@@ -113,7 +113,7 @@ def check_recomputing(config: RunConfig, model: ModelSizes, problems: Problems) 
 
 
 def check_routing(config: RunConfig, model: ModelSizes, problems: Problems) -> None:
-    """Checks that the keys of routing have an effect, and that trainer and engines route alike. Skips models without experts."""
+    """Checks that routing keys take effect and that trainer and engines route alike. Skips models without experts."""
     megatron = config.policy.megatron_cfg
     if model.experts == 0:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections of the algorithms, from `grpo` to `rm`, and `loss_fn`, `reward_penalties`, `eval`. See `mrl.config.schema.run`."""
+"""Algorithm sections, from `grpo` to `rm`, and `loss_fn`, `reward_penalties`, `eval`. See `mrl.config.schema.run`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Truncation = Literal["tis", "icepop", "seq-mask-tis"]
 
 @dataclass
 class AsyncGrpoConfig:
-    """Rollouts for later steps are generated while a step is trained. `enabled` needs dedicated engines and importance sampling correction.
+    """Samples later rollouts while a step trains. `enabled` needs dedicated engines and importance sampling correction.
 
     Prompts are asked for up to `max_trajectory_age_steps` steps ahead, and a step waits only for its own. What was generated and not
     trained is kept for a resumed run (`checkpointing.keep_rollouts_gb`), or generated again. Without `in_flight_weight_updates` and
@@ -168,7 +168,7 @@ class GrpoConfig:
 
 @dataclass
 class DistillationConfig:
-    """Learning from a teacher's distribution at the tokens that the policy, the student, draws itself. Rewards are only measured."""
+    """Learning from a teacher's distribution at tokens that the policy (student) draws. Rewards are only measured."""
 
     num_prompts_per_step: Positive = 128
     """Prompts per step."""
@@ -196,7 +196,7 @@ class DistillationConfig:
 
 @dataclass
 class TeacherPlacesConfig:
-    """The layouts of teachers, each over all policy ranks: they work between rollouts and update, on the GPUs of the policy."""
+    """Layouts of teachers, each over all policy ranks: they work between rollouts and update, on the policy's GPUs."""
 
     default_teacher_cfg: dict[str, Any] = field(default_factory=dict)
     """Keys of `policy.megatron_cfg`, `precision`, and `micro_batch_size` for `policy.logprob_batch_size`. Parallel sizes are 1 by default,

@@ -198,7 +198,7 @@ class DataConfig:
 
     @property
     def train_sets(self) -> dict[str, TrainDatasetConfig]:
-        """The training data sets by the key that they stand under: `data.train`, or `data.train.datasets[0]` and so on."""
+        """The training data sets by their key: `data.train`, or `data.train.datasets[0]` and so on."""
         if self.train.datasets is None:
             return {"data.train": self.train}
         return {f"data.train.datasets[{index}]": dataset for index, dataset in enumerate(self.train.datasets)}

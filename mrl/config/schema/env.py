@@ -11,7 +11,7 @@ from mrl.config.fields import AboveZero, Finite, Port, Positive, Workers
 
 @dataclass
 class WorkersConfig:
-    """An environment, and the children that score its rollouts. Its name is that of its key, and of its module in `mrl.envs`."""
+    """An environment and the children that score its rollouts. Its name is that of its key and module in `mrl.envs`."""
 
     server = ""
     """NeMo Gym's resource server that does the same; "" = that of the environment's name. No key."""
@@ -84,7 +84,7 @@ class OwnEnvConfig(WorkersConfig):
 
 @dataclass
 class EffortConfig:
-    """Rewards of rows whose last question contains `low_string`, `r` becoming `r + r * max(l, 0) + low_penalty * min(l, 0)`.
+    """Rewards of rows whose last question has `low_string`, `r` becoming `r + r * max(l, 0) + low_penalty * min(l, 0)`.
 
     `l` is the smaller of 1 and `low_weight * (1 - tokens of the last answer / low_ub)`.
     """

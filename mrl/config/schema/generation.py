@@ -100,7 +100,7 @@ class VllmConfig:
 
     @property
     def num_groups(self) -> int:
-        """Groups of an engine's workers that sample rollouts of their own; known of sizes that do not fit each other, too."""
+        """Groups of an engine's workers that sample rollouts of their own; known of sizes that do not fit, too."""
         return max(1, self.expert_parallel_size // self.tensor_parallel_size)
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section `policy.megatron_cfg`: parallel sizes, what is trained, optimizer and learning-rate schedule. See `mrl.config.schema.run`."""
+"""Section `policy.megatron_cfg`: parallel sizes, trained parts, optimizer and schedule. See `mrl.config.schema.run`."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class PolicyConfig:
 
     @property
     def sequence_multiple(self) -> int:
-        """Every sequence of a row is padded to a multiple of this many tokens: context parallelism cuts it into 2 * CP chunks."""
+        """Rows pad each sequence to a multiple of this many tokens: context parallelism cuts it into 2 * CP chunks."""
         cp = self.megatron_cfg.context_parallel_size
         return 1 if cp == 1 else 2 * cp
 

@@ -55,7 +55,7 @@ class ValueLossConfig:
 
 @dataclass
 class ValueConfig:
-    """The critic: a model with a head that gives one number at each token. It reads the policy's tokens, on the policy's GPUs.
+    """The critic: a model with a head that gives one number at each token. It reads the policy's tokens, on its GPUs.
 
     Keys as in `policy`. A default that takes a value from `policy` elsewhere in these tables takes it from `value` here.
     """
@@ -81,7 +81,7 @@ class ValueConfig:
     megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
 
     def beside(self, policy: PolicyConfig) -> PolicyConfig:
-        """Returns the critic's keys in the form of the policy's. Tokenizer and generation, which it lacks, are the policy's."""
+        """Gives the critic's keys in the policy's form. Tokenizer and generation, which it lacks, are the policy's."""
         return replace(
             policy,
             model_name=self.model_name,

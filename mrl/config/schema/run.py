@@ -238,11 +238,11 @@ class RunConfig:
 
     @property
     def num_taught_logits(self) -> int:
-        """Returns the number of logits that a teacher gives for each generated token; 0 = the logprob of the token itself."""
+        """Returns the number of logits that a teacher gives for each generated token; 0 = the token's own logprob."""
         return self.distillation.topk_logits_k if self.algorithm == "distillation" else 0
 
     def teacher_of(self, name: str) -> ModelName | None:
-        """The model that teaches rows of an agent's or environment's name; None if a row of that name has no teacher, and needs one."""
+        """The model teaching rows of an agent's or environment's name; None if such a row needs one and has none."""
         if self.teaching is None:
             return "teacher" if self.algorithm == "distillation" else ""
         teacher = self.teaching.teacher_of(name)
@@ -250,7 +250,7 @@ class RunConfig:
 
     @property
     def teacher_bytes(self) -> int:
-        """Returns the bytes of teacher outputs for the longest rollouts of a step: a float32 number and an int32 token each."""
+        """Returns bytes of teacher outputs for a step's longest rollouts: a float32 number and an int32 token each."""
         if not self.teachers:
             return 0
         tokens = self.rollouts.num_rollouts_per_step * self.policy.max_total_sequence_length
@@ -258,7 +258,7 @@ class RunConfig:
 
     @property
     def rollouts(self) -> GrpoConfig:
-        """Returns the sampling, judging and validation of prompts, whichever algorithm learns from them; unset keys have their defaults."""
+        """Returns the sampling, judging and validation of prompts, for any algorithm; unset keys have defaults."""
         if self.algorithm != "distillation":
             return self.grpo
         given = self.distillation
@@ -290,7 +290,7 @@ class RunConfig:
         return self.ppo.ppo_epochs if self.has_critic else 1
 
     def num_scheduled_steps_of(self, model: ModelName) -> int:
-        """Number of steps that the learning-rate schedule of a model counts: its passes. The policy of PPO may begin later."""
+        """Number of steps that a model's learning-rate schedule counts: its passes. PPO's policy may begin later."""
         late = self.ppo.policy_training_start_step if self.has_critic and model == "policy" else 0
         return max(1, self.training.max_num_steps - late) * self.num_passes
 
@@ -310,13 +310,13 @@ class RunConfig:
 
     @property
     def frees_training_memory(self) -> bool:
-        """Tells whether the policy's gradients and optimizer leave the devices outside of train steps: always where others share them."""
+        """Tells whether the policy's gradients and optimizer leave devices outside train steps; always if shared."""
         shares = self.policy.generation.colocated.enabled or bool(self.models_beside)
         return self.has_engines and (shares or self.policy.offload_optimizer_for_logprob)
 
     @property
     def mtp_steps(self) -> int:
-        """Tokens beyond the next that the policy's MTP layers learn to predict, of the tokens that it learns; 0 = not trained."""
+        """Tokens beyond the next that the policy's MTP layers learn to predict, of those it learns; 0 = not trained."""
         megatron = self.policy.megatron_cfg
         return megatron.mtp_num_layers if megatron.trains_mtp and self.algorithm != "rm" else 0
 
