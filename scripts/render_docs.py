@@ -13,13 +13,14 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from mrl.exit_codes import CODES
 from scripts.config_page import config_tables, dialect_tables
 from tests.long.stale import stale_tables
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 # A page marks the place of docs/data/PART.json by `<!-- data: PART -->` (or `PART,PART`), or `<!-- data: PART worst N by COLUMN -->` for
 # some rows.
-NAMED_BLOCK = re.compile(r"(<!-- (reliability|config|dialect) -->\n)(?:.*?\n)??(<!-- end of \2 -->)", re.DOTALL)
+NAMED_BLOCK = re.compile(r"(<!-- (reliability|config|dialect|exit_codes) -->\n)(?:.*?\n)??(<!-- end of \2 -->)", re.DOTALL)
 OLD = " **Older than its code.**"
 """Mark of a table whose code has changed since it was measured."""
 BLOCK = re.compile(r"(<!-- data: (\S+)(?: worst (\d+) by ([^>]+))? -->\n)(?:.*?\n)??(<!-- end of data -->)", re.DOTALL)
@@ -27,11 +28,21 @@ BLOCK = re.compile(r"(<!-- data: (\S+)(?: worst (\d+) by ([^>]+))? -->\n)(?:.*?\
 
 def render_page(text: str, data_folder: Path, stale: Collection[str] = ()) -> str:
     """The page with every table replaced by what `data_folder` holds now, those of the `stale` parts marked as old."""
-    tables = {"config": config_tables, "dialect": dialect_tables, "reliability": lambda: faults_table(data_folder)}
+    tables = {
+        "config": config_tables,
+        "dialect": dialect_tables,
+        "exit_codes": exit_codes,
+        "reliability": lambda: faults_table(data_folder),
+    }
     text = NAMED_BLOCK.sub(lambda match: match[1] + tables[match[2]]() + match[3], text)
     return BLOCK.sub(
         lambda match: match[1] + _render_parts(match[2].split(","), data_folder, int(match[3] or 0), match[4], stale) + match[5], text
     )
+
+
+def exit_codes() -> str:
+    """The table of exit codes."""
+    return _table([["Code", "Meaning", "Next"], ["---"] * 3, *([str(code), *words] for code, words in CODES.items())])
 
 
 def _render_parts(parts: list[str], data_folder: Path, num_rows: int, column: str, stale: Collection[str]) -> str:

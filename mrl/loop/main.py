@@ -18,6 +18,7 @@ from mrl.config.files import find_config
 from mrl.config.load import load_run
 from mrl.config.schema.run import RunConfig
 from mrl.config.secrets import note_traceback
+from mrl.exit_codes import DONE, FAILED, REFUSED
 from mrl.loop import examples, rollouts
 from mrl.loop.run import Budget, Run, Supplier, TooManySkipped, Training
 from mrl.loop.saving import SaveFailed
@@ -93,12 +94,7 @@ def run_attempt(train: Train, training: Training[Supplier], folder: RunFolder, b
 
 
 def main(train: Train, arguments: Sequence[str] | None = None) -> int:
-    """Entry point of a training loop; returns the exit code.
-
-    0: done. 1: the attempt failed, or learned nothing; the same command resumes. 2: the input is at fault, or all checkpoints are
-    damaged, with one clear message.
-    75: a signal or the time limit ended the run before its last step; the same command resumes. 130: so did a second Ctrl-C, at once.
-    """
+    """Entry point of a training loop; returns the exit code, one of `mrl.exit_codes.CODES`."""
     startup.lap("import")
     started = time.monotonic() - env.job_age_s()
     options = check.parse_arguments(arguments)
@@ -113,29 +109,29 @@ def main(train: Train, arguments: Sequence[str] | None = None) -> int:
         folder = open_folder(training)
     except ValueError as error:
         logger.error("%s", error)
-        return 2
+        return REFUSED
     except TimeoutError as error:
         logger.error("The attempt ended: %s. The same command resumes.", error)
-        return 1
+        return FAILED
     try:
         with folder:
             is_done = run_attempt(train, training, folder, budget)
     except (NoSignal, TooManySkipped) as error:
         logger.error("%s", error)
-        return 1
+        return FAILED
     except (Disagreement, NoWholeCheckpoint) as error:
         logger.error("%s", error)
-        return 2
+        return REFUSED
     except FolderLost as error:
         logger.error("The attempt ended: %s.%s", error, " The same command resumes." if folder.path.is_dir() else "")
-        return 1
+        return FAILED
     except SaveFailed as error:
         note_traceback(error, folder.log_folder / "actors")
         logger.error("The attempt ended: %s. Logs of the actors: %s. The same command resumes.", error, folder.log_folder / "actors")
-        return 1
+        return FAILED
     except (ActorLost, DeadlineExceeded, NoCluster, TimeoutError) as error:
         logger.error("The attempt ended: %s. Logs of the actors: %s. The same command resumes.", error, folder.log_folder / "actors")
-        return 1
+        return FAILED
     if not is_done:
         logger.info("Ended before the last step; the same command goes on")
-    return 0 if is_done else ENDED_EARLY
+    return DONE if is_done else ENDED_EARLY

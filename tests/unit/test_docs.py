@@ -14,6 +14,8 @@ import pytest
 
 from mrl.check import examine
 from mrl.config.load import read_run
+from mrl.exit_codes import CODES, FAILED
+from mrl.signals import ENDED_EARLY
 from scripts.render_docs import DOCS, OLD, parts_of, render_page, render_part
 from tests.long.evidence import words_of
 from tests.long.record import OUTCOMES, PATHS, record
@@ -39,6 +41,16 @@ def test_the_start_page_lists_every_page():
     start = (DOCS / "README.md").read_text()
     pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} - {"README.md"}
     assert {page for page in pages if f"]({page})" not in start} == set()
+
+
+def test_an_exit_code_of_a_page_is_one_of_the_table():
+    said = [
+        (page.name, int(code))
+        for page in (ROOT / "README.md", *PAGES)
+        for code in re.findall(r"\b(?:codes?:?|ends? (?:the run )?with|exit code is) (\d+)\b", page.read_text(), re.IGNORECASE)
+    ]
+    assert len(said) > 15 and [(name, code) for name, code in said if code not in CODES] == []
+    assert {code for name, code in said if name in ("config.md", "environments.md")} == {FAILED, ENDED_EARLY}
 
 
 def anchors_of(page: Path) -> set[str]:

@@ -27,7 +27,7 @@ class AsyncGrpoConfig:
     max_trajectory_age_steps: Count = 1
     """Largest age of a rollout in steps when it is trained on, counted from the weights that drew its first token; 0 is synchronous."""
     max_generation_failures: Count = 0
-    """Consecutive deaths of a restarted engine before it has finished a rollout; at one more the run ends, to be resumed."""
+    """Consecutive deaths of a restarted engine before it has finished a rollout; at one more the run ends with exit code 1."""
     in_flight_weight_updates: bool = False
     """Unfinished rollouts go on with new weights; each token keeps the logprob of its own weights. false: wait for them before a refit."""
     recompute_kv_cache_after_weight_updates: bool = False
@@ -144,13 +144,13 @@ class GrpoConfig:
     use_dynamic_sampling: bool = False
     """Train only on groups whose rewards differ, and ask more prompts until a step has enough (arXiv:2503.14476)."""
     dynamic_sampling_max_gen_batches: Positive = 10
-    """The run ends if this many batches of prompts do not fill a step; used only with `use_dynamic_sampling`."""
+    """The run ends with exit code 1 if this many batches of prompts do not fill a step; used only with `use_dynamic_sampling`."""
     max_masked_steps: Positive | None = 3
-    """The run saves and ends, as failed, after this many steps in a row in which no rollout counts, or all steps of a shorter run; null =
-    it only warns."""
+    """The run saves and ends with exit code 1 after this many steps in a row in which no rollout counts, or all steps of a
+    shorter run; null = it only warns."""
     max_steps_without_signal: Positive | None = None
-    """The run saves and ends, as failed, after this many steps in a row whose rollouts are all masked, or all have the same reward; null =
-    it only warns."""
+    """The run saves and ends with exit code 1 after this many steps in a row whose rollouts are all masked, or all have the
+    same reward; null = it only warns."""
     batch_multiplier: Annotated[float, Range(1, 2**15)] = 1.0
     """Prompts asked for at a time, in multiples of `num_prompts_per_step`; 1 without `use_dynamic_sampling`."""
     seed: Count = 42

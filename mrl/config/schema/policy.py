@@ -96,7 +96,8 @@ class PolicyConfig:
     not_finite_steps: Literal["stop", "skip"] = "stop"
     """An update whose loss or gradient is NaN or Inf changes nothing, and its batch is recorded. The run stops, or skips the update."""
     max_skipped_steps: Positive = 10
-    """With `not_finite_steps=skip`, the run saves and ends, as failed, after this many steps in a row with a skipped update."""
+    """With `not_finite_steps=skip`, the run saves and ends with exit code 1 after this many steps in a row with a skipped
+    update."""
     offload_optimizer_for_logprob: bool = False
     """Keep gradients and optimizer off the GPUs outside of train steps, also where engines have their own GPUs."""
     refit_buffer_size_gb: AboveZero = 0.25

@@ -69,7 +69,8 @@ class CheckpointingConfig:
     """Changes with which a run may resume. Data: also their order, which files, split, seed and shuffle decide. Checkpoints: the run begins
     at step 0 if all that it has saved are gone."""
     checkpoint_must_save_by: str | None = None
-    """DD:HH:MM:SS after the start of the Slurm job or process: the run saves and ends before a step that would end later; null = never."""
+    """DD:HH:MM:SS after the start of the Slurm job or process: the run saves and ends with exit code 75 before a step that
+    would end later; null = never."""
 
     @property
     def must_save_by_s(self) -> float | None:
