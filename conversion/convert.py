@@ -20,9 +20,10 @@ from conversion.families.common import HfConfig, MegatronParallel
 from conversion.families.registry import family
 from conversion.files.checkpoint_metadata import METADATA_FILE
 from conversion.files.durable import IO_TIMEOUT_S, built_aside
-from conversion.files.hf_folder import EMBEDDING, REWARD_HEAD, copy_companions, without_lost_code, write_json
+from conversion.files.hf_folder import EMBEDDING, REWARD_HEAD, copy_companions, stored_tensors, without_lost_code, write_json
 from conversion.files.hf_weights import check_hf, has_output_alone, is_unused, read_model_config
 from conversion.files.manifest import (
+    HF_CONFIG_FILE,
     MANIFEST,
     RUN_CONFIG_FILE,
     TABLE_VERSION,
@@ -37,7 +38,6 @@ from conversion.files.reading import content_hash, file_state, is_named_by_sha25
 from conversion.files.safetensors import SafetensorsFolder, write_safetensors
 from conversion.files.torch_dist import (
     EMBEDDING_KEY,
-    HF_CONFIG_FILE,
     ITERATION_FOLDER,
     LATEST_FILE,
     CanonicalTensors,
@@ -267,8 +267,9 @@ def faults_against_manifest(folder: Path) -> Iterator[str]:
 def _opened(folder: Path, stack: ExitStack) -> tuple[set[str], BoxSource]:
     if (folder / "config.json").exists():
         source, config = stack.enter_context(SafetensorsFolder(folder)), read_model_config(folder)
-        names = {name for name in source.names if not is_unused(name, config)}
-        return names | ({EMBEDDING} if has_output_alone(source.names, config) else set()), source
+        stored = stored_tensors(folder)
+        names = {name for name in stored if not is_unused(name, config)}
+        return names | ({EMBEDDING} if has_output_alone(stored, config) else set()), source
     tensors = open_checkpoint(folder).tensors
     return set(tensors.names), tensors
 

@@ -69,7 +69,7 @@ def weights_by_file(hf: Path) -> dict[str, str]:
         if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
             raise ValueError(
                 f"{path} places {name[:200]} in {str(file)[:200]!r}, which is no file of this folder; it is not read. "
-                "Name weight files without a path"
+                "vLLM reads no other folder, too: move weight files beside the index, and name them without a path"
             )
     return weight_map
 
@@ -97,7 +97,10 @@ def files_to_hide(hf: Path) -> list[str]:
 
 
 def stored_tensors(hf: Path) -> dict[str, tuple[Path, HeaderTensor]]:
-    """File and place of each tensor of a Hugging Face folder, by headers of its weight files, which match the index."""
+    """File and place of each tensor of a Hugging Face folder, by headers of its weight files.
+
+    The index must place each of them there. It may name others: only the model tells what is needed, as in transformers.
+    """
     files = weight_files(hf)
     file_of = None if files == [hf / SINGLE_FILE] else weights_by_file(hf)
     tensors: dict[str, tuple[Path, HeaderTensor]] = {}
@@ -115,8 +118,6 @@ def stored_tensors(hf: Path) -> dict[str, tuple[Path, HeaderTensor]]:
         if unlisted := {name for name in found if file_of is not None and file_of.get(name) != path.name}:
             raise ValueError(f"{path} holds tensors that {INDEX_FILE} does not place there: {listed(sorted(unlisted))}")
         tensors |= {name: (path, tensor) for name, tensor in found.items()}
-    if file_of is not None and (lost := file_of.keys() - tensors.keys()):
-        raise ValueError(f"{hf}: the files of {INDEX_FILE} lack tensors that it places there: {listed(sorted(lost))}; download them again")
     return tensors
 
 

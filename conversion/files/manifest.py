@@ -25,6 +25,8 @@ MANIFEST = "manifest.json"
 # Raised whenever the same Hugging Face folder would be written differently than before: other keys, shapes, or formats.
 TABLE_VERSION = 1
 FINISHED_SUFFIX = ".finished"
+HF_CONFIG_FILE = "hf_config.json"
+"""The model's config.json, beside the shards."""
 RUN_CONFIG_FILE = "run_config.yaml"
 """JSON beside the shards of a model: settings without which nobody can load them."""
 

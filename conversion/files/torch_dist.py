@@ -22,12 +22,12 @@ from torch import Tensor
 from conversion.boxes import Box, Layout, Piece, Slot, counted_from, intersect, lengths, place, tiling_fault
 from conversion.files.checkpoint_metadata import METADATA_FILE, CheckpointMetadata, StoredChunk
 from conversion.files.hf_folder import read_config, without_mtp
+from conversion.files.manifest import HF_CONFIG_FILE
 from conversion.files.reading import open_file, read_file
 from conversion.tensors import StoredTensor, box_view, read_stored
 
 ITERATION_FOLDER = "iter_0000000"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
-HF_CONFIG_FILE = "hf_config.json"
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
 MAX_OPEN_FILES = 256
 """Far below what a process may have, and what a checkpoint of many ranks has."""

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from conversion.convert import REWARD_HEAD_KEY
 from conversion.files.durable import sync_file
-from conversion.files.manifest import RUN_CONFIG_FILE, WRITTEN, WriteReport, file_record, tell_written
+from conversion.files.manifest import HF_CONFIG_FILE, RUN_CONFIG_FILE, WRITTEN, WriteReport, file_record, tell_written
 from conversion.files.reading import open_file
 from conversion.files.torch_dist import TorchDistFolder
 from mrl import spans
@@ -99,6 +99,7 @@ def begin_save(
     *,
     hf_config: Mapping[str, object],
     save_optimizer: bool,
+    frozen: Mapping[str, object],
     adapters: Mapping[str, object] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> CheckpointWrite:
@@ -107,7 +108,8 @@ def begin_save(
     Call `find_obstacle` first: no rank may write before rank 0 has checked that the folder is empty.
 
     The checkpoint is complete once `finish` of the result has returned. With `group`, of all ranks and for this alone, a thread writes a
-    copy of the present state in host memory; weights may change meanwhile, and `read_written` says when it is complete. `adapters` is
+    copy of the present state in host memory; weights may change meanwhile, and `read_written` says when it is complete. `frozen` has the
+    settings that leave weights untrained, which have no optimizer state. `adapters` is
     `Lora.description`, None without adapters; the checkpoint holds them apart from the weights that they change. OSError, on all ranks:
     one cannot write, or has no memory for the copy.
     """
@@ -124,7 +126,9 @@ def begin_save(
             optimizer = {index: checkpoint_entries.optimizer_state(part, weights) for index, part in enumerate(distributed)}
         sharded |= {"optimizer": optimizer, "rng": _rng_state()}
     peft = {} if adapters is None else {"peft": dict(adapters)}
-    optimizer_form = {"use_distributed_optimizer": state.optimizer.config.use_distributed_optimizer} if save_optimizer else {}
+    optimizer_form: dict[str, object] = {}
+    if save_optimizer:
+        optimizer_form = {"use_distributed_optimizer": state.optimizer.config.use_distributed_optimizer, "frozen": dict(frozen)}
     sharded |= {"checkpoint_version": 3.0, "iteration": 0, "parallel": _parallel_sizes(), **peft}
     # Also without optimizer state, so that the schedule continues.
     sharded["opt_param_scheduler"] = state.scheduler.state_dict()
@@ -134,7 +138,7 @@ def begin_save(
         try:
             # From 0.17 on, Megatron pickles these values among the tensors; it still reads the file.
             torch.save(common, folder / COMMON_FILE)
-            (folder / "hf_config.json").write_text(json.dumps(hf_config, indent=2))
+            (folder / HF_CONFIG_FILE).write_text(json.dumps(hf_config, indent=2))
             (folder / RUN_CONFIG_FILE).write_text(json.dumps(run_config, indent=2))
             (weights_dir / LATEST_FILE).write_text("0")
             if group is not None:

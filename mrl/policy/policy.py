@@ -226,6 +226,7 @@ class PolicyRank:
                 hf_config=self._hf_config,
                 # A policy that waits for its critic has no moments yet, and is as it was loaded.
                 save_optimizer=self._config.checkpointing.save_optimizer and self._has_moments,
+                frozen=self._config.frozen_settings,
                 adapters=self._lora.description,
                 group=self._save_group if is_async else None,
             )

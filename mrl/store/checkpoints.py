@@ -16,11 +16,14 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import cast
 
+from conversion.families.registry import family
 from conversion.files.durable import IO_TIMEOUT_S, sync_file, write_atomic
 from conversion.files.limits import within
-from conversion.files.manifest import RUN_CONFIG_FILE, FileRecord, file_record
+from conversion.files.manifest import HF_CONFIG_FILE, RUN_CONFIG_FILE, FileRecord, file_record
 from conversion.files.reading import find_difference, name_inside, read_file, read_json, sha256_file
 from mrl.config.schema.run import CheckpointingConfig, RunConfig
 from mrl.env import kill_point
@@ -316,8 +319,10 @@ def check_models(checkpoint: Checkpoint, config: RunConfig) -> None:
             "that wrote this one (`python -m mrl.convert mcore-to-hf` makes a folder for policy.model_name of its policy)"
         )
     for model in config.trained_models:
-        megatron = config.of_model(model).policy.megatron_cfg
-        saved = next((_object(path) for path in checkpoint.weights_of(model).glob(f"iter_*/{RUN_CONFIG_FILE}")), {})
+        own = config.of_model(model)
+        megatron = own.policy.megatron_cfg
+        path = next(checkpoint.weights_of(model).glob(f"iter_*/{RUN_CONFIG_FILE}"), Path())
+        saved = _object(path)
         peft, optimizer = saved.get("peft"), saved.get("optimizer")
         was = {name: peft.get(name) for name in ("dim", "alpha")} if isinstance(peft, dict) else None
         now = {"dim": megatron.peft.dim, "alpha": megatron.peft.alpha} if megatron.peft.enabled else None
@@ -325,13 +330,35 @@ def check_models(checkpoint: Checkpoint, config: RunConfig) -> None:
         form = optimizer.get("use_distributed_optimizer") if isinstance(optimizer, dict) else None
         if form not in (None, megatron.optimizer.use_distributed_optimizer):
             changes.append(f"optimizer.use_distributed_optimizer was {form}, and is {megatron.optimizer.use_distributed_optimizer}")
+        section = {"critic": "value"}.get(model, model)
+        frozen = optimizer.get("frozen") if isinstance(optimizer, dict) else None
+        if not changes and not megatron.peft.enabled and isinstance(frozen, dict):
+            _check_thawed(f"{section}.megatron_cfg", path, frozen, own.frozen_settings)
         if changes:
-            section = {"critic": "value"}.get(model, model)
             raise ValueError(
                 f"{section}.megatron_cfg: {'; '.join(changes)}: weights and optimizer state in {checkpoint.folder} have another form; set "
                 "it back, or begin in another checkpointing.checkpoint_dir, with what `python -m mrl.convert mcore-to-hf` makes of this "
                 "checkpoint as policy.model_name"
             )
+
+
+def _check_thawed(section: str, path: Path, was: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Raises ValueError if a run would train weights without optimizer state, because they were frozen when `path` was written."""
+    hf_config = _object(path.with_name(HF_CONFIG_FILE))
+    has_experts = bool(family(hf_config).expert_layers(hf_config)) if hf_config else True
+    before, after = (set(cast("list[str]", settings.get("freeze_config.modules") or [])) for settings in (was, now))
+    thawed = {
+        "freeze_moe_router": has_experts and was.get("freeze_moe_router") is True and now["freeze_moe_router"] is False,
+        "freeze_config.modules": any(not any(fnmatchcase(old, new) for new in after) for old in before),
+        "mtp_num_layers": was.get("mtp_num_layers") == 0 != now["mtp_num_layers"],
+    }
+    if names := [name for name, is_thawed in thawed.items() if is_thawed]:
+        changes = "; ".join(f"{name} was {was[name]}, and is {now[name]}" for name in names)
+        raise ValueError(
+            f"{section}: {changes}: {path.parent} has no optimizer state of what was not trained when it was saved; set it back, or begin "
+            "in another checkpointing.checkpoint_dir, with what `python -m mrl.convert mcore-to-hf` makes of this checkpoint as "
+            "policy.model_name"
+        )
 
 
 def _object(path: Path) -> dict[str, object]:

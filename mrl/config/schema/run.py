@@ -322,6 +322,16 @@ class RunConfig:
         return megatron.mtp_num_layers if megatron.trains_mtp and self.algorithm != "rm" else 0
 
     @property
+    def frozen_settings(self) -> dict[str, object]:
+        """Values of the settings that leave weights of a model untrained, by their names in `megatron_cfg`."""
+        megatron = self.policy.megatron_cfg
+        return {
+            "freeze_moe_router": megatron.freeze_moe_router,
+            "freeze_config.modules": list(megatron.freeze_config.modules),
+            "mtp_num_layers": self.mtp_steps,
+        }
+
+    @property
     def needs_old_logprobs(self) -> bool:
         """Tells whether a step computes the policy's logprobs before its update."""
         uses_ratios = self.algorithm in ("grpo", "ppo")

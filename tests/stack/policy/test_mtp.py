@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -192,6 +193,8 @@ def test_a_checkpoint_goes_on_at_any_layout(ranks: RankPool, folders: dict[bool,
 def test_a_checkpoint_without_their_moments_is_refused(ranks: RankPool, folders: dict[bool, Path], tmp_path: Path):
     left, learning = (mtp_ranks.run_config(folders[True], "dp2", MtpCase(steps, repeats=True)) for steps in (0, 2))
     ranks.run(save_ranks.save_after_steps, left, tmp_path, 1, world_size=2)
+    form = json.loads((tmp_path / "iter_0000000/run_config.yaml").read_text())["optimizer"]
+    assert form["frozen"] == left.frozen_settings and form["frozen"]["mtp_num_layers"] == 0
     said = r"iter_0000000 has no optimizer state of mtp\.layers\.0\.\S+ \(tensors without: \d+\), which was not trained when this was saved"
     with pytest.raises(RuntimeError, match=said):
         ranks.run(save_ranks.load_and_step, learning, tmp_path, world_size=2)

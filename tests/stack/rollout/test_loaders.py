@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from conversion.boxes import Slot
 from conversion.families.common import VllmParallel
 from conversion.families.registry import FAMILIES, family
+from conversion.files.hf_folder import EMBEDDING, OUTPUT, SINGLE_FILE
 from conversion.tensors import dtype_name
 from mrl.config.schema.generation import Precision
 from tests import models
@@ -47,6 +49,15 @@ def test_tables_are_what_the_loaders_do_on_every_stage(case: str, tmp_path: Path
     for parallel in staged_layouts(model_type):
         for worker in range(parallel.num_workers):
             assert disagreements(folder, parallel, worker) == [], (parallel, worker)
+
+
+def test_vllm_reads_no_tied_embedding_stored_as_the_output_layer_alone(tmp_path: Path) -> None:
+    """So `mrl.config.rules.models` refuses such a folder."""
+    folder = models.save_model(tmp_path, "qwen3", 0, **CASES["qwen3, tied"][1])
+    weights = load_file(folder / SINGLE_FILE)
+    weights[OUTPUT] = weights.pop(EMBEDDING)
+    save_file(weights, folder / SINGLE_FILE)
+    assert load(folder, VllmParallel(), 0)[Slot(EMBEDDING)].isnan().all(), "as it was before the loader came"
 
 
 def test_another_workers_table_is_not_taken(tmp_path: Path) -> None:

@@ -122,3 +122,19 @@ def test_what_an_engine_would_not_find_is_said_before_the_start(workplace: Path)
     key = "+policy.generation.vllm_kwargs.hf_config_path"
     (problem,) = find_problems(load_config("grpo_tiny.yaml", [f"{key}=elsewhere"]))
     assert "hf_config_path=elsewhere: refits write the weights as the checkpoint has them" in problem
+
+
+def test_a_tied_embedding_stored_as_the_output_layer_alone_is_refused_with_engines(workplace: Path):
+    folder = write_folder(workplace / "tied", tiny_config("qwen3", tie_word_embeddings=True))
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    save_file(weights, folder / "model.safetensors")
+    settings = [
+        f"policy.model_name={folder}",
+        "policy.tokenizer.name=prepared/tiny/model",
+        "policy.megatron_cfg.expert_model_parallel_size=1",
+    ]
+    with_engines, without = (find_problems(load_config(name, settings)) for name in ("grpo_tiny.yaml", "sft_tiny.yaml"))
+    (problem,) = [text for text in with_engines if "tied embedding" in text]
+    assert "stored as lm_head.weight alone, which vLLM does not read; convert it there and back with" in problem
+    assert not [text for text in without if "tied embedding" in text]

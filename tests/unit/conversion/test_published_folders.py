@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conversion.convert import convert_hf_to_mcore, convert_mcore_to_hf, differences
-from conversion.files.hf_folder import INDEX_FILE, SINGLE_FILE, files_to_hide, weight_files
+from conversion.files.hf_folder import INDEX_FILE, SINGLE_FILE, files_to_hide, weight_files, write_json
 from conversion.files.hf_weights import check_hf, describe_dtypes, read_model_config
 from mrl.config.model import overridden_folder
 from mrl.recipes.tokenizer import byte_tokenizer
@@ -131,6 +131,21 @@ def test_a_tied_model_may_be_stored_under_the_name_of_its_output_alone(hf: Path)
     back = there_and_back(hf)
     assert torch.equal(load_file(back / SINGLE_FILE)[EMBEDDING], model.lm_head.weight)
     assert list(differences(hf, back)) == []
+
+
+def test_of_an_index_only_the_tensors_that_the_model_needs_must_be_there(hf: Path):
+    before = load_file(hf / SINGLE_FILE)
+    (hf / SINGLE_FILE).rename(hf / "model-00001-of-00001.safetensors")
+    weight_map = dict.fromkeys(before, "model-00001-of-00001.safetensors")
+    # Frequencies that older versions of transformers stored, and a layer that somebody has dropped.
+    more = ("model.layers.0.self_attn.rotary_emb.inv_freq", "vision_tower.patch_embed.weight")
+    write_json(hf / INDEX_FILE, {"metadata": {}, "weight_map": weight_map | dict.fromkeys(more, "model-00001-of-00001.safetensors")})
+    AutoModelForCausalLM.from_pretrained(hf)
+    assert list(differences(hf, there_and_back(hf))) == []
+    rewrite_file = {name: tensor for name, tensor in before.items() if name != QUERY}
+    save_file(rewrite_file, hf / "model-00001-of-00001.safetensors")
+    with pytest.raises(ValueError, match=f"the weights do not fit config.json; missing: {QUERY}; unknown to this model_type: none"):
+        check_hf(hf)
 
 
 def test_experts_in_one_tensor_are_refused_with_a_way_out(tmp_path: Path):
