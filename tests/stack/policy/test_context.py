@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests import models
 from tests.stack.policy import policy_ranks
 from tests.stack.ranks import RankPool
 
@@ -44,5 +45,16 @@ def test_whole_rows_have_the_logprobs_of_one_rank(ranks: RankPool, folder: Path,
     assert results
     for found in results:
         assert found.keys() == expected.keys() == set(range(policy_ranks.NUM_SEQUENCES))
+        for index, logprobs in expected.items():
+            np.testing.assert_allclose(found[index], logprobs, atol=1e-5)
+
+
+def test_parts_of_a_row_have_the_positions_of_yarn(ranks: RankPool, tmp_path: Path):
+    """Megatron keeps the frequencies of YaRN beside the model, for which it asks pinned memory of a GPU."""
+    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=1024, rope_theta=1e6)
+    folder = models.save_model(tmp_path, "qwen3", rope_parameters=yarn)
+    one, two = (policy_ranks.run_config(folder, layout) for layout in ("one", "cp2"))
+    (expected,) = ranks.run(policy_ranks.logprobs_of_rollouts, one, world_size=1)
+    for found in filter(None, ranks.run(policy_ranks.logprobs_of_rollouts, two, world_size=2)):
         for index, logprobs in expected.items():
             np.testing.assert_allclose(found[index], logprobs, atol=1e-5)
