@@ -50,7 +50,7 @@ def test_whole_rows_have_the_logprobs_of_one_rank(ranks: RankPool, folder: Path,
 
 
 def test_parts_of_a_row_have_the_positions_of_yarn(ranks: RankPool, tmp_path: Path):
-    """Megatron keeps the frequencies of YaRN beside the model, for which it asks pinned memory of a GPU."""
+    """Megatron puts parts of rows into pinned memory, which hosts without a GPU lack."""
     yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=1024, rope_theta=1e6)
     folder = models.save_model(tmp_path, "qwen3", rope_parameters=yarn)
     one, two = (policy_ranks.run_config(folder, layout) for layout in ("one", "cp2"))

@@ -52,7 +52,7 @@ def test_tables_are_what_the_loaders_do_on_every_stage(case: str, tmp_path: Path
 
 
 def test_vllm_reads_no_tied_embedding_stored_as_the_output_layer_alone(tmp_path: Path) -> None:
-    """So `mrl.config.rules.models` refuses such a folder."""
+    """Reason of the rule in `mrl.config.rules.models`."""
     folder = models.save_model(tmp_path, "qwen3", 0, **CASES["qwen3, tied"][1])
     weights = load_file(folder / SINGLE_FILE)
     weights[OUTPUT] = weights.pop(EMBEDDING)
