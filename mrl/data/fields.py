@@ -26,6 +26,13 @@ class RowError(Exception):
     """A fault of one row."""
 
 
+class EndlessRow(Exception):
+    """A row on which the chat template takes more time than any row needs.
+
+    It ends the reading, as others would take as long.
+    """
+
+
 def json_object(line: bytes) -> Fields:
     """The object in a line of JSON. Raises RowError if there is none."""
     if len(line) > MAX_LINE_BYTES:

@@ -25,7 +25,7 @@ from mrl.config.errors import ConfigError
 from mrl.config.own import PROCESSOR, find_fitting
 from mrl.config.schema.data import PROCESSORS
 from mrl.config.texts import counted, safe_text
-from mrl.data.fields import Fields, RowError, as_json, json_object
+from mrl.data.fields import EndlessRow, Fields, RowError, as_json, json_object
 from mrl.data.order import epoch_order
 from mrl.data.records import Record, records
 
@@ -294,6 +294,8 @@ def sort_out(
                 left_out.too_long[place] = error.num_tokens
             except NoEnvironment as error:
                 left_out.without_environment[error.asked] += 1
+            except EndlessRow as error:
+                raise ValueError(f"{reader.setting}.data_path={reader.source}: {place}: {error}") from error
             except RowError as error:
                 left_out.bad.append(BadRow(place, f"{error}{reader.hint(fields)}", left_out.lines.add(record.line)))
             else:

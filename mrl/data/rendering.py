@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from mrl.data.fields import Fields, Message, RowError
+from mrl.data.fields import EndlessRow, Fields, Message, RowError
+from mrl.data.trial import row_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,14 +67,17 @@ def write(
     *,
     add_generation_prompt: bool,
 ) -> str:
-    """Renders a conversation by the chat template. RowError: the template refuses it."""
+    """Renders a conversation by the chat template. RowError: the template refuses it. EndlessRow: it does not end."""
     # Templates take what transformers' annotations leave out: contents and tools of any JSON.
     messages: Any = list(conversation.messages)
     extra: dict[str, Any] = {**(template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
     if conversation.tools:
         extra["tools"] = list(conversation.tools)
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **extra))
+        with row_limit():
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, **extra))
+    except EndlessRow:
+        raise
     except Exception as error:  # the template is the model's, written in Jinja, and raises what it likes
         words = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
         raise RowError(f"the chat template does not take this conversation: {words}") from error

@@ -9,10 +9,14 @@ import pickle
 import resource
 import signal
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from mrl.data.fields import EndlessRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +31,8 @@ MEMORY_BYTES = 2**31
 # A child that neither computes nor ends, which a template cannot bring about.
 STUCK_S = 300.0
 POLL_S = 0.005
+# Python drops an exception that a signal raises in a destructor.
+AGAIN_S = 0.5
 
 _USER = {"role": "user", "content": "What is 12+30?"}
 _ANSWER = {"role": "assistant", "content": "42"}
@@ -76,6 +82,35 @@ def within_limits(function: Callable[[], T], *, cpu_s: int) -> T:
     if error is not None:
         raise error
     return value
+
+
+@contextmanager
+def row_limit() -> Iterator[None]:
+    """Ends the rendering of one row that takes the main thread more than `CPU_S` seconds of a processor, by EndlessRow.
+
+    Elsewhere it does nothing, as only the main thread gets signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    end = time.thread_time() + CPU_S
+
+    def stop(*_: object) -> None:
+        if time.thread_time() < end:  # the process's other threads have run down its timer
+            signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S, AGAIN_S)
+            return
+        raise EndlessRow(
+            f"the chat template takes more than {CPU_S} s to write this row; correct it, remove the row, or name another "
+            f"one by policy.tokenizer.chat_template"
+        )
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S, AGAIN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _status(child: int) -> int:

@@ -26,6 +26,7 @@ from starlette.routing import Route
 
 from mrl.config.rules.gym_servers import GYM_PATH
 from mrl.rollout.agent_session import RECORD, AgentSession
+from mrl.rollout.http_fields import Asked, find_mistake
 from mrl.rollout.http_gate import BODY_BYTES_PER_TOKEN, OPEN_PATH, SMALL_BODY_BYTES, openai_error
 from mrl.rollout.receipts import Receipts
 from mrl.rollout.sessions import MESSAGE_IDS, PREFIX, PREFIX_MESSAGES
@@ -307,6 +308,8 @@ async def _body(request: Request) -> Json:
         raise HTTPException(400, f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise HTTPException(400, f"the body is a {type(body).__name__}; send an object")
+    if mistake := find_mistake(body, Asked):
+        raise HTTPException(400, mistake)
     return body
 
 

@@ -71,8 +71,9 @@ FLAGS = {
 CONTEXT_EXCEEDED = "context_length_exceeded"
 TOO_LONG = re.compile(r"context length|max_model_len|maximum model length|max_(completion_|output_)?tokens\b")
 """Texts about requests that are too long, vLLM's and ours."""
-UNSUPPORTED = ("stream", "use_beam_search", "kv_transfer_params", "ec_transfer_params", "vllm_xargs")
-"""Fields that mean nothing here, or something else: an engine that streams, searches, or hands its cache to another one."""
+UNSUPPORTED = ("stream", "use_beam_search", "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "chat_template")
+"""Fields that mean nothing here, or something else: an engine that streams, searches, hands its cache to another one, or
+takes programs of strangers."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
@@ -325,7 +326,8 @@ def find_refusal(body: Mapping[str, object], limits: Limits, *, session_id: str 
         return excess
     for name in UNSUPPORTED:
         if body.get(name):
-            return f"{name}: answers are not streamed, there is no beam search, and extensions of vLLM take no arguments; leave it out"
+            rule = "there is no beam search, extensions of vLLM take no arguments, and the chat template is the run's"
+            return f"{name}: answers are not streamed, {rule}; leave it out"
     if session_id is not None and len(session_id) > MAX_SESSION_ID:
         return f"session_id: {len(session_id)} characters; it may have {MAX_SESSION_ID}"
     prompt = body.get("prompt")
@@ -341,7 +343,7 @@ def find_excess(body: Mapping[str, object], limits: Limits) -> str:
     num_answers = 1 if body.get("n") is None else body["n"]
     if type(num_answers) is not int:
         return "n: must be a whole number, not a text or a fraction"
-    num_characters = sum(map(len, _strings([prompt, body.get("messages")])))
+    num_characters = sum(map(len, texts_of([prompt, body.get("messages")])))
     if num_characters > limits.max_model_len * CHARACTERS_PER_TOKEN:
         rule = f"the context length of {limits.max_model_len} tokens (policy.generation.vllm_cfg.max_model_len) holds no such text"
         return f"prompt or messages: {num_characters} characters; {rule}; shorten it"
@@ -351,7 +353,7 @@ def find_excess(body: Mapping[str, object], limits: Limits) -> str:
     if isinstance(form, dict) and isinstance(form.get("json"), str):
         with suppress(ValueError, RecursionError):  # vLLM refuses what is no JSON
             constraints["schema"] = json.loads(form["json"])
-    texts = list(_strings(constraints, with_keys=True))
+    texts = list(texts_of(constraints, with_keys=True))
     num_alternatives = sum(text.count("|") for text in texts) + sum(map(len, _lists(constraints)))
     if num_alternatives > MAX_ALTERNATIVES or sum(map(len, texts)) > MAX_CONSTRAINT_CHARACTERS:
         rule = f"they may have {MAX_ALTERNATIVES} and {MAX_CONSTRAINT_CHARACTERS}"
@@ -366,7 +368,7 @@ def find_excess(body: Mapping[str, object], limits: Limits) -> str:
     return ""
 
 
-def _strings(value: object, *, with_keys: bool = False) -> Iterator[str]:
+def texts_of(value: object, *, with_keys: bool = False) -> Iterator[str]:
     """All texts in a value of JSON."""
     for item in _items(value):
         if isinstance(item, str):

@@ -11,11 +11,12 @@ import asyncio
 import copy
 import uuid
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from vllm import CompletionOutput, RequestOutput
 from vllm import SamplingParams as VllmSampling
@@ -27,10 +28,12 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest, TokenizeResponse
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
+from vllm.exceptions import VLLMClientError
 from vllm.inputs import EngineInput
 from vllm.reasoning import ReasoningParserManager
 from vllm.renderers.online_renderer import OnlineRenderer
@@ -42,12 +45,12 @@ from mrl.data.prompts import sampling_params
 from mrl.rollout.agent_session import RECORD, ROUTES, write_routes
 from mrl.rollout.callers import Answered, Question
 from mrl.rollout.engine import Engine
+from mrl.rollout.http_fields import Asked, described, find_mistake, naming
 from mrl.rollout.http_gate import (
     NEUTRAL,
     Limits,
     default_parameters,
     find_deviation,
-    find_excess,
     find_refusal,
     listen,
     max_body_bytes,
@@ -98,16 +101,16 @@ def _make_app(engine: Engine, handlers: Handlers) -> FastAPI:
     @app.post("/v1/chat/completions")
     @with_cancellation
     async def chat(body: Json, raw_request: Request) -> JSONResponse:
-        return JSONResponse(await handlers.chat(body, session_of(body, raw_request)))
+        return JSONResponse(await _naming(handlers.chat(body, session_of(body, raw_request)), body))
 
     @app.post("/v1/completions")
     @with_cancellation
     async def complete(body: Json, raw_request: Request) -> JSONResponse:
-        return JSONResponse(await handlers.complete(body, session_of(body, raw_request)))
+        return JSONResponse(await _naming(handlers.complete(body, session_of(body, raw_request)), body))
 
     @app.post("/tokenize")
     async def tokenize(body: Json) -> JSONResponse:
-        return JSONResponse(await handlers.tokenize(body))
+        return JSONResponse(await _naming(handlers.tokenize(body), body))
 
     @app.get("/v1/models")
     async def list_models() -> JSONResponse:
@@ -172,7 +175,7 @@ class Handlers:
         self.sessions = Sessions()
 
     async def chat(self, body: Json, session_id: str | None) -> Json:
-        plain, prefix = take_prefix(self._checked(body, session_id))
+        plain, prefix = take_prefix(self._checked(body, session_id, ChatCompletionRequest))
         is_recorded, answered_messages = plain.pop(RECORD, False), plain.pop(PREFIX_MESSAGES, None)
         request = _read(ChatCompletionRequest, plain)
         request.request_id = uuid.uuid4().hex
@@ -194,7 +197,7 @@ class Handlers:
         return response.model_dump() | _versions(answers) | (_record(answers[0], known) if is_recorded else {})
 
     async def complete(self, body: Json, session_id: str | None) -> Json:
-        plain = self._checked(body, session_id)
+        plain = self._checked(body, session_id, CompletionRequest)
         is_recorded = plain.pop(RECORD, False)
         request = _read(CompletionRequest, plain)
         request.request_id = uuid.uuid4().hex
@@ -208,10 +211,10 @@ class Handlers:
 
     async def tokenize(self, body: Json) -> Json:
         """`POST /tokenize`: of a text or a conversation; token ids that it is to begin with are kept, as in a chat."""
-        if excess := find_excess(body, self.limits):
-            raise HTTPException(400, excess)
-        plain, prefix = take_prefix(body)
-        if "messages" not in plain:
+        is_chat = "messages" in body
+        kind = TokenizeChatRequest if is_chat else TokenizeCompletionRequest
+        plain, prefix = take_prefix(self._checked(body, None, kind))
+        if not is_chat:
             asked = _read(TokenizeCompletionRequest, plain)
             return _successful(await self.tokenization.create_tokenize(asked, cast(Any, None)), TokenizeResponse).model_dump()
         chat = _read(TokenizeChatRequest, plain)
@@ -223,8 +226,8 @@ class Handlers:
             response.count, response.token_strs = len(response.tokens), None
         return response.model_dump()
 
-    def _checked(self, body: Json, session_id: str | None) -> Json:
-        if refusal := find_refusal(body, self.limits, session_id=session_id):
+    def _checked(self, body: Json, session_id: str | None, kind: type[BaseModel]) -> Json:
+        if refusal := find_refusal(body, self.limits, session_id=session_id) or find_mistake(body, Asked, kind):
             raise HTTPException(400, refusal)
         given = ({"stop": list(self.sampling.stop_strings)} if self.sampling.stop_strings else {}) | body
         # Which session it is we know; the handlers tell the engine only what is set here.
@@ -288,11 +291,25 @@ def _record(answered: Answered, routes_start: int) -> Json:
 
 
 def _read(kind: type[Parsed], body: Json) -> Parsed:
-    """Reads a request as vLLM does. Its validators assume that fields are mappings, so that this checks it first."""
+    """Reads a request whose fields have their types as vLLM does."""
     try:
         return kind.model_validate(body)
+    except ValidationError as error:
+        raise HTTPException(400, described(error, body)) from error
     except (AttributeError, KeyError, RecursionError) as error:
         raise HTTPException(400, f"the request cannot be read: {error}") from error
+
+
+async def _naming(answer: Awaitable[Json], body: Json) -> Json:
+    """The answer to a request; a refusal of it names a field."""
+    try:
+        return await answer
+    except HTTPException as error:
+        status, words = error.status_code, str(error.detail)
+        raise HTTPException(status, naming(words, body) if status == 400 else words) from error
+    except (VLLMClientError, ValueError, TypeError, OverflowError) as error:
+        info = create_error_response(error).error
+        raise HTTPException(info.code, naming(info.message, body) if info.code == 400 else info.message) from error
 
 
 def _successful(response: object, kind: type[Response]) -> Response:

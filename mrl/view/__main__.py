@@ -56,17 +56,18 @@ class Runs:
 
     def timeline(self, index: str, step: str) -> bytes | None:
         """The lanes of a step, compressed; None if it was not recorded."""
-        if not index.isdecimal() or int(index) >= len(self.folders) or not step.isdecimal():
-            return None
-        found = list_windows(self.folders[int(index)]).get(int(step))
-        return compressed({**read_timelines([found])}) if found is not None else None
+        found = list_windows(folder) if (folder := self._folder(index)) else {}
+        windows = {str(number): window for number, window in found.items()}
+        return compressed({**read_timelines([windows[step]])}) if step in windows else None
 
     def rollouts(self, index: str, name: str) -> bytes | None:
         """All rollouts of a dump, compressed; None if there is none of this name."""
-        if not index.isdecimal() or int(index) >= len(self.folders):
-            return None
-        found = next((dump for dump in list_dumps(self.folders[int(index)]) if dump.name == name), None)
-        return compressed(read_dump(found.path)) if found is not None else None
+        dumps = {dump.name: dump for dump in list_dumps(folder)} if (folder := self._folder(index)) else {}
+        return compressed(read_dump(dumps[name].path)) if name in dumps else None
+
+    def _folder(self, index: str) -> Path | None:
+        # What a caller says is compared with what there is, and never read as a number, of which Python bounds the digits.
+        return {str(number): folder for number, folder in enumerate(self.folders)}.get(index)
 
 
 def server_of(runs: Runs, port: int, token: str) -> ThreadingHTTPServer:

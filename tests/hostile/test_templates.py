@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from mrl.config.load import load_config
 from mrl.config.schema.policy import PolicyConfig, TokenizerConfig
 from mrl.config.schema.run import RunConfig
 from mrl.data import trial
 from mrl.data.chat import load_tokenizer
+from mrl.data.rendering import Conversation, write
 from mrl.data.trial import try_template
-from mrl.inputs import Look, tokenizer_of
+from mrl.inputs import Look, look_at_data, tokenizer_of
 from mrl.recipes import tokenizer as recipe
 
 pytestmark = pytest.mark.attack("a chat template that never ends")
@@ -70,3 +75,34 @@ def test_the_check_says_it(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     looks = [Look(), Look()]
     assert [tokenizer_of(config, look) is None for config, look in zip(configs, looks, strict=True)] == [False, True]
     assert [len(look.problems) for look in looks] == [0, 1]
+
+
+@pytest.mark.parametrize("is_strict", [False, True], ids=["some rows", "all rows"])
+def test_a_row_that_a_template_never_ends_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_strict: bool):
+    """The template loops for one row alone, in which the trial's conversations have no part."""
+    monkeypatch.setattr(trial, "CPU_S", 1)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": text, "answer": "2"}) + "\n" for text in ("1+1=", "never?", "2+0=", "never?")))
+    (tmp_path / "loop.jinja").write_text("{% if 'never' in messages[0]['content'] %}" + LOOP + "{% endif %}" + PLAIN)
+    words = [f"policy.model_name={folder}", f"policy.tokenizer.name={folder}", f"policy.tokenizer.chat_template={tmp_path}/loop.jinja",
+             f"data.train.data_path={rows}", "data.validation=null", "grpo.val_period=0", "grpo.val_at_start=false"]  # fmt: skip
+    look = look_at_data(load_config("grpo_tiny.yaml", words), is_strict=is_strict)
+    assert [f"{rows}:2: the chat template takes more than 1 s to write this row" in problem for problem in look.problems] == [True]
+    assert not look.unseen
+
+
+def test_other_rows_take_nothing_from_the_limit_of_one(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch):
+    """Each row has its own seconds, and other threads' do not count."""
+    monkeypatch.setattr(trial, "CPU_S", 0.1)
+    tokenizer.chat_template = "{% for i in range(9999) %}{% endfor %}" + PLAIN
+    is_over = threading.Event()
+    other = threading.Thread(target=lambda: [None for _ in iter(is_over.is_set, True)])
+    other.start()
+    try:
+        conversation = Conversation([{"role": "user", "content": "a"}])
+        begun = time.thread_time()
+        while time.thread_time() < begun + 0.3:
+            assert write(conversation, tokenizer, None, add_generation_prompt=True) == "a"
+    finally:
+        is_over.set()
+        other.join()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
@@ -256,6 +257,46 @@ def test_a_request_that_nobody_can_answer_is_refused_and_ends_nothing(engine: En
     (answer,) = served(engine, lambda: httpx.post(f"{base_url}/chat/completions", content=body, headers=headers, timeout=TIMEOUT_S))
     assert answer.status_code == 400, answer.text
     assert not engine.callers.are_waiting
+
+
+@pytest.mark.attack("a caller of the HTTP endpoint")
+def test_every_field_of_a_wrong_type_is_named(engine: Engine, base_url: str):
+    """Each field of each request with values of five types. vLLM's own model says which of them are wrong."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest
+
+    said = {"messages": [{"role": "user", "content": "hi"}]}
+    kinds = [("/v1/chat/completions", ChatCompletionRequest, said | {"max_completion_tokens": 1}),
+             ("/v1/completions", CompletionRequest, {"prompt": "a", "max_tokens": 1}),
+             ("/tokenize", TokenizeChatRequest, said), ("/tokenize", TokenizeCompletionRequest, {"prompt": "a"})]  # fmt: skip
+    own = ("session_id", "record", "required_prefix_token_ids", "required_prefix_messages")
+    parts = ("role", "content", "tool_calls", "name", "tool_call_id", "prompt_token_ids")
+    bodies = [(path, kind, name, base | {name: value}) for path, kind, base in kinds for name in (*kind.model_fields, *own)
+              for value in ("x", 1.5, ["x"], {"a": 1}, "half \ud800")]  # fmt: skip
+    bodies += [("/v1/chat/completions", ChatCompletionRequest, "messages", {"messages": [{"role": role, "content": "a", part: value}]})
+               for role in ("user", "assistant", "tool", "system") for part in parts for value in (1.5, ["x"], [{}], {"a": 1})]  # fmt: skip
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    with httpx.Client(headers=headers, timeout=TIMEOUT_S) as plain:
+
+        def ask(path: str, body: dict) -> httpx.Response:
+            return plain.post(base_url.removesuffix("/v1") + path, content=json.dumps(body))
+
+        answers = [answer for start in range(0, len(bodies), 16)
+                   for answer in served(engine, *(lambda one=one: ask(one[0], one[3]) for one in bodies[start : start + 16]))]  # fmt: skip
+    num_wrong = 0
+    for (_, kind, name, body), answer in zip(bodies, answers, strict=True):
+        said_back = (name, body[name], answer.text)
+        assert answer.status_code in (200, 400) or name == "model", said_back
+        try:
+            kind.model_validate(copy.deepcopy(body))
+        except Exception:
+            num_wrong += 1
+            assert answer.status_code == 400, said_back
+        if answer.status_code == 400:
+            # A list of ids, or of a message's, is asked for by both names.
+            assert name in answer.json()["error"]["message"] or name in own, said_back
+    assert num_wrong > 400
 
 
 @pytest.mark.attack("a caller of the HTTP endpoint")

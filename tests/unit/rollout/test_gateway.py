@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -259,3 +260,26 @@ def test_who_hangs_up_or_is_over_leaves_nothing(running: Running, engine: FakeEn
             future.result(HANG_S)
     engine.released.set()
     assert session.tree.nodes == []
+
+
+@pytest.mark.parametrize("place", ["session", "gym", "run"])
+def test_fields_of_a_wrong_type_are_named_before_they_are_read(running: Running, session: AgentSession, place: str):
+    url, key = {
+        "session": (running.base_url(session), session.key),
+        "gym": (f"{running.url}/gym/v1", RUN_KEY),
+        "run": (f"{running.url}/v1", RUN_KEY),
+    }[place]
+    good = {"messages": [{"role": "user", "content": "hi"}]}
+    wrong: dict[str, list[object]] = {
+        "messages": ["x", 1, ["x"], {"a": 1}, [good["messages"]], [None]],
+        "stop": [1, {"a": 1}, [1], [["x"]]],
+        "stream": ["x", [], {}],
+        "stream_options": ["x", 1, ["include_usage"]],
+        "logprobs": ["x", -1, [True]],
+        "user": ["half \ud800", ["\ud800"], {"\ud800": 1}],
+    }
+    with httpx.Client(headers={"Authorization": f"Bearer {key}"}, timeout=HANG_S) as plain:
+        for name, values in wrong.items():
+            for value in values:
+                answer = plain.post(f"{url}/chat/completions", content=json.dumps(good | {name: value}))
+                assert (answer.status_code, name in answer.json()["error"]["message"]) == (400, True), (name, value, answer.text)

@@ -3,6 +3,7 @@ import gzip
 import json
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,27 @@ def test_it_shows_all_runs_and_gives_rollouts_on_demand(address: str):
 )
 def test_nothing_else_is_served(address: str, path: str):
     assert get(f"{address}/token/{path}")[0] == 404
+
+
+HOSTILE = ["9" * 5000, "-1", "+1", "1_0", "٣", "²", "0x1", "1e3", "1.0", " 1", "nan", "inf", "None", "..", "%00", "%ff", "%0d%0aX:1", "<b>",
+           "%2e%2e%2fconfig", "$(id)", "a" * 20_000]  # fmt: skip
+
+
+@pytest.mark.attack("a run folder of a stranger")
+@pytest.mark.parametrize("query", [f"{kind}/{index}/{name}" for kind, good in (("rollouts", "train_data_step2"), ("timeline", "3"))
+                                   for index, name in (("{}", good), ("1", "{}"), ("{}", "{}"))] + ["{}", "{}/1/2"])  # fmt: skip
+def test_hostile_values_of_a_query_are_not_found(address: str, query: str):
+    for value in HOSTILE:
+        text = urllib.parse.quote(value, safe="%/:.$()+<>")
+        assert get(f"{address}/token/{query.replace('{}', text)}")[0] in (400, 404), value[:50]
+    assert get(f"{address}/token/timeline/1/3")[0] == 200
+
+
+@pytest.mark.attack("a run folder of a stranger")
+def test_hostile_marks_of_what_was_seen_get_the_page_anew(address: str):
+    codes = {get(f"{address}/token/data?{name}={urllib.parse.quote(value, safe='%')}")[0] for value in HOSTILE for name in ("seen", "x")}
+    assert codes == {200} and get(f"{address}/token/data?{'seen=1&' * 5000}")[0] == 200
+    assert get(f"{address}/{urllib.parse.quote(HOSTILE[0])}/data")[0] == 403
 
 
 def test_a_reader_gets_news_once(address: str, tmp_path: Path):
