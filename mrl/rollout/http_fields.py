@@ -18,7 +18,7 @@ _Count = Annotated[int, Field(ge=0)]
 
 
 class Asked(BaseModel):
-    """The fields that mrl itself reads in a request of any kind; OpenAI's types."""
+    """Fields of a request that mrl itself reads, with OpenAI's types."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -49,7 +49,7 @@ def find_mistake(body: Mapping[str, object], *kinds: type[BaseModel]) -> str:
 
 
 def described(error: ValidationError, value: object, place: Sequence[str | int] = ()) -> str:
-    """What pydantic refuses in `value`, which stands at `place`: the first places, each with the rule it breaks."""
+    """Lists the first wrong places in `value`, which stands at `place`, each with the rule that it breaks."""
     found: dict[str, str] = {}
     errors = error.errors(include_url=False, include_input=False)
     # A wrong tag says only that a branch of a union is not the one that was meant.
