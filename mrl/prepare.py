@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m mrl.prepare tiny|tiny_dense|nano3|verify`: models and data for first runs, or a check of downloads. Work is in mrl/recipes."""
+"""`python -m mrl.prepare tiny|tiny_dense|nano3|verify`: first models and data, download checks; see mrl/recipes."""
 
 from __future__ import annotations
 

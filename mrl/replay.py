@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m mrl.replay RUN --step N`: makes a step of a run again from the checkpoint before it, and compares it with the record.
+"""`python -m mrl.replay RUN --step N`: repeats a run's step from the checkpoint before it, compares it with the record.
 
 Of steps that `logger.record_steps` has recorded the training alone, from their rollouts: old and reference logprobs, masks and advantages
 of every token, and the metrics. Of others, or with --sample, rollouts too: prompts, texts, rewards, metrics, and of some rollouts every
@@ -180,7 +180,7 @@ def until(step: int) -> Callable[[Run[Supplier], RunState], None]:
 
 
 def differences(one: Path, other: Path, steps: range) -> Iterator[str]:
-    """The differences of two run folders in these steps, in the order in which a step computes: rollouts before metrics."""
+    """The differences of two run folders in these steps, in the order a step computes: rollouts before metrics."""
     dumps, others = ({(dump.step, dump.split): dump for dump in list_dumps(folder)} for folder in (one, other))
     rows, other_rows = ({row["step"]: row for row in read_rows(folder / METRICS, METRIC_KEYS)[0]} for folder in (one, other))
     for step in steps:

@@ -33,7 +33,7 @@ COMPARED = ("train/loss", "train/grad_norm")
 
 
 def records_of(run: Path, steps: range, finite: Collection[int]) -> list[Path]:
-    """The records of these steps; those that are missing too. Of steps that are not `finite`, those made for that reason."""
+    """The records of these steps; missing ones too. Of steps that are not `finite`, those made for that reason."""
     names = {step: f"step_{step}.mrl" for step in steps}
     others = {step: f"{NOT_FINITE}{name}" for step, name in names.items() if step not in finite and not (run / FOLDER / name).exists()}
     return [run / FOLDER / name for name in (names | others).values()]
@@ -47,7 +47,7 @@ def check_replayed(base: Checkpoint | None, paths: Sequence[Path]) -> list[Recor
 
 
 def retrained(config: RunConfig, base: Checkpoint | None, records: Sequence[RecordedStep], log_folder: Path) -> Iterator[str]:
-    """The differences between recorded steps and the same steps trained again from a checkpoint; None: from the starting weights."""
+    """Differences between recorded steps and their retraining from a checkpoint; None: from the starting weights."""
     from mrl.cluster.session import start_policies
 
     with start_policies(config, pad_token_id=records[0].pad_token_id, log_folder=log_folder) as session:
@@ -99,7 +99,7 @@ def step_differences(
     metrics: Mapping[str, float],
     tolerance: float | None,
 ) -> Iterator[str]:
-    """The first difference of each sequence by rank, tensor and token, then those of the metrics. `tolerance` None: every byte counts."""
+    """Each sequence's first difference by rank, tensor and token, then metrics. `tolerance` None: every byte counts."""
     start = 0
     recorded = [sequence for batch in record.batches for sequence in batch]
     for update, (batch, of_batch) in enumerate(zip(batches, made, strict=True)):

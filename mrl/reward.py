@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m mrl.reward FILE.py:FUNCTION ROWS.jsonl [--replies FILE] [a.b=c ...]`: runs a reward function of your own on rows, in seconds.
+"""`python -m mrl.reward FILE.py:FUNCTION ROWS.jsonl [--replies FILE] [a.b=c ...]`: runs your reward function on rows.
 
 It runs as in training: in a confined child with a deadline, with values by name. Without replies each row is judged twice, by its own
 answer and by an empty text. What the function prints stands above the table; tracebacks stand below it, one of each kind.

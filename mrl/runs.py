@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m mrl.runs [FOLDER ...]`: lists runs; `show RUN` tells one with its attempts, `compare RUN RUN` what two differ in.
+"""`python -m mrl.runs [FOLDER ...]`: lists runs; `show RUN` one with its attempts, `compare RUN RUN` how two differ.
 
 Reads run folders as they are, also those of runs that go on, and changes nothing.
 """

@@ -122,7 +122,7 @@ LISTENER = Listener()
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Blocks the stop signals for every process and thread started inside the `with` block. Restores replaced handlers."""
+    """Blocks the stop signals for every process and thread started in the `with` block. Restores replaced handlers."""
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -135,7 +135,7 @@ def shielded() -> Iterator[None]:
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Asks the kernel to kill this process when its parent dies, and ends it if `parent_pid` has died before. Linux only."""
+    """Asks the kernel to kill this process when its parent dies; ends it if `parent_pid` died before. Linux only."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if parent_pid is not None and os.getppid() != parent_pid:
@@ -143,7 +143,7 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 def shield_process(*, passes_on: bool) -> None:
-    """Keeps stop signals from ending this process, even if its older threads do not block them. Call it in the main thread."""
+    """Keeps stop signals from ending this process, even if older threads do not block them. Call in the main thread."""
     own = os.getpid()
 
     def ignore(number: int, _: FrameType | None) -> None:

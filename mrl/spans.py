@@ -194,7 +194,7 @@ def record_in(path: Path, *, by_thread: bool = True) -> None:
 
 
 def show_in(folder: Path, name: str) -> None:
-    """Keeps this process's sign of life in `folder` from now on; on `STACK_SIGNAL` the process writes the stacks of its threads there."""
+    """Keeps this process's sign of life in `folder` from now on; on `STACK_SIGNAL` writes its threads' stacks there."""
     global _sign
     _sign = _Sign(folder, name)
 
@@ -214,14 +214,14 @@ def begin(name: str, phase: str = "") -> None:
 
 
 def add(name: str, start: float, lane: str = MAIN, /, **facts: Fact) -> None:
-    """Records what began at `start`, a time of `time.monotonic`, and ends now. Spans of one lane lie inside each other or apart."""
+    """Records what began at `start`, a time of `time.monotonic`, and ends now. Spans of one lane nest or lie apart."""
     _show_end(name, lane, facts)
     if _recorder is not None:
         _recorder.add(name, start, time.monotonic(), lane, facts)
 
 
 def stretch(name: str, start: float, lane: str = MAIN, /, **facts: Fact) -> None:
-    """Adds work in many short calls: calls of a lane that follow each other closely are one span, until `end_stretch`."""
+    """Adds work in many short calls: calls of a lane that follow closely are one span, until `end_stretch`."""
     _show_end(name, lane, facts)
     if _recorder is not None:
         _recorder.stretch(name, start, time.monotonic(), lane, facts)
@@ -260,7 +260,7 @@ def process_key() -> str:
 
 
 def memory_facts() -> dict[str, int]:
-    """Bytes that this process holds on the host and, on a GPU, its tensors' peak since the last call and all memory in use."""
+    """Host bytes of this process and, on a GPU, its tensors' peak since the last call and all memory in use."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     facts = {"host_bytes": pages * os.sysconf("SC_PAGE_SIZE")}
     # Asking a GPU that this process does not use would cost memory there.

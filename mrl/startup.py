@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of a run's start, phase by phase: one budget per process, from the moment when its command began. Standard library only."""
+"""Seconds of a run's start, phase by phase: one budget per process, from its command's start. Standard library only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _last = [mrl.STARTED]
 
 
 def lap(phase: str) -> None:
-    """Counts the time since the phase before, or since the command began, towards a phase of `PHASES`. Nothing after `take`."""
+    """Counts time since the last phase, or the command's start, towards a phase of `PHASES`. Nothing after `take`."""
     assert phase in PHASES
     if _last:
         kill_point("start")

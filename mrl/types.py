@@ -65,7 +65,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class UntrainedTurn:
-    """A turn of the model that its sequence does not train: positions [start, stop), counted from the prompt's first token."""
+    """A turn of the model that its sequence does not train: positions [start, stop) from the prompt's first token."""
 
     start: int
     stop: int
@@ -75,7 +75,7 @@ class UntrainedTurn:
 
 @dataclass(frozen=True)
 class Proposals:
-    """Counts of a rollout's speculation: proposals, proposed tokens, and those of them that the model would have drawn."""
+    """Counts of a rollout's speculation: proposals, proposed tokens, and those that the model would have drawn."""
 
     num_rounds: int = 0
     num_tokens: int = 0
@@ -87,7 +87,7 @@ class Proposals:
 
 @dataclass(frozen=True)
 class Transcript:
-    """The tokens after the prompt so far, which a further turn continues, those of the environment included. Fields as in `Rollout`."""
+    """Tokens after the prompt, which another turn continues, the environment's included. Fields as in `Rollout`."""
 
     token_ids: np.ndarray
     generator_logprobs: np.ndarray
@@ -278,7 +278,7 @@ LARGEST_REWARD = 3e38
 
 @dataclass(frozen=True)
 class Verdict:
-    """An environment's judgement of one rollout. `is_valid` False masks the rollout from the loss (it is never a silent 0)."""
+    """An environment's judgement of a rollout. `is_valid` False masks the rollout from the loss (never a silent 0)."""
 
     reward: float
     is_valid: bool
@@ -304,7 +304,7 @@ class Verdict:
 
     @property
     def has_reward(self) -> bool:
-        """True when `reward` counts in the baseline of its group: that of a flagged rollout does, although the rollout is masked."""
+        """True when `reward` counts in the baseline of its group: that of a flagged rollout does, although masked."""
         return self.is_valid or self.status == "flagged"
 
     @property
@@ -313,7 +313,7 @@ class Verdict:
         return self.trace.rpartition("\n")[0]
 
     def adjusted(self, factor: float, added: float = 0.0) -> Verdict:
-        """The verdict with `factor * reward + added` as its reward. Components change alike, each by an equal share of `added`.
+        """The verdict with `factor * reward + added` as reward. Components change alike, by an equal share of `added`.
 
         All that changes a reward goes through here, so that components still add up to it: GDPO looks at these alone.
         """

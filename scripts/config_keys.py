@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python scripts/config_keys.py`: writes conversion/families/config_keys.json, the keys of config.json that transformers and vLLM read.
+"""`python scripts/config_keys.py`: writes conversion/families/config_keys.json, keys that transformers and vLLM read.
 
 With it a key that they read and our family does not is refused, without importing them. A stack test fails when the installed
 libraries read other keys.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of docs/config.md, config keys by the schema's docstrings, and of docs/dialect.md, NeMo RL's keys by the dialect's tables."""
+"""Tables of docs/config.md, config keys by schema docstrings, and docs/dialect.md, NeMo RL keys by dialect tables."""
 
 from __future__ import annotations
 

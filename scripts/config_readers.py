@@ -75,7 +75,7 @@ def _closure(places: Iterable[Place], inner: Mapping[Place, set[Place]]) -> set[
 
 
 class _Definitions:
-    """Classes with the types of their attributes, and functions with those of their results, of all modules, by their bare names."""
+    """Classes with their attributes' types, functions with those of their results, of all modules, by bare names."""
 
     def __init__(self, modules: Mapping[str, ast.Module]) -> None:
         self.classes = {node.name for tree in modules.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Golden runs: hashes of the metrics and weights of six small runs, to show that a change of the code leaves them bit for bit.
+"""Golden runs: hashes of the metrics and weights of six small runs, to show that a code change leaves them bit for bit.
 
     python -m scripts.golden --out before.json                   # at the old commit
     python -m scripts.golden --out after.json --against before.json   # at the new one, on the same host: code 1 if anything differs
@@ -121,7 +121,7 @@ def hash_weights(folder: Path) -> str:
 
 
 def compare(before: Mapping[str, Mapping[str, str]], after: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """A line for each metric or run that differs; a metric that only one side has is one that the change added or took away."""
+    """A line per metric or run that differs; a metric that only one side has is one the change added or removed."""
     return [
         f"{run}: {metric} {'differs' if metric in before.get(run, {}) and metric in hashes else 'is on one side only'}"
         for run, hashes in after.items()

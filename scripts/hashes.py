@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m scripts.hashes`: writes constraints-*.hashes.txt, the pins with the SHA-256 of the files that hosts of ours install.
+"""`python -m scripts.hashes`: writes constraints-*.hashes.txt, the pins with SHA-256 of files that our hosts install.
 
 Of each package the wheels for Linux on x86-64 and aarch64 with Python 3.11 to 3.13, else its sources. The indexes are asked by uv, which
 knows which file fits which host; UV_DEFAULT_INDEX and TORCH_CPU_INDEX name others than PyPI and PyTorch's.
@@ -27,7 +27,7 @@ TORCH_CPU = "https://download.pytorch.org/whl/cpu"
 
 
 def hashes_of(pins: list[str], index: str, python: str, platform: str) -> dict[str, set[str]]:
-    """Hashes of the files that a host may install, by pin (`name==version`, perhaps with a marker); none of those that it installs not."""
+    """Hashes of the files that a host may install, by pin (`name==version`, perhaps with a marker); of no others."""
     with tempfile.TemporaryDirectory() as folder:
         lock = Path(folder) / "pylock.toml"
         command = [uv.find_uv_bin(), *"pip compile --quiet --no-deps --no-config --format pylock.toml --output-file".split(), lock]

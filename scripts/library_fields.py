@@ -33,7 +33,7 @@ SCALARS = {bool: "true or false", int: "whole number", float: "number", str: "te
 
 
 def library_fields() -> dict[str, dict[str, object]]:
-    """Fields by class: the library, its version, and by argument the kinds of values that it takes, of those that YAML can write."""
+    """Fields by class: the library, its version, and by argument the kinds of YAML values that it takes."""
     described: dict[str, dict[str, object]] = {}
     for kind, names in LIBRARIES.items():
         hints = _hints(kind)
@@ -63,7 +63,7 @@ def _hints(kind: type) -> dict[str, object]:
 
 
 def kinds_of(hint: object) -> list[str]:
-    """Values that YAML may have for a type: names of kinds, and `=VALUE` for each single value. Empty if YAML cannot write it."""
+    """YAML values for a type: names of kinds, and `=VALUE` for each single value. Empty if YAML cannot write it."""
     origin = get_origin(hint)
     if origin is Annotated:
         return kinds_of(get_args(hint)[0])

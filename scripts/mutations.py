@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m scripts.mutations`: breaks 60 behaviours one by one in a copy of the checkout, and names those that no test misses.
+"""`python -m scripts.mutations`: breaks 60 behaviours one by one in a checkout copy; names those that no test misses.
 
 Run it by hand after a change of the tests: it takes ten to twenty seconds a mutation. Exit code 1: a mutation has survived.
 """

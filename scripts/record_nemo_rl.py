@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records what NeMo RL's own code answers to random batches: tests/data/nemo_rl/answers.json, for tests/unit/algo/test_nemo_rl.py.
+"""Records NeMo RL's answers to random batches: tests/data/nemo_rl/answers.json, for tests/unit/algo/test_nemo_rl.py.
 
 Usage: python -m scripts.record_nemo_rl CHECKOUT
 
@@ -247,7 +247,7 @@ def value_loss(nemo: dict, batch: Batch, config: ValueLossConfig) -> Answers:
 
 
 def distillation(nemo: dict, batch: Batch, config: LossConfig, is_parallel: bool) -> Answers:
-    """Answer of `DistillationLossFn` over one microbatch, in float32. `is_parallel`: their code for a vocabulary over several ranks."""
+    """Answer of `DistillationLossFn` over a microbatch in float32. `is_parallel`: their code for a split vocabulary."""
     student = batch["student"].float().requires_grad_()
     temperature, teacher_temperature = batch["temperatures"].tolist()
     teacher = torch.topk(batch["teacher"].float() / teacher_temperature, int(batch["k"]), dim=-1)
@@ -303,7 +303,7 @@ def advantages(nemo: dict, batch: Batch, grpo: GrpoConfig, loss: LossConfig) -> 
 
 
 def rewards(nemo: dict, batch: Batch, grpo: GrpoConfig) -> Answers:
-    """Rewards after scaling and shaping, and groups that dynamic sampling keeps, by the deviation of the whole group."""
+    """Rewards after scaling and shaping, and groups that dynamic sampling keeps, by the deviation of a whole group."""
     lengths = batch["lengths"].sum(dim=1)
     data = {"total_reward": batch["rewards"].clone(), "truncated": batch["cut_off"], "response_token_lengths": lengths}
     shaped = nemo["rewards"].apply_reward_shaping(nemo["driver"].scale_rewards(data, grpo.reward_scaling), grpo.reward_shaping)

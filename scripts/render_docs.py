@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m scripts.render_docs`: renders the tables of all pages of docs/ from docs/data/*.json, the measurements that test parts wrote.
+"""`python -m scripts.render_docs`: renders all tables of docs/ from docs/data/*.json, the measurements of test parts.
 
 The tables of config keys come from the schema; see `scripts.config_page`. The table of faults comes from docs/reliability.json, with the
 dates of the parts.
@@ -107,7 +107,7 @@ def _origin(data: dict) -> str:
 
 
 def faults_table(data_folder: Path) -> str:
-    """Each fault that is injected on purpose, by kind, with the test that shows what comes of it, and when that has run."""
+    """Each fault injected on purpose, by kind, with the test that shows what comes of it, and when that has run."""
     kinds: dict[str, list[tuple[str, str, str]]] = {}
     for row in json.loads((DOCS / "reliability.json").read_text(encoding="utf-8")):
         measured = data_folder / f"{row['part']}.json" if "part" in row else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python scripts/uv_settings.py`: prints shell lines that give uv the index, wheels, certificates, proxy and timeout of pip's settings.
+"""`python scripts/uv_settings.py`: prints shell lines giving uv pip's index, wheels, certificates, proxy and timeout.
 
 uv does not read pip's settings. Variables of uv that are already set stay as they are.
 """
@@ -32,7 +32,7 @@ FOLDERS = ("extra-index-url", "find-links")
 
 
 def settings(listed: str) -> dict[str, str]:
-    """Value by setting from the lines of `pip config list`: pip's variables win over `[install]` of its files, and that over `[global]`."""
+    """Value by setting from `pip config list`: pip's variables win over `[install]` in files, that over `[global]`."""
     found: dict[str, str] = {}
     for section in ("global", "install", ":env:"):
         lines = re.findall(rf"^{section}\.([\w-]+)=(.+)$", listed, re.MULTILINE)

@@ -165,7 +165,7 @@ def _reward_model_objective(size: BatchSize) -> Objective:
 
 
 def _value_objective(config: ValueLossConfig, size: BatchSize) -> Objective:
-    """The critic's distance from the returns. Rows carry returns and the values before the updates; the model has a head."""
+    """The critic's distance from the returns. Rows carry returns and values before updates; the model has a head."""
 
     def row_loss(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
         assert row.values_T is not None and row.returns_T is not None
@@ -183,13 +183,13 @@ def _value_objective(config: ValueLossConfig, size: BatchSize) -> Objective:
 
 
 def _shared_metrics(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns this rank's part of metrics that each rank of a context-parallel group computes: ranks add up all of them but extremes."""
+    """This rank's part of metrics that each rank of a context-parallel group computes: ranks sum all but extremes."""
     cp_size = parallel_state.get_context_parallel_world_size()
     return {name: value if extreme_of(name) else value / cp_size for name, value in metrics.items()}
 
 
 def with_mtp(objective: Objective, rows: Sequence[PackedRow], config: MegatronConfig, vocab_size: int) -> Objective:
-    """The objective with the loss of the MTP layers added, and their metrics: `mtp_K_loss` and `mtp_K_acceptance_rate`, from step 1.
+    """The objective plus the MTP layers' loss, and their metrics: `mtp_K_loss`, `mtp_K_acceptance_rate`, from step 1.
 
     At position t, step k of K predicts the label of position t + k from the hidden state of step k - 1 (of the model, for the first) and
     the embedding of token t + k. With factor f the loss is f / K * sum over k of the mean negative log-likelihood of the labels that count,
@@ -219,7 +219,7 @@ def _row_loss(
     config: MegatronConfig,
     distribution: TokenDistribution,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Computes a row's loss by this rank's tokens, and its share of the metrics. `output`: the last stage's hidden states [1, T, D]."""
+    """A row's loss by this rank's tokens, and its metrics share. `output`: the last stage's hidden states [1, T, D]."""
     bare, block, local, device = unwrap_model(model), mtp_of(model), own_positions(row), output.device
     assert block is not None
     embedding = bare.embedding if bare.pre_process else block.embedding[0]

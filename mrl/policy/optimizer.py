@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's optimizer and its schedule of learning rate and weight decay: built from the config, and moved between device and host."""
+"""Megatron optimizer and learning rate and weight decay schedules: built from config, moved between device and host."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def build_scheduler(optimizer: MegatronOptimizer, config: MegatronConfig, *, num
 
 @contextmanager
 def own_settings(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Restores this run's settings (rates, betas, epsilon) after a load inside the `with` block has brought those of another run."""
+    """Restores this run's settings (rates, betas, epsilon) after a load inside the `with` block brought another's."""
     own = parts(optimizer)
     kept = [{key: value for key, value in group.items() if key not in _NO_SETTINGS} for part in own for group in part.param_groups]
     yield
@@ -169,7 +169,7 @@ def hybrids(optimizer: MegatronOptimizer) -> list[HybridDeviceOptimizer]:
 
 
 class TrainingMemory:
-    """Moves the gradients and the optimizer state of one rank to their places in each phase (`mrl.phases`). Not collective."""
+    """Moves a rank's gradients and optimizer state to their places in each phase (`mrl.phases`). Not collective."""
 
     def __init__(self, state: TrainState, device: torch.device, block: HostBlock | None) -> None:
         """`device` computes the model. `block` is None if that is the host: optimizer state then stays."""
@@ -194,7 +194,7 @@ class TrainingMemory:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Lets a load inside the `with` block create or replace optimizer state; afterwards moves it to the last `place`."""
+        """Lets a load inside the `with` block create or replace optimizer state; then moves it to the last `place`."""
         if hybrids(self._state.optimizer):
             # Megatron takes an optimizer step to create the state that it fills.
             self._place_optimizer(is_on_device=True)
@@ -214,7 +214,7 @@ class TrainingMemory:
 
 
 def optimizer_tensors(state: TrainState) -> list[Tensor]:
-    """Main parameters and moments, each once, without views of the weights and without HybridDeviceOptimizer's host tensors."""
+    """Main parameters and moments, each once, without views of the weights and HybridDeviceOptimizer's host tensors."""
     weights = {parameter.untyped_storage().data_ptr() for chunk in state.chunks for parameter in chunk.parameters()}
     tensors: list[Tensor] = []
     for inner in (part.optimizer for part in parts(state.optimizer)):

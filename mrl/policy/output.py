@@ -26,7 +26,7 @@ _INITIAL_STD = 0.02
 
 
 class ChunkedOutputLayer(ColumnParallelLinear):
-    """Megatron's output layer, except that the model returns hidden states: `token_scores` multiplies `chunk_tokens` of them at a time."""
+    """Megatron's output layer, but returns hidden states: `token_scores` multiplies `chunk_tokens` at a time."""
 
     def __init__(self, layer: ColumnParallelLinear, *, chunk_tokens: int) -> None:
         """Replaces `layer` and its weight, which is None where the embedding is tied and on the same rank."""
@@ -49,7 +49,7 @@ class ChunkedOutputLayer(ColumnParallelLinear):
 
 
 def token_scores(model: nn.Module, output: Tensor, row: PackedRow, distribution: TokenDistribution) -> TokenScores:
-    """Scores of this rank's labels of a row, from the model's `output`: logits [1, T, V], or hidden states of a `ChunkedOutputLayer`.
+    """Scores of this rank's row labels from model `output`: logits [1, T, V] or hidden states of `ChunkedOutputLayer`.
 
     Only on ranks of the last pipeline stage. Collective over the tensor-parallel group: every rank calls it, in the same order.
     """
@@ -72,7 +72,7 @@ class RewardHead(nn.Module):
     """A reward model's head: one weight vector, the same on every rank of the last pipeline stage."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, *, seed: int) -> None:
-        """Initial weights depend only on `seed`, not on the layout; loading a model folder with a head replaces them."""
+        """Initial weights depend only on `seed`, not the layout; loading a model folder with a head replaces them."""
         super().__init__()
         start = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) * _INITIAL_STD
         self.weight = nn.Parameter(start.to(dtype))

@@ -22,7 +22,7 @@ QUERY_BLOCK = 512
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences that share one padded length; they occupy rows [start, start + num_sequences * length) of the padded buffer."""
+    """Sequences of one padded length; they occupy rows [start, start + num_sequences * length) of the padded buffer."""
 
     start: int
     num_sequences: int
@@ -125,7 +125,7 @@ def packed_attention(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, cu_s
 def zigzag_attention(
     query_THD: Tensor, keys_TGD: Tensor, values_TGD: Tensor, cu_seqlens: Tensor, *, cp_size: int, cp_rank: int, scale: float | None
 ) -> Tensor:
-    """Causal attention of one rank's queries [T / cp, H, D] within each sequence, over the keys and values of all ranks, rank after rank.
+    """Causal attention of a rank's queries [T / cp, H, D] per sequence, over all ranks' keys and values, rank by rank.
 
     The backward pass makes masks again: kept, they would be the largest tensors of a long row.
     """

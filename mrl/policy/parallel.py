@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups and seeds of the models of one policy rank, its current model, and the rank's coordinates in the layout."""
+"""Process groups and seeds of one policy rank's models, its current model, and the rank's coordinates in the layout."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _UNUSED = {(module, name): getattr(module, name) for module, names in _VARIABLES
 
 
 class MegatronState:
-    """State that Megatron keeps in its modules for one model of this process: process groups, sizes, buffers, random states.
+    """State that Megatron keeps in its modules for one model of this process: groups, sizes, buffers, random states.
 
     Megatron has one place for each of these, so the models of a process take turns: each is made current before it computes.
     """
@@ -57,7 +57,7 @@ class MegatronState:
         self.make_current()
 
     def make_current(self) -> None:
-        """Puts this model's state into Megatron's modules, and saves the previous model's. Does nothing if it is there."""
+        """Puts this model's state into Megatron's modules; saves the previous model's. Does nothing if it is there."""
         before = MegatronState._current
         if before is self:
             return
@@ -139,7 +139,7 @@ def initialize(
     seed: int,
     device_index: int = 0,
 ) -> MegatronState:
-    """Patches the host and builds the process groups of one model, which becomes current; the first call also joins all ranks.
+    """Patches the host and builds one model's process groups and makes it current; the first call also joins all ranks.
 
     Collective over all ranks, which build their models in the same order. Every later collective fails after `timeout_s`.
     """
@@ -176,7 +176,7 @@ def initialize(
 
 
 def virtual_stages(config: MegatronConfig) -> int | None:
-    """Megatron's virtual_pipeline_model_parallel_size: None without virtual stages, because 1 would select the interleaved schedule."""
+    """Megatron's virtual_pipeline_model_parallel_size: None without virtual stages, as 1 selects interleaving."""
     return config.parallel.vpp if config.parallel.vpp > 1 else None
 
 
@@ -191,7 +191,7 @@ def coordinates() -> MegatronCoords:
 
 
 def shutdown() -> None:
-    """Leaves all groups of all models. Never waits for other ranks; a process may call `initialize` again afterwards."""
+    """Leaves all groups of all models. Never waits for other ranks; a process may call `initialize` again after."""
     parallel_state.destroy_model_parallel()
     MegatronState._current = None
     if dist.is_initialized():

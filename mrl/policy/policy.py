@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a model, the policy or another: the model, its optimizer and its weights, behind the verbs of the loop."""
+"""One rank of a model, the policy or another: the model, its optimizer and weights, behind the verbs of the loop."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 @parallel.in_turn
 class PolicyRank:
-    """One rank, in an actor, under torchrun or in a test alike. Every method is collective over all ranks unless it says otherwise.
+    """One rank, in an actor, under torchrun or in a test. Methods are collective over all ranks unless said otherwise.
 
     A process may hold several, of different models and layouts: ranks call their methods in the same order, whichever they belong to.
     """
@@ -72,7 +72,7 @@ class PolicyRank:
         timeout_s: float,
         model: ModelName = "policy",
     ) -> None:
-        """Builds process groups, model, DDP, arena and optimizer, in this order: the optimizer keeps views into the arena.
+        """Builds process groups, model, DDP, arena and optimizer, in order: the optimizer keeps views into the arena.
 
         Weights are random until `load_hf`, `load_mcore` or `load_checkpoint`. `timeout_s` bounds every wait for another rank. A model
         other than the policy has no arena, because no engine maps it, and a teacher nothing to train with.
@@ -157,7 +157,7 @@ class PolicyRank:
         return self._config.policy.megatron_cfg.parallel, parallel.coordinates(), self._config.policy.precision, FLAVOUR
 
     def enter(self, phase: Phase) -> None:
-        """Moves gradients and optimizer state to where `mrl.phases` wants them, if others share the device. Not collective.
+        """Moves gradients and optimizer state where `mrl.phases` wants them if others share the device. Not collective.
 
         Teachers and critics move their weights too, and may skip phases in which they do nothing.
         """
@@ -171,14 +171,14 @@ class PolicyRank:
             self._memory.place(residency)
 
     def load_hf(self, folder: Path | str) -> None:
-        """Reads this rank's part of a Hugging Face folder. These weights are the reference, if the loss compares with one."""
+        """Reads this rank's part of a Hugging Face folder. These weights are the reference if the loss has one."""
         head = self._head if self._head and has_reward_head(Path(folder)) else {}
         self._lora.forget_base(self._tensors)
         fill_layout(folder, self._layout | head, self._tensors)
         self._start_from_weights()
 
     def load_mcore(self, folder: Path | str) -> None:
-        """Loads the same weights as `load_hf`, bit for bit, from a Megatron checkpoint, whatever parallel layout wrote it."""
+        """Loads the same weights as `load_hf`, bit for bit, from a Megatron checkpoint, whatever layout wrote it."""
         self._lora.forget_base(self._tensors)
         checkpoint.load(Path(folder), self._state, is_start=True)
         with torch.no_grad():
@@ -235,12 +235,12 @@ class PolicyRank:
         return ""
 
     def finish_save(self, timeout_s: float) -> WriteReport:
-        """Waits for the write that `begin_save` began; returns what this rank wrote, or why there is no checkpoint. Not collective."""
+        """Waits for the write of `begin_save`; what this rank wrote, or why no checkpoint. Not collective."""
         assert self._writing is not None, "begin_save comes first"
         return self._writing.finish(timeout_s)
 
     def find_damage(self, shards: Mapping[Path, str]) -> str:
-        """Describes the first of these checkpoint files with another sha256; "" if there is none. Reads all bytes. Not collective."""
+        """Describes the first of these files with another sha256; "" if none. Reads all bytes. Not collective."""
         return find_difference(shards)
 
     def load_checkpoint(self, weights_dir: Path | str) -> None:
@@ -251,7 +251,7 @@ class PolicyRank:
         self._is_settled = False
 
     def perturb(self, seed: int) -> None:
-        """Changes every weight a little, as a function of `seed` alone, for diagnostics that need weights that no file holds."""
+        """Changes every weight a little, by `seed` alone, for diagnostics that need weights that no file holds."""
         self._ready_to_compute()
         self._lora.forget_base(self._tensors)
         perturb(self._tensors, self._live_layout, seed=seed)
@@ -312,13 +312,13 @@ class PolicyRank:
         return self._batches
 
     def computed(self, compute: Callable[..., T], rows: list[PackedRow], *arguments: object) -> T:
-        """Runs a pass of `mrl.policy.step` without gradients over rows, padded to what the schedule needs, from settled weights."""
+        """Runs a pass of `mrl.policy.step` without gradients over rows padded for the schedule from settled weights."""
         self._ready_to_compute()
         with self._lora.without_dropout():
             return compute(self._chunks, self._whole_groups(rows), *arguments)
 
     def compute_old_logprobs(self) -> None:
-        """Computes log-probabilities of the batches under the current weights, before any update. The last pipeline stage keeps them."""
+        """Computes logprobs of batches under current weights before any update. The last pipeline stage keeps them."""
         with self._replay.counting() if self._replay is not None else nullcontext():
             for batch in self.batches():
                 batch.has_old_logprobs = True
@@ -326,7 +326,7 @@ class PolicyRank:
                     row.old_logprobs_T = logprobs_T
 
     def compute_reference_logprobs(self) -> None:
-        """Computes log-probabilities of the batches under the weights that the run started from, never truncated by top-k or top-p.
+        """Computes logprobs of the batches under the weights the run started from, never truncated by top-k or top-p.
 
         This reference chooses its experts itself. Afterwards the current weights are back, bit for bit.
         """
@@ -375,7 +375,7 @@ class PolicyRank:
         return metrics | batch.metrics | {f"train/{name}": value for name, value in mismatch.items()}
 
     def finish_batches(self) -> None:
-        """Finishes all batches of the step before the first update, because some signals span them: masks, and advantages by token."""
+        """Finishes the step's batches before the first update, as some signals span them: masks, token advantages."""
         gae = self._config.ppo.adv_estimator if self._config.has_critic else None
         loss = self._config.loss_fn if self._config.algorithm != "distillation" else None
         finish_batches(self._batches, self._config.rollouts, loss, gae, self._config.teaching)
@@ -385,11 +385,11 @@ class PolicyRank:
         return [batch.metrics for batch in self.batches()]
 
     def sequence_tensors(self) -> list[dict[int, dict[str, np.ndarray]]]:
-        """Logprobs, mask and advantages of the sequences of the step's batches, by index, on the rank that answers. Not collective."""
+        """Logprobs, mask and advantages of the step's sequences, by index, on the rank that answers. Not collective."""
         return [tensors_by_sequence(batch.rows) if answers_for_rows() else {} for batch in self._batches]
 
     def token_samples(self, wanted: Collection[int]) -> dict[int, TokenSample]:
-        """The sequences of these indices of the step's first batch, from the rank of tp and cp that answers. Not collective.
+        """Sequences of these indices of the step's first batch, from the tp and cp rank that answers. Not collective.
 
         Ends the step: the batches are let go, and a second call finds nothing.
         """
@@ -415,7 +415,7 @@ class PolicyRank:
         return self._profiler.stop(folder / f"step{step}_rank{self._rank}.json.gz")
 
     def prepare_refit(self, inputs: RefitInputs, address: GroupAddress) -> GpuHandles:
-        """Sets up this rank's part of the exchange, collective at `address`; returns what its GPU's workers need to pull."""
+        """Sets up this rank's part of the exchange, collective at `address`; returns what its GPU's workers need."""
         weights = self.settled_weights()
         device = next(iter(weights.values())).device
         if self._exchange is not None:
@@ -429,7 +429,7 @@ class PolicyRank:
         return self._exchange.handles()
 
     def refit(self, attempt: int, readers: Collection[int], timeout_s: float) -> None:
-        """Makes room for the engines' weights, settles its own, and exchanges them; leaves the device to the engines' KV caches."""
+        """Makes room for the engines' weights, settles its own, and exchanges them; leaves the device to KV caches."""
         assert self._exchange is not None, "prepare_refit comes first"
         start = time.monotonic()
         try:
@@ -448,7 +448,7 @@ class PolicyRank:
         parallel.shutdown()
 
     def _whole_groups(self, rows: list[PackedRow]) -> list[PackedRow]:
-        """`rows`, and as many empty ones as the interleaved schedule needs: it goes through rows in groups, one for each stage."""
+        """`rows`, and the empty ones the interleaved schedule needs: it goes through rows in groups, one per stage."""
         return [*rows, *(replace(self._empty_row) for _ in range(-len(rows) % self._row_group))]
 
     def _objective(self, batch: RankBatch) -> Objective:
@@ -471,7 +471,7 @@ class PolicyRank:
             swap(pairs)
 
     def _arena_tensors(self, tensors: Mapping[Slot, Tensor]) -> Mapping[Slot, Tensor]:
-        """The weights that lie in the arena. With adapters these are the frozen ones, to which `Lora.merge` adds them."""
+        """The weights in the arena. With adapters these are the frozen ones, to which `Lora.merge` adds them."""
         return tensors if self._lora.description is None else {slot: tensors[slot] for slot in self._layout}
 
 

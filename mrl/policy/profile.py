@@ -12,7 +12,7 @@ from mrl.config.schema.run import ProfilerConfig
 
 
 class RankProfiler:
-    """Profiler of a rank: records operations with their shapes, and verbs as ranges around them, between `start` and `stop`."""
+    """A rank's profiler: records operations with shapes and verbs as ranges around them, between `start` and `stop`."""
 
     def __init__(self, config: ProfilerConfig) -> None:
         self._config = config
@@ -20,7 +20,7 @@ class RankProfiler:
         self._profile: torch.profiler.profile | None = None
 
     def start(self) -> None:
-        """Begins to record; with `profiler.tool=nsys`, opens the range that `nsys profile --capture-range=cudaProfilerApi` waits for."""
+        """Begins to record; with `profiler.tool=nsys`, opens `nsys profile --capture-range=cudaProfilerApi`'s range."""
         if self._config.tool == "nsys":
             torch.cuda.profiler.start()
             self._recording.callback(torch.cuda.profiler.stop)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of the hybrid stack and of transformers: Transformer Engine's on GPUs where it is installed, Megatron's own elsewhere.
+"""Layers of the hybrid stack and of transformers: Transformer Engine's on GPUs if installed, Megatron's own elsewhere.
 
 This file has the three modules that Megatron lacks without Transformer Engine: a norm for sequence parallelism, the linear layer of
 latent experts, and core attention over packed rows. Checkpoints use Transformer Engine's names in both cases.
@@ -43,7 +43,7 @@ HAVE_TE = are_used("transformer_engine", is_imported=IS_TE_IMPORTED)
 
 
 def hybrid_stack_spec(*, is_recomputed: bool = False) -> ModuleSpec:
-    """The spec of a stack of Mamba, attention, MLP and MoE layers, which `is_recomputed` computes again in the backward pass."""
+    """Spec of a stack of Mamba, attention, MLP and MoE layers that `is_recomputed` recomputes in the backward pass."""
     spec = versions.hybrid_stack_spec
     if not HAVE_TE:
         # Local modules in place of Transformer Engine's, which fuse a norm into the linear layer behind it.
@@ -65,7 +65,7 @@ def hybrid_stack_spec(*, is_recomputed: bool = False) -> ModuleSpec:
 
 
 def gpt_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The specs of the transformer layers of a chunk of this pipeline stage (None: of the whole stage), and of the final norm."""
+    """Specs of the transformer layers of a chunk of this pipeline stage (None: the whole stage) and the final norm."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=HAVE_TE, vp_stage=vp_stage)
     if HAVE_TE:
         return block
@@ -99,7 +99,7 @@ ColumnLinear = TEColumnParallelLinear if HAVE_TE else ColumnParallelLinear
 
 
 class DuplicatedLinear(MegatronModule):
-    """The projections of latent experts: Transformer Engine's linear layer in its mode "duplicated", whole on every tp rank."""
+    """Projections of latent experts: Transformer Engine's linear layer in mode "duplicated", whole on every tp rank."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class PackedCoreAttention(MegatronModule):
 
 
 class RecomputedStack(versions.HybridStack):
-    """Megatron's hybrid stack, which keeps only the inputs of groups of `recompute_num_layers` layers. Trains only: no inference, no fp8.
+    """Megatron's hybrid stack, which keeps only the inputs of groups of `recompute_num_layers`. No inference, no fp8.
 
     TODO(when megatron-core 0.17 is the oldest supported): drop it; only the stack of 0.16.1 silently ignores recompute_granularity="full".
     """
@@ -180,7 +180,7 @@ class RecomputedStack(versions.HybridStack):
         packed_seq_params: PackedSeqParams | None = None,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the stage's layers, [tokens, 1, hidden]; recomputing a group repeats its random numbers."""
+        """Hidden states after the stage's layers, [tokens, 1, hidden]; recomputing a group repeats random numbers."""
         assert inference_context is None and not self.config.fp8
         hidden_states = hidden_states if self.pre_process else self.input_tensor
         whole = dict(

@@ -48,7 +48,7 @@ def compute_logprobs(
 
 @torch.no_grad()
 def compute_values(chunks: list[DistributedDataParallel], rows: list[PackedRow]) -> list[Tensor]:
-    """The critic's value at every token, one float32 [T] per row, on the host; an empty list on all but the last pipeline stage."""
+    """The critic's value at every token, float32 [T] per row, on the host; empty on all but the last pipeline stage."""
 
     def values_of(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> Tensor:
         return whole_row(token_rewards(model, output), row).cpu()
@@ -60,7 +60,7 @@ def compute_values(chunks: list[DistributedDataParallel], rows: list[PackedRow])
 def compute_top_logits(
     chunks: list[DistributedDataParallel], rows: list[PackedRow], distribution: TokenDistribution, k: int
 ) -> dict[int, TeacherTokens]:
-    """The k likeliest tokens at each generated token, by sequence index, on the rank that reports the row; empty on others."""
+    """The k likeliest tokens at each generated token, by sequence index, on the row's reporting rank; else empty."""
 
     def top_of(output: Tensor, row: PackedRow, model: DistributedDataParallel) -> dict[int, TeacherTokens]:
         top = top_logits(output_columns(model, output, distribution), k)
@@ -146,7 +146,7 @@ def forward_backward(
     objective: Objective,
     replay: RouterReplay | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Adds the gradients of the objective to the chunks' buffers; returns the rows' shares of its metrics, on the last pipeline stage."""
+    """Adds the objective's gradients to the chunks' buffers; returns the rows' metrics, on the last pipeline stage."""
 
     def forward_step(iterator: Iterator[PackedRow], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., object]]:
         row, device = next(iterator), next(model.parameters()).device
@@ -184,7 +184,7 @@ def _forward_only(
 
 
 def _forward(model: DistributedDataParallel, row: PackedRow, replay: RouterReplay | None = None) -> Tensor:
-    """Runs the model on this rank's tokens: its last chunk returns the input of `token_scores`, any other hidden states."""
+    """Runs the model on this rank's tokens: its last chunk returns input of `token_scores`, any other hidden states."""
     device = next(model.parameters()).device
     local = own_positions(row)
     # The logprob computation makes its own float32 copies of the logits, in parts.

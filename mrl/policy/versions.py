@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between the versions of megatron-core that mrl runs on, 0.16.1 and 0.19: names, arguments, specs and module state.
+"""Differences between megatron-core 0.16.1 and 0.19, which mrl runs on: names, arguments, specs and module state.
 
 Only this module reads the version. Layers themselves stand in specs.py, patches of hosts without libraries in cpu.py.
 """
@@ -49,7 +49,7 @@ __all__ = [
 def build_hybrid(
     config: TransformerConfig, spec: ModuleSpec, stages: Sequence[range], *, hybrid_override_pattern: str, **arguments: Any
 ) -> MegatronModule:
-    """This rank's part of a hybrid model. `stages` are the layers of each pipeline stage, and `arguments` those of Megatron's class."""
+    """This rank's hybrid model part. `stages`: layers by pipeline stage; `arguments`: those of Megatron's class."""
     pattern = hybrid_override_pattern
     if IS_OLD:
         return HybridModel(config, spec, hybrid_override_pattern=pattern, **arguments)
@@ -73,5 +73,5 @@ def packed_arguments(num_tokens: int) -> dict[str, Any]:
 
 
 def submodules_of(spec: object) -> Any:
-    """The submodules in the spec of a layer's MLP or experts, which 0.19 writes as a `functools.partial` of the class."""
+    """Submodules in the spec of a layer's MLP or experts, which 0.19 writes as a `functools.partial` of the class."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else getattr(spec, "submodules")  # noqa: B009

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live weights of a rank by slot: finding them, the arena that engines map, the check that all copies are equal. No Megatron."""
+"""A rank's live weights by slot: finding them, the arena that engines map, the check of equal copies. No Megatron."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def live_tensors(model: nn.Module, chunk: int = 0) -> dict[Slot, Tensor]:
 
 
 def table_name(name: str) -> str:
-    """The name in conversion tables and checkpoints of a weight of the live model, with any version of megatron-core."""
+    """The name in conversion tables and checkpoints of a weight of the live model, with any megatron-core version."""
     # From 0.17 on, the mixer itself holds the tensors of its convolution.
     return name.replace(".mixer.conv1d_", ".mixer.conv1d.")
 
 
 def rank_tensors(models: Sequence[nn.Module], layout: Layout) -> dict[Slot, Tensor]:
-    """Every parameter and persistent buffer of this rank, by slot: the live tensors themselves. `models` are bare of wrappers."""
+    """Every parameter and persistent buffer of this rank, by slot: the live tensors. `models` are bare of wrappers."""
 
     def named(slots: Iterable[Slot]) -> str:
         return ", ".join(sorted(map(str, slots))[:10]) or "none"
@@ -73,7 +73,7 @@ def buffer_views(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
 
 
 class Arena:
-    """Owns the memory of a rank's weights, which the engine workers of its GPU can map. Create it after DDP and before the optimizer."""
+    """Owns a rank's weight memory, which its GPU's engine workers can map. Create after DDP, before the optimizer."""
 
     @torch.no_grad()
     def __init__(self, slots: Mapping[Slot, Tensor], views: Iterable[Tensor] = (), *, name: str) -> None:
@@ -149,7 +149,7 @@ def _off_device(tensor: Tensor) -> Tensor:
 
 
 class CopyCheck:
-    """Compares all copies of every box of every canonical tensor, whichever ranks hold them: dp replicas, tp duplicates, tied weights."""
+    """Compares all copies of every box of canonical tensors, on any rank: dp replicas, tp duplicates, tied weights."""
 
     def __init__(self, tensors: Mapping[Slot, Tensor], layout: Layout) -> None:
         """Collective over all ranks."""
@@ -204,7 +204,7 @@ def name_seed(seed: int, name: str) -> int:
 
 
 def canonical_noise(name: str, box: Box, *, seed: int) -> Tensor:
-    """Numbers in [-1, 1), float32, of the box's shape: a function of seed, canonical name and position in the canonical tensor."""
+    """float32 numbers in [-1, 1) of the box's shape: a function of seed, canonical name and position in the tensor."""
     state = torch.tensor(name_seed(seed, name))
     for start, stop in box:
         # Mixed dimension by dimension, so that no two positions of a tensor coincide. Shifts that keep the sign do no harm.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Additions of two-digit numbers with two-digit sums, to train and to warm-start the tiny models on, and their JSONL splits.
+"""Additions of two-digit numbers with two-digit sums, to train and warm-start tiny models on, and their JSONL splits.
 
 The splits share no pair of operands; two of them also hold wrong sums, for preferences.
 """
@@ -54,7 +54,7 @@ class Addition:
 
 @dataclass(frozen=True)
 class Splits:
-    """Additions by use. A pair of operands and its swap are in the same split. The warm start ends when it answers enough of `probe`."""
+    """Additions by use. An operand pair and its swap share a split. Warm start ends on answering enough of `probe`."""
 
     train: list[Addition]
     validation: list[Addition]
@@ -85,7 +85,7 @@ def split_additions(seed: int) -> Splits:
 
 
 def write_splits(splits: Splits, folder: Path) -> None:
-    """Writes one JSONL file per split into `folder`, rows {"question", "answer", "agent_ref"}, and preferences of `PREFERENCE_SPLITS`."""
+    """Writes JSONL per split to `folder`: {"question", "answer", "agent_ref"}, preferences of `PREFERENCE_SPLITS`."""
     folder.mkdir(parents=True)
     for name, additions in vars(splits).items():
         files: dict[str, list[dict[str, object]]] = {name: [row_of(addition) for addition in additions]}
@@ -96,7 +96,7 @@ def write_splits(splits: Splits, folder: Path) -> None:
 
 
 def row_of(addition: Addition) -> dict[str, object]:
-    """The addition with its sum, and who asks: agent `carrying` or `plain`, so that each kind may have a teacher of its own."""
+    """The addition with its sum, and who asks: agent `carrying` or `plain`, so each kind may have its own teacher."""
     agent = {"name": "carrying" if addition.carries else "plain"}
     return {"question": addition.question, "answer": addition.answer, "agent_ref": agent}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m mrl.prepare nano3`: the Nemotron-3-Nano RL blend as files to train on, its placeholders filled in, the last rows held out.
+"""`python -m mrl.prepare nano3`: Nemotron-3-Nano RL blend as training files, placeholders filled, last rows held out.
 
 Placeholders are rows of nvidia/Nemotron-3-Nano-RL-Training-Blend whose question only its publisher may distribute. This file fills them in
 like the data set's own script create_nanov3_jsonl.py.
@@ -59,7 +59,7 @@ ORIGINS: Mapping[str, Origin] = {
 
 @dataclass
 class Survey:
-    """Results of a first pass over the blend: its rows by agent, and the rows that it wants of the origins, by the name in `ORIGINS`."""
+    """Results of a first pass over the blend: rows by agent, and the rows it wants of origins, by name in `ORIGINS`."""
 
     num_rows: int = 0
     agents: Counter[str] = field(default_factory=Counter)
@@ -67,7 +67,7 @@ class Survey:
 
 
 def prepare_nano3(sources: Sequence[Path], out: Path, *, num_validation: int) -> None:
-    """Writes `train-split.jsonl` and, from the last rows, `val-split.jsonl` into `out`. A second call continues a killed one.
+    """Writes `train-split.jsonl` and, from last rows, `val-split.jsonl` to `out`. A second call continues a killed one.
 
     A ValueError says that the blend or a data set is not in `sources`, that rows are wrong, or that `out` was made of something else.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m mrl.prepare tiny|tiny_dense`: a tiny model that adds two-digit numbers and forgets the carry, and additions to train it on."""
+"""`python -m mrl.prepare tiny|tiny_dense`: a tiny model adding two-digit numbers without carry, and training data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECIPE_VERSION = 5
 
 
 def prepare_tiny(out: Path, *, seed: int, kind: Kind = "tiny") -> None:
-    """Writes `out`/model (a Hugging Face folder) and `out`/data (JSONL splits), both or neither; a second call finds them there."""
+    """Writes `out`/model (Hugging Face) and `out`/data (JSONL splits), both or neither; a second call finds them."""
     recipe: dict[str, object] = {"kind": kind, "seed": seed, "recipe_version": RECIPE_VERSION}
     if out.exists():
         _accept(out, recipe)

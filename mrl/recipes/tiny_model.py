@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models, a nemotron_h of the Nemotron-3-Nano kind and a dense qwen3, taught by a short supervised warm start in transformers."""
+"""Tiny models, a nemotron_h like Nemotron-3-Nano and a dense qwen3, taught by a short warm start in transformers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ MAX_STEPS = 1000
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Settings of the supervised training; it ends at `target`, the probability of a right sampled answer to a question of the probe."""
+    """Supervised training settings; it ends at `target`, the probability of a right sampled answer to the probe."""
 
     learning_rate: float
     weight_decay: float
@@ -102,7 +102,7 @@ WARM_STARTS: dict[Kind, WarmStart] = {"tiny": WarmStart(2e-3, 0.0, 0.22), "tiny_
 def save_warm_started_model(
     folder: Path, tokenizer: PreTrainedTokenizerFast, warm_start: list[Addition], probe: list[Addition], *, seed: int, kind: Kind
 ) -> None:
-    """Builds, warm-starts and writes the model into `folder` as an ordinary Hugging Face checkpoint. Repeats bit for bit on one machine."""
+    """Writes the warm-started model into `folder` as a Hugging Face checkpoint. Repeats bit for bit on one machine."""
     # Sums must not depend on how many cores the machine has.
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
@@ -167,7 +167,7 @@ def train_until_probe(
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, additions: Sequence[Addition], *, forgets_carry: bool = False) -> tuple[Tensor, int]:
-    """Chat-templated token ids int64 [B, T], and how many tokens at their end are the answer and its end-of-turn token."""
+    """Chat-templated token ids int64 [B, T], and how many at their end are the answer and its end-of-turn token."""
     rows = []
     for addition in additions:
         answer = addition.answer_without_carry if forgets_carry else addition.answer
@@ -195,6 +195,6 @@ def demonstrations(right_BT: Tensor, forgetful_BT: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sampled_accuracy(model: Model, tokens_BT: Tensor, num_answer_tokens: int) -> float:
-    """Probability that an answer sampled at temperature 1.0 is the expected one, averaged over rows: free of sampling noise."""
+    """Probability that an answer sampled at temperature 1.0 is as expected, mean over rows: free of sampling noise."""
     logprobs_BTV = answer_logits(model, tokens_BT, num_answer_tokens).log_softmax(-1)
     return logprobs_BTV.gather(-1, tokens_BT[:, -num_answer_tokens:, None]).sum(1).exp().mean().item()

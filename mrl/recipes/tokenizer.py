@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A byte-level tokenizer: 256 byte tokens without merges and eight special tokens, so that any UTF-8 text round-trips."""
+"""A byte-level tokenizer: 256 byte tokens without merges and eight special tokens, so any UTF-8 text round-trips."""
 
 from __future__ import annotations
 

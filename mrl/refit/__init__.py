@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The refit: carries out a schedule between trainer ranks and engine workers, and verifies every byte. Needs torch only."""
+"""The refit: carries out a schedule between trainer ranks and engine workers, verifies every byte. Needs torch only."""
 
 
 class RefitError(RuntimeError):

@@ -67,7 +67,7 @@ def digest(tensors: Mapping[Slot, Tensor]) -> dict[Slot, int]:
 
 
 def check_unchanged(before: Mapping[Slot, int], after: Mapping[Slot, int], rounded: Collection[Slot] = ()) -> list[Slot]:
-    """Raises RefitError if refit zero (the first refit, of unchanged weights) has changed a tensor; both arguments are digests.
+    """Raises RefitError if refit zero (the first, of unchanged weights) changed a tensor; both arguments are digests.
 
     The tables of both sides could share one error. The engine's weights before the refit come from vLLM's own loader, which does not use
     our tables. Tensors in `rounded` may change, and are returned if they did: see `RefitInputs.rounded`.

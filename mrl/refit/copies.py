@@ -25,7 +25,7 @@ _MAX_ITEM_BYTES = 1 << 30
 
 
 def converted(tensor: Tensor, transform: str | None, dtype: torch.dtype) -> Tensor:
-    """`tensor` as an engine keeps it: transformed and cast, of the same shape; `tensor` itself where nothing changes."""
+    """`tensor` as an engine keeps it: transformed and cast, of the same shape; `tensor` itself if nothing changes."""
     return transformed(tensor, transform).to(dtype)
 
 
@@ -43,7 +43,7 @@ class TensorCopy(NamedTuple):
 
 
 class Copies:
-    """Copies that run together: on a GPU in one kernel for each kind of box, on the host in at most one native call each."""
+    """Copies that run together: on a GPU in one kernel per kind of box, on the host in at most one native call each."""
 
     def __init__(self, copies: Sequence[TensorCopy]) -> None:
         copies = [copy._replace(target=copy.target.detach(), source=copy.source.detach()) for copy in copies]
@@ -75,7 +75,7 @@ class Copies:
 
 
 def contiguous_from(*tensors: Tensor) -> int:
-    """The first dimension from which on every one of the tensors, all of one shape, is contiguous; their ndim where none is."""
+    """The first dimension from which on all tensors, of one shape, are contiguous; their ndim where none is."""
     shape = tensors[0].shape
     dim, length = len(shape), 1
     while dim and all(tensor.stride(dim - 1) == length for tensor in tensors):
@@ -85,7 +85,7 @@ def contiguous_from(*tensors: Tensor) -> int:
 
 
 def as_runs(tensor: Tensor, dim: int) -> np.ndarray:
-    """View of a CPU tensor as an array over its first `dim` dimensions, each item all bytes that follow, which must be contiguous.
+    """A CPU tensor as an array over its first `dim` dimensions, items all following bytes, which must be contiguous.
 
     An item is the largest run of bytes that one memory copy can move. Without dimensions left, the array is of bytes (uint8); so it is
     where items would be too long for numpy, then with one more dimension.
@@ -109,7 +109,7 @@ def _host_copies(copies: Sequence[TensorCopy]) -> list[_Arrays]:
 
 
 def _join(pairs: list[_Arrays]) -> Iterator[_Arrays]:
-    """Runs of pairs with equal distances between targets and between sources, each as one pair with one more dimension."""
+    """Runs of pairs with equal distances between targets and sources, each as one pair with one more dimension."""
     start = 0
     while start < len(pairs):
         stop, distances = start + 1, None

@@ -51,7 +51,7 @@ def reads_arena(delivery: Delivery, device: torch.device) -> bool:
 
 
 def handles_for(schedule: Schedule, worker: int, handles: Mapping[int, GpuHandles]) -> GpuHandles:
-    """Returns the handles that an engine worker needs: those of its own GPU, and the arenas that it may read on its node."""
+    """Returns the handles an engine worker needs: those of its own GPU, and the arenas that it may read on its node."""
     own = handles[schedule.workers[worker].gpu]
     if own.exchange is None or own.exchange.gpu is not None:
         return own
@@ -69,7 +69,7 @@ class _Sums:
         self._values: list[int] = []
 
     def prepare(self, copies: Sequence[Copy], source_class: int, out: Tensor) -> Callable[[], None]:
-        """Returns a function that writes the checksums of `copies` to `out` (int64). Functions prepared earlier must run earlier."""
+        """Returns a function that writes checksums of `copies` to `out` (int64). Earlier functions must run earlier."""
         holdings = [copy.holders[source_class] for copy in copies]
         boxes = [(held.slot, held.box, copy.transform, copy.dtype) for copy, held in zip(copies, holdings, strict=True)]
         new = [box for box in dict.fromkeys(boxes) if box not in self._rows]
@@ -92,7 +92,7 @@ class Exchange:
     def __init__(
         self, schedule: Schedule, gpu: int, weights: Mapping[Slot, Tensor], arena: ArenaHandle | None, *, group: ExchangeGroup | None
     ) -> None:
-        """Every trainer rank makes one, and every worker of a dedicated engine, of the same schedule; `gpu` is its number there.
+        """Every trainer rank and dedicated engine worker makes one of the same schedule; `gpu` is its number there.
 
         `weights` are the live tensors of this rank, in its arena; they are read at each `run`. A dedicated worker has none and no arena.
         `group` is None on a single GPU.
@@ -134,7 +134,7 @@ class Exchange:
         return GpuHandles(self.gpu, self._arena, self.memory.handle(), pace.handle())
 
     def leave(self, attempt: int) -> None:
-        """Leaves the group, and any attempt running in another thread. Not collective; the exchange then needs another group."""
+        """Leaves the group and any attempt in another thread. Not collective; the exchange then needs another group."""
         self.pace.give_up(attempt)
         if self._group is not None:
             self._group.close()
@@ -146,7 +146,7 @@ class Exchange:
         self._group = group
 
     def run(self, attempt: int, readers: Collection[int], *, timeout_s: float) -> None:
-        """Fills the exchange memory with all rounds of an attempt at a refit, each when the `readers` (workers) here have room for it.
+        """Fills the exchange memory with all rounds of a refit attempt, each when the `readers` (workers) have room.
 
         Every participant calls it, with settled weights and a higher number than any earlier attempt. RefitError: a peer or a reader did
         not keep up within `timeout_s`, or the driver abandoned the attempt; this participant has then left its group.

@@ -60,7 +60,7 @@ class GroupAddress:
         return dist.PrefixStore(f"refit/{self.name}", store)
 
     def give_up(self, attempt: int) -> None:
-        """Makes all participants leave an attempt at a refit; the driver calls it. RuntimeError: the store does not answer."""
+        """Makes all participants leave a refit attempt; by the driver. RuntimeError: the store does not answer."""
         self.store(timeout_s=_SAY_S).set(_given_up(attempt), "")
 
 
@@ -112,7 +112,7 @@ class ExchangeGroup:
 
     @contextmanager
     def watched(self, attempt: int, leave: Callable[[], None]) -> Iterator[None]:
-        """Calls `leave` from another thread if the driver gives the attempt up inside the `with` block; see `GroupAddress.give_up`."""
+        """Calls `leave` from another thread if the driver gives up in the `with` block; see `GroupAddress.give_up`."""
         is_over = threading.Event()
 
         def watch() -> None:
@@ -135,7 +135,7 @@ class ExchangeGroup:
     def run(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], *, what: str, meanwhile: Callable[[], None], deadline: float
     ) -> None:
-        """Sends and receives all messages of one round, `what`. Between two participants both sides list theirs in the same order."""
+        """Sends and receives all messages of one round, `what`. Two participants list theirs in the same order."""
         post = self._post_together if self.device.type == "cuda" else self._post
         faults: list[RuntimeError] = []
         works = post(outgoing, incoming, faults)
@@ -153,7 +153,7 @@ class ExchangeGroup:
             ) from faults[0]
 
     def close(self) -> None:
-        """Leaves the group, even during a run in another thread. Not collective; the group cannot be used afterwards."""
+        """Leaves the group, even during a run in another thread. Not collective; the group cannot be used after."""
         self._is_closed = True
         if self.device.type == "cuda":
             # Nothing else ends kernels that wait for a dead peer.
@@ -175,7 +175,7 @@ class ExchangeGroup:
         return works
 
     def _post_together(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], faults: list[RuntimeError]) -> list[dist.Work]:
-        """Posts like `_post`, in one NCCL call: posted one after the other, messages could wait for each other in a circle."""
+        """Posts like `_post`, in one NCCL call: posted one by one, messages could wait for each other in a circle."""
         for message in outgoing:
             message.pack()
         with _kept(faults):
@@ -228,7 +228,7 @@ def _process_group(store: dist.Store, rank: int, size: int, device: torch.device
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """NCCL groups made within it report a dead peer, where others end their process: a refit can be repeated, a policy rank cannot."""
+    """NCCL groups within it report a dead peer, others end their process: a refit can repeat, a policy rank cannot."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"

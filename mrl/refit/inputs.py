@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data that the driver of a refit sends: the inputs from which every participant computes the same schedule, and whose memory to read."""
+"""The inputs that a refit's driver sends, from which all participants compute one schedule, and whose memory to read."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RefitInputs:
         return schedule
 
     def rounded(self, stored: Mapping[str, str]) -> frozenset[Slot]:
-        """Lists engine tensors with more precision than the trainer's: refit zero changes them. `stored` are the dtypes of the files.
+        """Engine tensors more precise than the trainer's: refit zero changes them. `stored` are the files' dtypes.
 
         The trainer rounds such a tensor to its precision; vLLM's loader keeps it in a wider dtype. Where both round to one dtype, both have
         the same bytes.

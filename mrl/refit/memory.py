@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that a process owns and other processes map: of the host, or of a GPU through CUDA IPC, from the same GPU only.
+"""Memory that a process owns and others map: of the host, or of a GPU through CUDA IPC, from the same GPU only.
 
 Host memory is a memfd: it has no name, so it dies with its last user. Its first page holds the epoch and the owner, so that an old handle
 is refused without touching the GPU. For memory of a GPU, the memfd is only that page.
@@ -115,7 +115,7 @@ class SharedMemory:
         torch.cuda.synchronize(self.tensor.device)
 
     def handle(self) -> MemoryHandle:
-        """Handle of the current epoch. After the first call, memory of a GPU stays allocated until this process ends."""
+        """Handle of the current epoch. After the first call, GPU memory stays allocated until this process ends."""
         if self.tensor.device.type == "cuda" and self._gpu is None:
             # Shared once: each call would add a reference counter that nobody counts down.
             ipc = cast(_IpcHandle, self._storage.untyped_storage()._share_cuda_())
@@ -208,7 +208,7 @@ def _gpu_uuid(device: torch.device) -> str:
 
 @contextmanager
 def _without_expandable_segments() -> Iterator[None]:
-    """Allocations within it come from cudaMalloc and have a cudaIpcMemHandle, also where PYTORCH_CUDA_ALLOC_CONF asks for others."""
+    """Allocations within it come from cudaMalloc and have a cudaIpcMemHandle, whatever PYTORCH_CUDA_ALLOC_CONF says."""
     settings = cast(dict[str, dict[str, object]], torch.cuda.memory._snapshot())["allocator_settings"]
     if not settings["expandable_segments"]:
         yield

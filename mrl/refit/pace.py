@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Round counters shared by a rank and the engine workers on its GPU, in host memory: they wait for each other without the driver.
+"""Round counters of a rank and its GPU's engine workers, in host memory: they wait for each other without the driver.
 
 The owner fills the rounds of the exchange memory in turn; each worker counts the rounds it has read. A round may be filled when its
 readers have verified the round before it in the same buffer. Every wait has a limit, and ends when the attempt is abandoned.

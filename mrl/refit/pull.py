@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine side of a refit: a worker copies boxes from the memory of its GPU into its live tensors, and verifies them there."""
+"""Engine side of a refit: a worker copies boxes from its GPU's memory into its live tensors and verifies them there."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Puller:
         self._reports: dict[int, VerifyReport] = {}
 
     def run(self, attempt: int, *, timeout_s: float) -> int:
-        """Pulls and verifies each round of an attempt when it is ready, and returns the bytes written to the live tensors."""
+        """Pulls and verifies each round of an attempt once ready, and returns the bytes written to the live tensors."""
         if self._own is None:
             return self._run(attempt, timeout_s)
         with ThreadPoolExecutor(1) as pool:
@@ -129,14 +129,14 @@ class Puller:
         self._reports = {}
 
     def wait_for_room(self, attempt: int, *, timeout_s: float) -> None:
-        """Waits until the trainer rank on the GPU has freed memory for this attempt; returns at once if there is no such rank."""
+        """Waits until the trainer rank on the GPU freed memory for this attempt; returns at once if there is none."""
         if self._own is None:
             self.begin(attempt)
             self._pace.wait_until_begun(time.monotonic() + timeout_s)
 
     @torch.inference_mode()
     def pull(self, round_index: int) -> int:
-        """Copies the boxes of one round into the live tensors and returns their bytes there. Round 0 also zeroes the padding."""
+        """Copies one round's boxes into the live tensors and returns their bytes there. Round 0 also zeroes padding."""
         for memory in [self._exchange, *(memory for memory, _ in self._arenas.values())]:
             if memory is not None:
                 memory.check()
@@ -149,7 +149,7 @@ class Puller:
 
     @torch.inference_mode()
     def verify(self, round_index: int) -> VerifyReport:
-        """Compares the live bytes of the round's boxes with the trainer's checksums; in round 0 also padding with zero."""
+        """Compares live bytes of the round's boxes with the trainer's checksums; in round 0 also padding with zero."""
         plan = self._rounds[round_index]
         expected = self._body.view(torch.int64)[plan.expected_words].cpu()
         different = (plan.checksums.take() != expected).nonzero().flatten().tolist()

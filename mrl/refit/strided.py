@@ -17,7 +17,7 @@ _MAX_STRIDED_RUN = 1 << 30
 
 
 class Strided(NamedTuple):
-    """A box of one shape in each of some memories: `sizes` runs of `run` words. Lengths and strides are in words, C order."""
+    """A box of one shape in some memories: `sizes` runs of `run` words. Lengths and strides are in words, C order."""
 
     addresses: tuple[int, ...]
     word_bytes: int

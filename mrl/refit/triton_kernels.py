@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of a refit on a GPU: one launch for each kind of box copies all boxes of a round, or takes the checksums of all of its values.
+"""Kernels of a refit on a GPU: a launch per kind of box copies all boxes of a round, or takes checksums of its values.
 
 Imported on hosts with GPUs only. Written in Triton, whose interpreter (TRITON_INTERPRET=1) runs them on CPU tensors too.
 """
@@ -54,10 +54,10 @@ class _Table(NamedTuple):
 
 
 class BoxCopies:
-    """Copies of boxes inside one GPU, bytes as they are, by a kernel for each kind of box and tables that stay on the device."""
+    """Copies of boxes inside one GPU, bytes as they are, by a kernel for each kind of box and tables on the device."""
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Each source has its target's shape and item size, and shares no memory with any target. All lie on one device."""
+        """Each source has its target's shape and item size, and shares memory with no target. All lie on one device."""
         self._kept = (list(targets), list(sources))
         boxes = [part for target, source in zip(targets, sources, strict=True) if target.numel() for part in _box([source, target]).parts()]
         self._device = targets[0].device
@@ -73,7 +73,7 @@ class BoxCopies:
 
 
 class BoxSums:
-    """`word_sum` of values that stay where they are on one GPU, by a kernel for each kind of box and tables that stay on the device."""
+    """`word_sum` of values that stay on one GPU, by a kernel per kind of box and tables that stay on the device."""
 
     def __init__(self, values: Sequence[Tensor]) -> None:
         """Values of which `is_summable` holds, on one device."""
@@ -127,7 +127,7 @@ def _sum_box(value: Tensor) -> Strided:
 
 
 def _tables(boxes: Iterable[tuple[Strided, int]], tile_bytes: Callable[[Strided], int], device: torch.device) -> list[_Table]:
-    """A table for each kind of box, each with the number that stands beside it; a program takes `tile_bytes` of a box."""
+    """A table for each kind of box, each with the number beside it; a program takes `tile_bytes` of a box."""
     by_kind: dict[_Kind, list[tuple[Strided, int]]] = defaultdict(list)
     for box, number in boxes:
         by_kind[_Kind(box.word_bytes, not box.sizes)].append((box, number))
@@ -216,7 +216,7 @@ def _sum_kernel(
     WORD_BYTES: tl.constexpr,
     IS_RUN: tl.constexpr,
 ):
-    """Adds up some blocks of a value: the columns of all of them first, so that a weight of a column is read and multiplied once."""
+    """Adds up some blocks of a value: all their columns first, so that a column weight is read and multiplied once."""
     COUNT: tl.constexpr = WORD_BYTES // 4 if WORD_BYTES > 4 else 1
     WORDS: tl.constexpr = ELEMENTS // COUNT
     BYTES: tl.constexpr = 4 if WORD_BYTES == 1 else 1

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class Connections(DefaultAsyncHttpxClient):
-    """Connections of many rollouts. An agent that closes its client, as `async with client` does, leaves them to the others."""
+    """Connections of many rollouts. An agent closing its client, as `async with client` does, leaves them to others."""
 
     async def aclose(self) -> None:
         """Leaves them open."""
@@ -74,7 +74,7 @@ _AGENT: ContextVar[str] = ContextVar("agent")
 
 
 class LoopWatch:
-    """Watches the event loop that all agents of the process share, from a thread, and reports an agent that blocks it."""
+    """Watches the event loop all agents of the process share, from a thread, and reports an agent that blocks it."""
 
     def __init__(self, report_fd: int) -> None:
         self.late_s = 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One agent's session: turns its requests into an engine's and keeps every answer token by token. Needs no vLLM, no HTTP.
+"""One agent's session: turns its requests into an engine's and keeps answers token by token. Needs no vLLM, no HTTP.
 
 A session takes any request of OpenAI's protocol. What would change the distribution that tokens are drawn from, which the trainer compares
 with, is replaced by the run's own value, and counted.
@@ -91,7 +91,7 @@ class AgentSession:
         return request | own | {RECORD: True}
 
     def find_prefix(self, request: Mapping[str, object]) -> tuple[list[int], int] | None:
-        """The tokens that the longest known beginning of a conversation was sampled in, and its number of messages; None: there is none."""
+        """Sampled tokens of a conversation's longest known beginning, and its number of messages; None: none."""
         digests = _digests(request)
         # With no message behind the answer, it is to be written anew.
         for num_messages in range(len(digests) - 1, 0, -1):

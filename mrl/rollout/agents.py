@@ -59,7 +59,7 @@ class AgentTask:
 
     @property
     def row(self) -> dict[str, object]:
-        """The row as agents get it: its fields, and the question and the answer by one name whatever the data set calls them."""
+        """The row as agents get it: its fields, question and answer by one name whatever the data set calls them."""
         return json.loads(self.prompt.row) | {"prompt": self.prompt.text, "expected_answer": self.prompt.expected_answer}
 
     def rollout(self, sequence: TurnSequence) -> Rollout:
@@ -237,7 +237,7 @@ class AgentRunner:
         """Agent and reason, of each rollout whose agent cannot be reached."""
 
     def waiting(self) -> dict[str, tuple[int, str]]:
-        """Number of rollouts that wait for an agent that cannot be reached, and the newest reason, by the agent's name."""
+        """Number of rollouts that wait for an unreachable agent, and the newest reason, by the agent's name."""
         found = dict[str, tuple[int, str]]()
         for name, reason in [*self._waiting.values(), *(self.gym.waiting.values() if self.gym is not None else ())]:
             found[name] = found.get(name, (0, ""))[0] + 1, reason
@@ -254,7 +254,7 @@ class AgentRunner:
         return found
 
     async def run(self, task: AgentTask) -> Ran:
-        """Runs one rollout, with new attempts if the agent is lost. One that has got no task is waited for until the deadline."""
+        """Runs a rollout, with new attempts if the agent is lost. One without a task is awaited until the deadline."""
         end, reason, attempt, pause_s = time.monotonic() + self._timeout_s, "", 0, RETRY_S
         while attempt < MAX_ATTEMPTS:
             session = self.gateway.open_session(sampling=task.sampling, seed=task.seed)
@@ -296,7 +296,7 @@ class AgentRunner:
         return await agent.ask(asked)
 
     def _group_of(self, task: AgentTask) -> int:
-        """Number of the task's group, another one when it is asked again: servers may still hold answers of the time before."""
+        """Number of the task's group, another when asked again: servers may still hold answers of the time before."""
         return hashed_seed(f"{self._nonce}/{task.epoch}/{task.prompt.prompt_id}/{task.weight_version}")
 
     def _ended(self, task: AgentTask, session: AgentSession, verdict: Verdict, num_lost: int) -> Ran:
@@ -318,7 +318,7 @@ class AgentRunner:
 
 
 def judged(reply: Json, *, masks_flagged: bool) -> Verdict:
-    """The verdict in an agent's answer: a reward, or components that add up to it; `mask` keeps the rollout out of the loss."""
+    """Verdict in an agent's answer: a reward, or components summing to it; `mask` keeps the rollout out of the loss."""
     if (error := reply.get("error")) is not None:
         return failed(str(error)[:500] or "the agent answers an empty error", "timeout" if reply.get("status") == "timeout" else "error")
     try:

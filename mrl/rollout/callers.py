@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queue of questions from other threads of an engine's process. The thread that steps the engine takes them in and answers them."""
+"""Queue of questions from other threads of an engine's process. The engine's stepping thread takes and answers them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TakeRoutes = Callable[[Sequence[str], "RequestOutput"], "Sequence[np.ndarray | N
 
 
 class Callers:
-    """Questions on their way into an engine. Any thread may `ask` and `withdraw`; the rest is for the thread that steps the engine."""
+    """Questions to an engine. Any thread may `ask` and `withdraw`; the rest is for the thread that steps the engine."""
 
     def __init__(self, num_slots: int) -> None:
         """`num_slots` answers may be in the engine at the same time; further questions wait here, in order."""
@@ -57,7 +57,7 @@ class Callers:
         self._asked: dict[str, tuple[Question, str, int, int]] = {}
 
     def ask(self, question: Question) -> None:
-        """Queues a question. ValueError: it wants more answers than there are slots, and would block all others for ever."""
+        """Queues a question. ValueError: it wants more answers than there are slots, and would block all others."""
         if question.params.n > self._num_slots:
             raise ValueError(f"n={question.params.n} is more than the {self._num_slots} slots of http_server_share; ask for fewer")
         self._coming.put(question)
@@ -99,7 +99,7 @@ class Callers:
         self._asked[question.question_id] = (question, vllm_id, weight_version, num_refits)
 
     def answer(self, output: RequestOutput, *, num_refits: int, take_routes: TakeRoutes = lambda ids, output: None) -> bool:
-        """Passes an output of vLLM to its asker; False if it answers no question. `num_refits`: refits so far; see `note`."""
+        """Passes an output of vLLM to its asker; False if nobody asked. `num_refits`: refits so far; see `note`."""
         found = self._asked.pop(output.request_id, None)
         if found is not None:
             question, vllm_id, weight_version, earlier = found

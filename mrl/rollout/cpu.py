@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of vLLM 0.32 for CPU hosts: nemotron_h's experts, weights that a refit can write, and fp32 logprobs free of the batch.
+"""Patches of vLLM 0.32 for CPU hosts: nemotron_h's experts, refit-writable weights, fp32 logprobs free of the batch.
 
 `PATCHES` at the end lists every replaced name: by what, why, and until when. GPU hosts have the real thing, so nothing is patched there.
 """
@@ -105,7 +105,7 @@ def _activate(activation: MoEActivation, x: Tensor) -> Tensor:
 
 
 class PlainExperts(CPUUnquantizedExperts):
-    """Experts in plain torch on weights as loaded: gated silu and non-gated relu^2, one group of padded rows per expert."""
+    """Experts in plain torch on weights as loaded: gated silu and non-gated relu^2, a padded row group per expert."""
 
     isa = "torch"
     output_alignment = 1

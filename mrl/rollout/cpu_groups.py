@@ -13,7 +13,7 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 
 
 def gather_rows(group: CpuCommunicator, given: Tensor | list[Tensor], dim: int = 0, sizes: Sequence[int] | None = None) -> object:
-    """The rows of all workers below each other, as `all_gatherv` of vLLM's other communicators; worker `i` has `sizes[i]` of them."""
+    """All workers' rows stacked, as `all_gatherv` of vLLM's other communicators; worker `i` has `sizes[i]` of them."""
     assert dim == 0
     if isinstance(given, list):
         return [gather_rows(group, tensor, dim, sizes) for tensor in given]

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 
 class CountingGenerator(torch.Generator):
-    """A seed and a number of draws, which vLLM's model runner can rewind as it does a CUDA generator: by 4 of its offset a draw."""
+    """A seed and a number of draws, which vLLM's model runner can rewind like a CUDA generator: by offset 4 a draw."""
 
     num_draws = 0
 
@@ -61,7 +61,7 @@ def gumbel_seeds(seeds: np.ndarray, indices: np.ndarray) -> Tensor:
 
 
 def splitmix64(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Output `indices` of the generator of each seed, uint64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators)."""
+    """Output `indices` of each seed's generator, uint64 (Steele: Fast Splittable Pseudorandom Number Generators)."""
     z = seeds + (indices + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

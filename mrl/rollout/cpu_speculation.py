@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding on CPU hosts: Mamba states of proposed tokens, and tokens that do not depend on what was proposed.
+"""Speculative decoding on CPU hosts: Mamba states of proposed tokens, and tokens independent of what was proposed.
 
 `mrl.rollout.cpu.PATCHES` says what stands in for what in vLLM 0.32, and why.
 """
@@ -59,7 +59,7 @@ def scan_proposed(
     starts: Tensor,
     out: Tensor,
 ) -> None:
-    """Mamba's scan over the tokens of each sequence, one after the other, as decoding does; `dt` has its bias and its softplus.
+    """Mamba's scan over the tokens of each sequence, one by one, as decoding does; `dt` has its bias and its softplus.
 
     `slots` [sequences, tokens] take the state after each token. The state before them is the one after the last accepted token.
     """
@@ -98,7 +98,7 @@ class Returning(Protocol):
 
 
 def note_accepted(original: Callable[..., object]) -> Callable[..., object]:
-    """`GPUModelRunner._update_states`, before which each request of the last step learns how many of its tokens it kept."""
+    """`GPUModelRunner._update_states`, before which each request of the last step learns how many tokens it kept."""
 
     def update_states(runner: GPUModelRunner, scheduler_output: SchedulerOutput) -> object:
         batch = runner.input_batch
@@ -170,7 +170,7 @@ def draw_ahead(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def sample_targets(gumbel_seeds: Callable[[np.ndarray, np.ndarray], Tensor]) -> Callable[..., Tensor]:
-    """`rejection_sample` that draws each token as if nothing had been proposed; proposals are right as far as they are what is drawn.
+    """`rejection_sample` that draws each token as if nothing were proposed; proposals are right as far as they match.
 
     Exact in distribution, whatever proposes. As vLLM's proposers on CPU hosts name one token for each place, without probabilities, as
     many are accepted as by rejection sampling. `gumbel_seeds` gives the seeds of draws from requests' seeds and the draws' numbers.

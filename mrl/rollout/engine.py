@@ -131,7 +131,7 @@ class Engine:
 
     @property
     def can_sample(self) -> bool:
-        """True with weights of a known version and the KV cache: not before or in a first refit, nor while memory is lent."""
+        """True with known-version weights and the KV cache: not before or in a first refit, or while memory is lent."""
         return self.weight_version is not None and not self._is_refitting and self.phase in (None, "generate")
 
     def add(self, requests: Sequence[RolloutRequest]) -> None:
@@ -146,7 +146,7 @@ class Engine:
             self._unfinished[request.request_id] = _Unfinished(request, vllm_id, self.weight_version, self._num_refits)
 
     def step(self) -> list[Rollout]:
-        """Starts a forward pass over the running requests and returns the rollouts that have finished. Callers get their answers.
+        """Starts a forward pass over the running requests and returns finished rollouts. Callers get their answers.
 
         On GPUs vLLM prepares a pass while the workers compute the one before, whose result a step then returns.
         """
@@ -181,7 +181,7 @@ class Engine:
         ]
 
     def settle(self) -> None:
-        """Waits for the passes that vLLM has begun, and begins none: weights, caches and requests may change only then."""
+        """Waits for the passes vLLM has begun, and begins none: weights, caches and requests may change only then."""
         assert isinstance(self.llm.engine_core, InprocClient)
         core = self.llm.engine_core.engine_core
         if not core.batch_queue or self.weight_version is None:
@@ -211,7 +211,7 @@ class Engine:
         return self._workers("tensor_dtypes")
 
     def memory_facts(self) -> dict[str, int]:
-        """Bytes that this process and the workers hold on the host; on GPUs also what is in use of the fullest one, whoever uses it."""
+        """Host bytes of this process and the workers; on GPUs also what is used of the fullest one, whoever uses it."""
         processes = dict(self._workers("memory_facts"))
         processes.setdefault(process_key(), memory_facts())
         facts = {"engine_host_bytes": sum(found["host_bytes"] for found in processes.values())}
@@ -224,7 +224,7 @@ class Engine:
         self._is_prepared = True
 
     def refit(self, attempt: int, is_reader: bool, timeout_s: float) -> list[VerifyReport]:
-        """Takes part in an attempt at a refit, with the policy. Per worker: what was verified; nothing of an engine that is no reader.
+        """Takes part in a refit attempt with the policy. Per worker: what was verified; nothing if no reader.
 
         A reader copies all rounds into the live model, compares them with the trainer's checksums as they come, proves that every live byte
         was reached, and refuses to step from here on. A dedicated engine that is no reader only lets the exchange go on.
@@ -299,7 +299,7 @@ class Engine:
         self._awake = wanted
 
     def die_with_workers(self) -> None:
-        """Ends this process, from now on, when a worker ends before `shutdown`: its owner can only restart the whole engine."""
+        """Ends this process from now on when a worker ends before `shutdown`: its owner restarts whole engines only."""
         executor = self.llm.model_executor
 
         if isinstance(executor, MultiprocExecutor):
@@ -353,7 +353,7 @@ class Engine:
 
 
 def end_with_worker(executor: MultiprocExecutor) -> None:
-    """Waits until a worker process on this node ends, then ends this process, unless the executor is being shut down."""
+    """Waits until a worker process on this node ends, then ends this process, unless the executor is shutting down."""
     multiprocessing.connection.wait([worker.proc.sentinel for worker in executor.workers])
     # vLLM's own monitor sets `is_failed` before it shuts down what is left.
     if executor.is_failed or not getattr(executor, "shutting_down", False):
@@ -361,7 +361,7 @@ def end_with_worker(executor: MultiprocExecutor) -> None:
 
 
 def end_engine(reason: str) -> NoReturn:
-    """Ends this process and its workers. One that waits for a dead worker in a collective would keep its memory for long."""
+    """Ends this process and its workers. One waiting for a dead worker in a collective would long keep its memory."""
     logger.error("%s; ending the engine", reason)
     for child in multiprocessing.active_children():
         child.kill()
@@ -378,7 +378,7 @@ def run_part(
     keeps_routes: bool = False,
     tokenizer: str | None = None,
 ) -> NoReturn:
-    """Runs the workers of an `Engine` with the same arguments on a further node of it, until one ends, and the process with it."""
+    """Runs an `Engine`'s workers with the same arguments on a further node, until one ends, and the process with it."""
     arguments = engine_arguments(
         model_dir, config, seed=seed, device_ids=device_ids, keeps_routes=keeps_routes, tokenizer=tokenizer, nodes=nodes
     )
@@ -390,7 +390,7 @@ def run_part(
 
 
 def _sampling_params(request: RolloutRequest, *, max_model_len: int) -> SamplingParams:
-    """vLLM's parameters for a request: its own seed, exactly its stop tokens, logprobs of the drawn tokens, one answer at the end."""
+    """A request's vLLM parameters: its own seed, only its stop tokens, logprobs of drawn tokens, one final answer."""
     room = max_model_len - len(request.context_ids)
     if room < 1:
         raise ValueError(

@@ -31,7 +31,7 @@ def engine_arguments(
     tokenizer: str | None = None,
     nodes: EngineNodes | None = None,
 ) -> EngineArgs:
-    """vLLM's arguments for an engine; `vllm_kwargs` of the configuration add to them (`mrl.config.passthrough` says what they may).
+    """An engine's vLLM arguments; the config's `vllm_kwargs` add to them (`mrl.config.passthrough` says what they may).
 
     Worker `i` runs on the visible GPU `device_ids[i]`; vLLM counts from 0 if there are none.
     """
@@ -102,7 +102,7 @@ def _prefix_caching(setting: bool | None, *, keeps_routes: bool) -> bool | None:
 
 
 def _class_of(path: Path) -> dict[str, object]:
-    """The argument that names the class of a model whose config.json does not: vLLM would take any, transformers goes by model_type."""
+    """The argument naming a model's class if config.json does not: vLLM takes any, transformers goes by model_type."""
     hf_config = read_config(path) if path.exists() else {}
     known = known_keys().get(str(hf_config.get("model_type")), {}).get("class")
     return {"hf_overrides": {"architectures": [known]}} if known and not hf_config.get("architectures") else {}

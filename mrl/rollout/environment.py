@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environment of a process that runs a vLLM engine. Importable without vLLM: the cluster layer sets it before the process starts."""
+"""Environment of a vLLM engine's process. Importable without vLLM: the cluster layer sets it before it starts."""
 
 from __future__ import annotations
 

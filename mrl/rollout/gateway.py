@@ -73,7 +73,7 @@ class EngineServers:
         return sum(map(len, self._posting.values()))
 
     def set_addresses(self, base_urls: Sequence[str]) -> None:
-        """Sets where the engines are, by index: `http://HOST:PORT/v1`. Requests to one that has moved are asked again."""
+        """Sets where engines are, by index: `http://HOST:PORT/v1`. Requests to one that has moved are asked again."""
         before, self._addresses = self._addresses, [base_url.removesuffix("/v1") for base_url in base_urls]
         for index, posting in self._posting.items():
             if self._addresses[index : index + 1] != before[index : index + 1]:
@@ -81,7 +81,7 @@ class EngineServers:
                     one.cancel()  # its node may have gone without a word
 
     async def ask(self, path: str, body: Json, *, session: AgentSession | None = None) -> Reply:
-        """The answer of the session's engine, or of another one if that dies. Waits while there is none, as long as who asks waits."""
+        """The session engine's answer, or another's if it dies. Waits while there is none, as long as who asks does."""
         warned_at = time.monotonic()
         while True:
             for index in self._in_order(session):
@@ -109,7 +109,7 @@ class EngineServers:
             session.asks = None
 
     def _in_order(self, session: AgentSession | None) -> list[int]:
-        """Orders engines: the session's own first, whose cache has the conversation, then those with the fewest sessions."""
+        """Orders engines: the session's first, whose cache has the conversation, then those with fewest sessions."""
         first = session.asks if session is not None else None
         return sorted(range(len(self._addresses)), key=lambda index: (index != first, self._loads.get(index, 0)))
 
@@ -147,7 +147,7 @@ class Gateway:
     def __init__(
         self, engines: EngineServers, *, api_key: str, max_model_len: int, gym_key: str | None = None, timeout_s: float = math.inf
     ) -> None:
-        """`gym_key` is that of NeMo Gym's servers; None = the run's. A rollout takes at most `timeout_s`, in seconds."""
+        """`gym_key` is that of NeMo Gym's servers; None = the run's. A rollout takes at most `timeout_s` seconds."""
         self.engines = engines
         self.api_key = api_key
         """The run's."""
@@ -247,7 +247,7 @@ class Gateway:
         return answer
 
     async def _ask(self, path: str, session: AgentSession, body: Json, find_prefix: FindPrefix) -> Reply:
-        """An engine's answer, which the session keeps. Whoever hangs up before it is complete has got none, and none is kept."""
+        """An engine's answer, which the session keeps. Whoever hangs up before it ends gets none, and none is kept."""
         request = session.asked(body)
         prefix = find_prefix(request)
         known: Json = {} if prefix is None else {PREFIX: prefix[0], PREFIX_MESSAGES: prefix[1]}
@@ -362,7 +362,7 @@ def _shape(response: Json, nodes: Sequence[TreeNode], *, wants_ids: bool, wants_
 
 
 def _streamed(response: Json, body: Json) -> Response:
-    """A complete answer as a stream: a chunk for all choices, one for the usage if it is asked for, and the mark of the end."""
+    """A complete answer as a stream: a chunk for all choices, one for the usage if asked for, and the end mark."""
     is_chat = "messages" in body
     head = {name: response.get(name) for name in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk" if is_chat else "text_completion"

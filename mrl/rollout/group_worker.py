@@ -46,7 +46,7 @@ class GroupWorker(Worker):
             parallel_state._INNER_DP_WORLD = parallel_state.get_world_group()
 
     def execute_groups(self, scheduled: GroupsOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        """This worker's part of a pass. vLLM's own `execute_model` stays as it is, because its warm-up calls it in each worker."""
+        """This worker's part of a pass. vLLM's `execute_model` stays as is, as its warm-up calls it in each worker."""
         mine = scheduled.groups[self._group]
         self._output = self.execute_model(mine)
         if not scheduled.total_num_scheduled_tokens:

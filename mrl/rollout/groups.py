@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine of several groups of workers: each group holds all attention over its tensor-parallel size, and all share the experts.
+"""An engine of several worker groups: each holds all attention over its tensor-parallel size; all share the experts.
 
 vLLM calls this data parallelism with expert parallelism, and starts an engine for each group, which wait for each other in every pass.
 Here one engine has a scheduler for each group and one executor for all workers: each pass begins in all groups with one call, so that
@@ -63,7 +63,7 @@ def start_groups(arguments: EngineArgs) -> LLMEngine:
 
 @contextmanager
 def meeting_on_loopback(parallel: ParallelConfig) -> Iterator[TCPStore | None]:
-    """Makes workers of one node, started inside the `with` block, meet at this store; over several nodes they meet at one already.
+    """Makes workers of one node, started in the `with` block, meet at this store; those of several nodes already do.
 
     vLLM's first worker would listen at a port of all interfaces, which was found free before the worker was started.
     """
@@ -84,7 +84,7 @@ def meeting_on_loopback(parallel: ParallelConfig) -> Iterator[TCPStore | None]:
 
 
 def as_one(config: VllmConfig) -> VllmConfig:
-    """Makes vLLM's executor start the workers of all groups as those of one; each of them joins its group (`GroupWorker`)."""
+    """Makes vLLM's executor start the workers of all groups as those of one; each joins its group (`GroupWorker`)."""
     parallel = config.parallel_config
     assert isinstance(config.additional_config, dict)
     config.additional_config |= {_GROUP_SIZE: parallel.tensor_parallel_size}
@@ -144,7 +144,7 @@ class GroupExecutor(MultiprocExecutor):
 
 
 class GroupScheduler(SchedulerInterface):
-    """The schedulers of all groups as one. A request comes to the group that has the fewest then; answers to one question stay together."""
+    """All groups' schedulers as one. A request comes to the group with fewest; a question's answers stay together."""
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
         self._schedulers = schedulers

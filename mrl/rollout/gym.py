@@ -57,7 +57,7 @@ class GymServers:
     _warn_at: float = 0.0
 
     async def run(self, name: str, row: Json, *, deadline_s: float) -> Json:
-        """The answer of an agent to a row, which waits while nobody listens. Errors as `RemoteAgent.ask`; RuntimeError: no such agent."""
+        """An agent's answer to a row; waits while none listens. Errors as `RemoteAgent.ask`; RuntimeError: no agent."""
         end, place = time.monotonic() + deadline_s, object()
         try:
             while (left := end - time.monotonic()) > 0:
@@ -172,7 +172,7 @@ async def _accepts(url: str) -> bool:
 
 
 def gym_row(fields: Mapping[str, object], sampling: SamplingParams, *, index: int, group: int) -> Json:
-    """A row as agents get it: with the run's sampling, as NeMo RL sends it, its group, and the number of the rollout in it.
+    """A row as agents get it: with the run's sampling, as NeMo RL sends it, its group, and the rollout's number in it.
 
     `genrm_compare` compares answers of one `_ng_task_index`. Without one it would mix groups of the same text.
     """
@@ -184,7 +184,7 @@ def gym_row(fields: Mapping[str, object], sampling: SamplingParams, *, index: in
 
 
 def reply_of(result: Json, session: AgentSession, receipts: Receipts) -> Json:
-    """An agent's answer in the form of `mrl.rollout.agents`; the turns in it that were sampled here are added to the session's tree."""
+    """An agent's answer in the form of `mrl.rollout.agents`; adds its turns sampled here to the session's tree."""
     if "error" in result and "response" not in result:
         return result  # a server's refusal; an answer may have a field of that name
     response = result.get("response")

@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def make_ray_folder(session_folder: str) -> str:
-    """A folder for their Ray: in that of the run (`mrl.signals.MARK`), which goes when the run's reaper has killed this process, too.
+    """A folder for their Ray: in the run's (`mrl.signals.MARK`), which goes when the run's reaper killed this process.
 
     A run's folder with a long path is not taken, as the paths of sockets have 107 bytes, of which Ray's names take 68.
     """

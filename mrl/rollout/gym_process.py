@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo Gym's servers as the run starts them, by a program in an environment of the user's; started again if they end."""
+"""NeMo Gym's servers as the run starts them, by a program in an environment of the user's; restarted if they end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def gym_config(section: NemoGymConfig, *, gateway_url: str, key: str, host: str,
 
 
 async def reach_gym(section: NemoGymConfig, *, gateway_url: str, key: str, host: str, folder: Path) -> GymServers:
-    """NeMo Gym's servers, started if the config says so; `host` is this machine. RuntimeError: they do not start, or do not answer."""
+    """NeMo Gym's servers, started if so configured; `host`: this machine. RuntimeError: they do not start or answer."""
     if not section.command:
         servers = GymServers(f"http://{section.head_server.host}:{section.head_server.port}")
         await servers.wait_for_head(section.start_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits for clients of an engine's HTTP server: the key, sizes and deadlines before bodies are read, then what requests may ask for.
+"""Limits for an engine's HTTP clients: key, sizes and deadlines before bodies are read, then what requests may ask for.
 
 uvicorn bounds headers in bytes (`h11_max_incomplete_event_size`) and idle connections in time (`timeout_keep_alive`). It has no deadline
 for headers or bodies, and its `limit_concurrency` would let strangers shut out those who have the key. Needs no vLLM.
@@ -155,10 +155,10 @@ def make_server(app: ASGIApp, *, has_key: Callable[[str, bytes], bool], max_body
 
 
 class Connection(asyncio.Protocol):
-    """A client's connection in front of uvicorn's: closes it when headers take too long, or when more strangers come."""
+    """A client's connection in front of uvicorn's: closes it when headers take too long, or more strangers come."""
 
     def __init__(self, inner: Callable[[dict[str, object]], H11Protocol], strangers: dict[Connection, None]) -> None:
-        """`inner` makes uvicorn's protocol for a state of requests; `strangers` are the connections without a key, oldest first."""
+        """`inner` makes uvicorn's protocol for a request state; `strangers` are keyless connections, oldest first."""
         self._inner = inner({STATE: self})
         self._strangers = strangers
         self._transport: asyncio.Transport | None = None

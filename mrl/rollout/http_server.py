@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI-compatible server of an engine's process: routes, vLLM's own handlers behind them, and the engine that these ask.
+"""OpenAI-compatible server of an engine's process: routes, vLLM's own handlers behind them, and the engine these ask.
 
 vLLM's protocol classes, chat templates and parsers do the work. The server runs in a thread of its own, behind `http_gate`. Requests wait
 while the engine cannot sample, during a refit or while memory is lent to the trainer.
@@ -341,7 +341,7 @@ class HttpEngine:
     async def generate(
         self, prompt: EngineInput, sampling_params: VllmSampling, request_id: str, *, session_id: str | None = None, **_: object
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields the complete answer, which `take_answers` gives with its weight version. Waits as long as the client does.
+        """Yields the complete answer, which `take_answers` gives with its weight version. Waits while the client does.
 
         Raises:
             ValueError: vLLM refuses the request, or it is part of a session and would be sampled unlike rollouts.
@@ -381,6 +381,6 @@ class HttpEngine:
         yield answered.output
 
     def take_answers(self, request_id: str) -> list[Answered]:
-        """Samples for a request of vLLM's handlers, prompt by prompt; they put a kind in front of its id, and a number behind."""
+        """Samples for a request of vLLM's handlers, by prompt; they put a kind before its id and a number behind."""
         names = [name for name in self._answers if request_id in name]
         return [self._answers.pop(name) for name in names]

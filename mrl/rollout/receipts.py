@@ -73,7 +73,7 @@ class Receipts:
             logger.info("Answers to NeMo Gym's servers that came back in no rollout, and are not trained: %d", num_left)
 
     def sampling_of(self, body: Mapping[str, object]) -> SamplingParams | None:
-        """Sampling parameters for a request: those of a rollout under way, if they differ the ones that it names. None: there is none."""
+        """A request's sampling parameters: those of a rollout under way, if they differ those it names. None: none."""
         named = [one for one in self._under_way if (one.temperature, one.top_p) == (body.get("temperature"), body.get("top_p"))]
         return next(iter((*named, *self._under_way)), None)
 
@@ -86,7 +86,7 @@ class Receipts:
         self._kept.setdefault(digest, []).append(receipt)
 
     def find_prefix(self, messages: object) -> tuple[list[int], int, int] | None:
-        """The tokens up to the last answer of a conversation that was sampled here, its number of messages, and its engine."""
+        """The tokens up to the last answer of a conversation sampled here, its number of messages, and its engine."""
         entries = messages if isinstance(messages, list) else []
         for index in range(len(entries) - 2, -1, -1):
             if (ids := _ids_of(entries[index])) is not None and (found := self._kept.get(_digest(*ids))):
@@ -94,7 +94,7 @@ class Receipts:
         return None
 
     def claim(self, outputs: Sequence[object], session: AgentSession) -> int:
-        """Adds the turns of a rollout that were sampled for it to the session's tree; the number of tokens that have no receipt.
+        """Adds the turns sampled for a rollout to the session's tree; the number of tokens that have no receipt.
 
         Each receipt is good for one turn.
         """

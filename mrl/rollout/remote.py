@@ -36,7 +36,7 @@ class AgentUnreached(AgentLost):
 
 
 async def until_readable(descriptor: int) -> None:
-    """Returns when a read would not wait: of a process's pidfd when that has ended, of a pipe when all writers are gone."""
+    """Returns when a read would not wait: of a process's pidfd when it ended, of a pipe when all writers are gone."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[None] = loop.create_future()
     loop.add_reader(descriptor, lambda: found.done() or found.set_result(None))
@@ -47,7 +47,7 @@ async def until_readable(descriptor: int) -> None:
 
 
 async def read_answer(response: aiohttp.ClientResponse, most: int = MAX_ANSWER_BYTES) -> bytes:
-    """Body of an answer from a session without `auto_decompress`, unpacked. ValueError: over `most` bytes, or not gzip or deflate."""
+    """Unpacked body from a session without `auto_decompress`. ValueError: over `most` bytes, or not gzip or deflate."""
     content = bytearray()
     async for part in response.content.iter_any():
         content += part
@@ -86,7 +86,7 @@ class RemoteAgent:
         self._client: aiohttp.ClientSession | None = None
 
     async def ask(self, task: Json) -> Json:
-        """The agent's answer to a task; AgentLost: it gives none. TimeoutError: nor does it say that its deadline is over."""
+        """The agent's answer to a task; AgentLost: it gives none. TimeoutError: nor does it say its time is over."""
         return await self.post(task, deadline_s=cast(float, task["deadline_s"]))
 
     async def post(self, body: Json, *, deadline_s: float) -> Json:

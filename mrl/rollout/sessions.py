@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions of agents over HTTP: their turns with token ids, logprobs and weight versions, and how a conversation goes on from them.
+"""Agents' HTTP sessions: turns with token ids, logprobs and weight versions, and how a conversation goes on from them.
 
 Later turns go on from the very tokens of earlier ones, so that what was sampled can be trained on. Needs no vLLM.
 """
@@ -71,7 +71,7 @@ class Sessions:
             self.forget(next(iter(self._turns)))
 
     def sampled_ids(self, session_id: str, messages: Sequence[Message]) -> list[int] | None:
-        """Tokens of the session's last turn, if a conversation goes on from it; None where there is none, or it was rewritten.
+        """Tokens of the session's last turn, if a conversation goes on from it; None if none, or it was rewritten.
 
         Thoughts are not compared: clients do not send them back.
         """
@@ -167,7 +167,7 @@ def num_messages_to_answer(messages: Sequence[Message]) -> int:
 
 
 def continued(sampled_ids: Sequence[int], answered_ids: Sequence[int], whole_ids: Sequence[int], end_ids: Collection[int]) -> list[int]:
-    """The tokens of a conversation that goes on: those that were sampled, and what the chat template writes behind them.
+    """The tokens of a conversation that goes on: those sampled, and what the chat template writes behind them.
 
     `sampled_ids` are the prompt and the answer of the last turn as they were, `answered_ids` the same messages as the template writes
     them, and `whole_ids` all messages. Template and model may differ in how they cut a text into tokens, and in whether thoughts of earlier

@@ -56,7 +56,7 @@ class TreeNode:
 
     @property
     def first_route(self) -> int:
-        """The first token that went through the model for this turn, and not for its parent; the last of an answer does not."""
+        """The first token that went through the model for this turn, not its parent; the last of an answer does not."""
         return 0 if self.parent is None else max(0, self.parent.length - 1)
 
     @property
@@ -77,7 +77,7 @@ class TreeNode:
 
 @dataclass(frozen=True)
 class TurnSequence:
-    """Turns of one path of the tree as a sequence to train on. It ends with a turn that is trained; arrays as in `mrl.types.Rollout`."""
+    """Turns of one tree path as a sequence to train on. Ends with a trained turn; arrays as in `mrl.types.Rollout`."""
 
     prompt_ids: np.ndarray
     """All that comes before the first trained turn, turns that another sequence trains included."""

@@ -55,7 +55,7 @@ class RefitWorker:
         return digest(self._tensors())
 
     def tensor_dtypes(self) -> EngineDtypes:
-        """Name and dtype of each live tensor. vLLM chooses some by the GPU's capability: gates of nemotron_h are bfloat16 on 9.0."""
+        """Live tensors' names and dtypes. vLLM chooses some by GPU capability: nemotron_h gates are bfloat16 on 9.0."""
         tensors = self._tensors()
         return tuple((slot.name, str(tensor.dtype).removeprefix("torch.")) for slot, tensor in tensors.items())
 
@@ -68,7 +68,7 @@ class RefitWorker:
         return process_key(), memory_facts()
 
     def prepare_refit(self, workers: Sequence[WorkerRefit]) -> None:
-        """Computes the schedule, maps its trainer rank's memory or joins the exchange, collectively, and prepares its copies."""
+        """Computes the schedule, maps its trainer rank's memory or joins the exchange collectively, prepares copies."""
         mine, tensors = workers[self.rank], self._tensors()
         # Gives back what an earlier refit has mapped or received into.
         if self.exchange is not None:
@@ -100,7 +100,7 @@ class RefitWorker:
         return None
 
     def run_refit(self, attempt: int, is_reader: bool, timeout_s: float) -> VerifyReport | RefitError | None:
-        """The report of the whole refit, None if this worker only takes part in the exchange; or why it has left the attempt.
+        """The whole refit's report, None if this worker only takes part in the exchange; or why it left the attempt.
 
         An error is returned: when one worker raises it, vLLM leaves the answers of the others for the next call.
 
@@ -167,7 +167,7 @@ class RouteRecorder:
     """
 
     def __init__(self, runner: GPUModelRunner, layers: Sequence[int]) -> None:
-        """Starts recording the layers of these indices, on every worker, as capturing may be collective; the first keeps the routes."""
+        """Starts recording these layers on every worker, as capturing may be collective; the first keeps the routes."""
         self._runner = runner
         self._layers = list(layers)
         self._passes: dict[str, list[tuple[int, np.ndarray]]] = {}
@@ -186,7 +186,7 @@ class RouteRecorder:
         setattr(runner, "_model_forward", recorded)  # noqa: B010  (a method is replaced)
 
     def take(self, request_ids: Sequence[str]) -> dict[str, np.ndarray]:
-        """Routes of those of these requests that ran here, [tokens that went through the model, layers, experts], and forgets them."""
+        """Routes of those of these requests that ran here, [tokens that ran, layers, experts], and forgets them."""
         mine = [request_id for request_id in request_ids if request_id in self._passes]
         return {request_id: _joined(request_id, self._passes.pop(request_id)) for request_id in mine}
 
@@ -223,7 +223,7 @@ def _joined(request_id: str, passes: list[tuple[int, np.ndarray]]) -> np.ndarray
 
 
 def engine_tensors(model: nn.Module, drafter: nn.Module | None = None) -> dict[Slot, Tensor]:
-    """Everything that a forward pass reads and training may change: parameters and persistent buffers, each storage once.
+    """All that a forward pass reads and training may change: parameters and persistent buffers, each storage once.
 
     A tied parameter counts under its first name. Buffers that are views of a parameter (`conv_weights` of a Mamba mixer) follow it. Of a
     drafter, the embedding and the output layer that vLLM lets it share with the model count as the model's.

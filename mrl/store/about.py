@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`about.json`: the code of an attempt and the memory that it is predicted to need. `refit.json`: the schedule of its refits."""
+"""`about.json`: an attempt's code and predicted memory. `refit.json`: the schedule of its refits."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Checkpoint:
         return self.folder / MODEL_FOLDERS[model] / "weights"
 
     def shards(self, num_ranks: int) -> list[dict[Path, str]]:
-        """The shards that each of `num_ranks` ranks compares with their sha256: its own where as many ranks have written them."""
+        """The shards that each of `num_ranks` ranks compares with their sha256: its own if as many ranks wrote them."""
         shares: list[dict[Path, str]] = [{} for _ in range(num_ranks)]
         for path, (_, sha256) in _listed(self.folder).items():
             if (match := SHARD.fullmatch(path.name)) is not None:
@@ -123,7 +123,7 @@ class CheckpointStore:
         self.higher_is_better = settings.higher_is_better
 
     def begin(self, state: RunState, models: Iterable[ModelName] = ("policy",)) -> Checkpoint:
-        """Makes a folder with `state`, into which the models write their weights; `commit` turns it into a checkpoint."""
+        """Makes a folder with `state`, into which models write their weights; `commit` turns it into a checkpoint."""
         if self.metric_name is not None and self._value(state) is None:
             value = state.metrics.get(self.metric_name)
             found = f"no metric {self.metric_name}" if value is None else f"{self.metric_name} = {value}"
@@ -144,7 +144,7 @@ class CheckpointStore:
         (pending.folder / STATE).write_text(state, encoding="utf-8")
 
     def commit(self, pending: Checkpoint, on_disk: Mapping[str, FileRecord]) -> Checkpoint:
-        """Seals and publishes a written folder: manifest, sync, marker, rename. Then removes checkpoints that `settings` do not keep.
+        """Seals and publishes a folder: manifest, sync, marker, rename. Then removes checkpoints that `settings` drop.
 
         `on_disk` has the files of the weights that their writers have synced, by path below `pending.folder`. TimeoutError, an OSError:
         the file system does not answer.
@@ -181,7 +181,7 @@ class CheckpointStore:
         return Checkpoint(pending.step, final)
 
     def newest(self, *, before: float = math.inf, with_shards: bool = False, sets_aside: bool = False) -> Checkpoint | None:
-        """The newest checkpoint before step `before` that agrees with its manifest; warns of each newer one that does not.
+        """The newest checkpoint before step `before` that agrees with its manifest; warns of newer ones that do not.
 
         Without `with_shards` only the sizes of shards are compared: hundreds of GB, which the ranks read faster than one process does.
         With `sets_aside`, which is for the run that owns the folder, renames those that are damaged.
@@ -206,7 +206,7 @@ class CheckpointStore:
         kill_point("fallback")
 
     def remove_unfinished(self) -> None:
-        """Removes folders of interrupted saves. Only the run that owns the folder may call this. TimeoutError: as `commit`."""
+        """Removes folders of interrupted saves. Only the owning run may call this. TimeoutError: as `commit`."""
         within(IO_TIMEOUT_S, f"removal of interrupted saves in {self.folder}", self._remove_unfinished)
 
     def _remove_unfinished(self) -> None:
@@ -252,7 +252,7 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
 
 
 def find_lost_run(folder: Path, *, before: float = math.inf) -> str:
-    """Reason not to begin a run in a run folder: it had checkpoints, and none before step `before` is whole; "" if nothing is lost.
+    """The reason not to begin in a folder: it had checkpoints, none before `before` is whole; "" if all is well.
 
     Changes nothing: a file system that is mounted wrongly makes all of them look damaged.
     """
@@ -272,7 +272,7 @@ def find_lost_run(folder: Path, *, before: float = math.inf) -> str:
 
 
 def find_gone(folder: Path, ledger: Ledger, *, allowed: Collection[str]) -> str:
-    """Reason not to begin a run at step 0: its ledger names checkpoints, and all of them are gone; "" if that is not so, or allowed.
+    """The reason not to begin at step 0: the ledger names checkpoints, all gone; "" if none are, or it is allowed.
 
     Of a ledger that is damaged, lost, or of an older version, the metrics tell it: a step that saved has a time for it.
     """
@@ -310,7 +310,7 @@ def newest_step(folder: Path) -> int:
 
 
 def check_models(checkpoint: Checkpoint, config: RunConfig) -> None:
-    """ValueError if a run cannot resume from a checkpoint: it lacks a model, because another algorithm wrote it, or another form of it."""
+    """ValueError if a checkpoint cannot be resumed: it lacks a model, as another algorithm or form of it wrote it."""
     missing = [model for model in config.trained_models if not checkpoint.weights_of(model).is_dir()]
     if missing and find_damage(checkpoint.folder, with_shards=False) is None:
         raise ValueError(
@@ -371,7 +371,7 @@ def _object(path: Path) -> dict[str, object]:
 
 
 def find_damage(folder: Path, *, with_shards: bool = True) -> str | None:
-    """The damage of a checkpoint folder: no marker, or the first file that differs from the manifest; None if it is whole.
+    """The damage of a checkpoint folder: no marker, or the first file that differs from the manifest; None if whole.
 
     Of shards compares sizes, and the content only `with_shards`. What cannot be read is damaged, unless the file system gives no answer, or
     this user may not read it, a ValueError.

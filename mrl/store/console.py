@@ -75,7 +75,7 @@ def supervised_lines(metrics: Mapping[str, float]) -> list[str]:
 
 
 def rollout_progress(total: int) -> tqdm:
-    """`Collecting rollouts:  21%|██        | 428/2048 [02:01<05:42, 4.73it/s]`, a bar in a terminal and plain lines elsewhere."""
+    """`Collecting rollouts:  21%|██        | 428/2048 [02:01<05:42, 4.73it/s]`, a terminal bar, else plain lines."""
     if sys.stderr.isatty():
         return tqdm(total=total, desc="Collecting rollouts", ascii=False, leave=False, file=sys.stderr)
     return tqdm(total=total, desc="Collecting rollouts", ascii=False, ncols=80, mininterval=PLAIN_INTERVAL_S, file=_LineWriter())

@@ -105,7 +105,7 @@ def mean_pass_at_k(correct: Sequence[Sequence[bool]], k: int) -> float:
 
 
 def consensus_at_k(answers: Sequence[str], correct: Sequence[bool], k: int) -> float | None:
-    """Share of the groups of `k` consecutive answers whose majority is correct (arXiv:2203.11171). Incomplete groups do not count.
+    """Share of groups of `k` consecutive answers whose majority is correct (arXiv:2203.11171). Only whole groups count.
 
     The earlier answer wins a tie. Empty answers do not vote; a group without votes is wrong. None if no answer votes at all, because the
     environment extracts none.

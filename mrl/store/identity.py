@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that a resumed run has the same inputs: its model, teacher and tokenizer, and the order of its data, each by content."""
+"""Check that a resumed run has the same inputs: model, teacher and tokenizer, and its data order, each by content."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def identity_of(config: RunConfig, rows: Rows[Example], read: Sequence[LeftOut])
 
 
 def with_template_date(config: RunConfig) -> RunConfig:
-    """The config with the date that its chat template writes: the config's, else that of the run so far, else today; unchanged if none."""
+    """The config with its chat template's date: the config's, else the run's so far, else today; unchanged if none."""
     tokenizer = config.policy.tokenizer
     template = None if tokenizer.chat_template == OWN_TEMPLATE else template_text(tokenizer.chat_template)
     if tokenizer.template_date is not None or not writes_date(tokenizer, template):
@@ -137,7 +137,7 @@ def _model_parts(config: RunConfig, hashes: Callable[[Sequence[Path]], Mapping[P
 
 
 def check_identity(file: Path, identity: Identity, *, allowed: Sequence[str], resumes_at: int) -> None:
-    """Keeps the identity of a run in `file`. ValueError if a run that resumes has another one, in what `allowed` does not name."""
+    """Keeps a run's identity in `file`. ValueError if a resuming run has another, in what `allowed` does not name."""
     refused, said = find_changes(file, identity, allowed=allowed, resumes_at=resumes_at)
     if refused:
         raise ConfigError(refused)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kept rollouts: whole groups that a checkpoint has not trained on, so that the next attempt need not sample them again.
+"""Kept rollouts: whole groups that a checkpoint has not trained on, so that the next attempt need not resample them.
 
 A cache by prompt: which prompts are trained is for the ledger alone to say. A thread writes, at most one file a second.
 """
@@ -84,7 +84,7 @@ class WholeGroup:
 
 
 class KeptRollouts:
-    """Writes groups that a checkpoint may need, and hands out those that an earlier attempt has written. `start` comes first."""
+    """Writes groups that a checkpoint may need, and hands out those an earlier attempt wrote. `start` comes first."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class KeptRollouts:
         pull: Callable[[Sequence[RolloutInfo]], list[Rollout]],
         check_owner: Callable[[], None],
     ) -> None:
-        """`saves` tells whether a checkpoint follows a step. `pull` fetches payloads, in a thread; RuntimeError: one is lost."""
+        """`saves`: whether a checkpoint follows a step. `pull` fetches payloads in a thread; RuntimeError: one lost."""
         self._folder, self._conditions, self._lag, self._limit = folder, conditions, lag, limit_bytes
         self._saves, self._pull, self._check_owner = saves, pull, check_owner
         self._changed = threading.Condition()
@@ -119,7 +119,7 @@ class KeptRollouts:
         self._thread = threading.Thread(target=self._run, name="kept rollouts", daemon=True)
 
     def start(self, step: int, weight_version: int, consumed: Collection[PromptKey]) -> None:
-        """Reads what earlier attempts have written, once the weights of `step` are loaded as `weight_version`; says what is of no use."""
+        """Reads what past attempts wrote, once `step`'s weights are loaded as `weight_version`; names the useless."""
         self._checkpoint, self._steps = step, {weight_version: step}
         within(WRITE_TIMEOUT_S, f"mkdir of {self._folder}", make_folder, self._folder)
         reasons = Counter[str]()
@@ -201,7 +201,7 @@ class KeptRollouts:
                     self._consumed[key] = step
 
     def prepare(self, step: int, *, ends: bool) -> None:
-        """Writes, before a checkpoint of `step`, the groups that a run resumed there needs; waits a while for their verdicts.
+        """Writes, before a checkpoint of `step`, the groups that a run resumed there needs; waits a while for verdicts.
 
         Unless the run `ends` there, waits for none of the step's own weights: they are written meanwhile, and can be sampled again.
         """
@@ -242,7 +242,7 @@ class KeptRollouts:
             self._thread.join(END_S)
 
     def follow(self, state: RunState, ledger: LedgerState) -> None:
-        """Notes that the engines hold the weights of `state`, which the ledger has trained. The first call begins the attempt."""
+        """Notes that engines hold `state`'s weights, which the ledger trained. The first call begins the attempt."""
         if not self._steps:
             self.start(state.step, state.weight_version, ledger.consumed)
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger: the prompts that a run took, trained on and rolled back, one fsynced JSON line per event: the run's place in the data.
+"""The ledger: prompts a run took, trained on and rolled back, one fsynced JSON line per event: its place in the data.
 
 Each checkpoint holds the part that led to it, from which a damaged or lost ledger is restored.
 """
@@ -47,10 +47,10 @@ class LedgerState:
 
 
 class Ledger:
-    """Appends events to `ledger.jsonl`; an event is on disk when the call returns, or is written with the next one if the disk is full."""
+    """Appends events to `ledger.jsonl`; each is on disk when the call returns, or, on a full disk, with the next."""
 
     def __init__(self, path: Path, *, check_owner: Callable[[], None] = unowned, mends: bool = True) -> None:
-        """`check_owner` raises if another process owns the folder by now; see `mrl.store.ownership`. `mends` as for `replay`."""
+        """`check_owner` raises if another now owns the folder; see `mrl.store.ownership`. `mends` as for `replay`."""
         self.path = path
         self._check_owner = check_owner
         self.state, self.damage = LedgerState(), ""
@@ -72,7 +72,7 @@ class Ledger:
         kill_point("rollouts")
 
     def train(self, step: int, trained: Sequence[PromptKey], dropped: Sequence[PromptKey] = ()) -> None:
-        """Records that step `step` has consumed these prompts: it trained on some and dropped others because of their rollouts."""
+        """Records that `step` consumed these prompts: it trained on some and dropped others for their rollouts."""
         kill_point("rollouts")
         self._append(_trained(step, trained, dropped))
         kill_point("rollouts")
@@ -83,7 +83,7 @@ class Ledger:
             self._append(_saved(mark))
 
     def copy_to(self, path: Path, mark: Mark | None = None) -> None:
-        """Writes the ledger of a run that only made the steps trained so far: the part that the checkpoint with this mark holds."""
+        """Writes a ledger of only the steps trained so far: the part that the checkpoint with this mark holds."""
         events: list[dict[str, object]] = []
         saved = self.state.saved | ({mark.step: mark} if mark is not None else {})
         for step, (trained, dropped) in self.state.steps(len(self.state.trained)).items():
@@ -93,7 +93,7 @@ class Ledger:
         within(WRITE_TIMEOUT_S, f"write of {path}", path.write_text, text, encoding="utf-8")
 
     def find_obstacle(self, to_step: int, copy: Path | None) -> str:
-        """Reason not to resume from the checkpoint of `to_step`, whose copy of the ledger is at `copy` (None: it has none); else ""."""
+        """The reason not to resume from `to_step`, whose ledger copy is at `copy` (None: no copy); "" if none."""
         if stranger := self.find_stranger(to_step, copy):
             return stranger
         if not to_step or (copy is not None and copy.exists()) or not (problem := self._find_problem(to_step, None)):
@@ -122,7 +122,7 @@ class Ledger:
         )
 
     def roll_back(self, to_step: int, copy: Path | None = None) -> None:
-        """Records that the weights of step `to_step` were loaded: later steps no longer count, and taken prompts will be asked again.
+        """Records that the weights of `to_step` were loaded: later steps do not count, taken prompts are asked again.
 
         A ledger that is damaged, or of another run than the `copy` in the checkpoint, is set aside, and restored from it. RuntimeError:
         there is no copy.
@@ -174,7 +174,7 @@ class Ledger:
                 )
 
     def flush(self) -> None:
-        """Writes what the disk had no room for; OSError: it still has none, and the file ends with a whole event as before."""
+        """Writes what the disk had no room for; OSError: it still has none, and the file ends with a whole event."""
         with self._lock:
             if self._unwritten:
                 within(WRITE_TIMEOUT_S, f"write of {self.path}", self._write)
@@ -224,7 +224,7 @@ def _object(line: bytes) -> dict:
 
 
 def apply_event(state: LedgerState, event: dict) -> None:
-    """Applies one event. Raises ValueError if it cannot follow: a gap, a prompt taken or trained twice, or trained without being taken."""
+    """Applies one event. ValueError: it cannot follow: a gap, a prompt taken or trained twice, or trained untaken."""
     kind = event["event"]
     if kind == "taken":
         prompts = _keys(event["prompts"])

@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 class JsonlLogger:
-    """`metrics.jsonl`: one JSON object a step, flushed at once. After an error, the next call also writes the lines that failed."""
+    """`metrics.jsonl`: a JSON object a step, flushed at once. After an error the next call also writes failed lines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = within(WRITE_TIMEOUT_S, f"open of {path}", lambda: path.open("a", encoding="utf-8"))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Writes `{"step": step, ...}`; a value that is not finite is written as null, which JSON has. TimeoutError: no answer."""
+        """Writes `{"step": step, ...}`; a value that is not finite becomes null. TimeoutError: no answer."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         line = json.dumps({"step": step, **finite}) + "\n"
 

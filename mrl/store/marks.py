@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks: a run folder and its checkpoints are known by what lies in them, not by names. mrl renames and removes only what it has marked."""
+"""Marks: a run folder and its checkpoints are known by content, not names. mrl renames, removes only what it marked."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def write_mark(folder: Path, mark: Mark) -> None:
 
 
 def find_mark(folder: Path) -> Mark | None:
-    """The mark of a checkpoint, whole, damaged or unfinished, of older versions too; None: mrl has not written this folder.
+    """The mark of a checkpoint, whole, damaged or unfinished, older versions too; None: mrl did not write this folder.
 
     ValueError: this user may not read what may be its mark.
     """
@@ -132,7 +132,7 @@ def put_marked_aside(path: Path, prefix: str) -> Path:
 
 
 def remove_marked(path: Path) -> None:
-    """Removes a marked folder, or a link to one, as far as it can. The marks go last: what a kill leaves of it is marked."""
+    """Removes a marked folder, or a link to one, as far as it can. The marks go last: what a kill leaves is marked."""
     if path.is_symlink() or not path.is_dir():
         with suppress(OSError):
             path.unlink()
@@ -166,7 +166,7 @@ def find_run(folder: Path, saved: Mapping[int, Mark]) -> str:
 
 
 def find_strangers(folder: Path, run: str, saved: Mapping[int, Mark], is_damaged: Callable[[Path], bool]) -> str:
-    """Reason to leave a folder alone: it holds checkpoints that are not of this run, or not of the step of their name; "" if none.
+    """Reason to leave a folder alone: it holds checkpoints not of this run or not of their name's step; "" if none.
 
     `run` is that of `find_run`, `saved` the saves in the ledger. `is_damaged` tells whether a checkpoint differs from its manifest.
     """

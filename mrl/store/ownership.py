@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run-folder ownership: one attempt at a time owns a run folder, wherever in the cluster it runs. Shared file systems keep no locks.
+"""Run-folder ownership: one attempt at a time owns a folder, anywhere in the cluster. Shared file systems lack locks.
 
 The file `owner.json` names the owner's process, which touches the file while it lives. On the same host, the process list says whether the
 owner lives. A later start of the same Slurm job takes the folder over at once, since Slurm ends one start before the next. Any other owner
@@ -68,13 +68,13 @@ class Ownership:
         self._beating, self._is_held = ExitStack(), False
 
     def take(self) -> None:
-        """Makes this process the owner, after a watch for the owner's signs of life; ValueError: a living process owns the folder."""
+        """Makes this process the owner, after watching for signs of life; ValueError: a living process owns it."""
         self._claim(self._file)
         self._is_held = True
         self._beating.enter_context(heartbeat(self._file))
 
     def _claim(self, file: Path) -> None:
-        """Makes `file` name this process, unless it names one that lives; of several processes that try, one succeeds."""
+        """Makes `file` name this process, unless it names one that lives; of several that try, one succeeds."""
         for _ in range(MAX_TRIES):
             if within(WRITE_TIMEOUT_S, f"write of {file}", self._create, file):
                 return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inspects the run folder before a start: its owner, the checkpoint to resume from, and changed inputs. Changes nothing."""
+"""Inspects the run folder before a start: its owner, the checkpoint to resume from, changed inputs. Changes nothing."""
 
 from __future__ import annotations
 

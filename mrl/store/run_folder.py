@@ -71,7 +71,7 @@ MEASURED_BYTES = 2**18
 
 
 class RunFolder:
-    """`open` makes this process the owner of `checkpointing.checkpoint_dir`; as a context manager it gives the folder back at the end."""
+    """`open` makes this process own `checkpointing.checkpoint_dir`; the context manager gives it back at the end."""
 
     def __init__(self, config: RunConfig, identity: Identity | None = None) -> None:
         """With `identity`, a run resumes only with the model, tokenizer and data that it had."""
@@ -163,7 +163,7 @@ class RunFolder:
         return log_dir / f"exp_{max((int(name) for name in names if name.isdecimal()), default=0) + 1:03d}"
 
     def _make_log_folder(self) -> None:
-        """Makes the attempt's folder, which is no other run's; where it lies elsewhere, `logs` in the run folder gets a link to it."""
+        """Makes the attempt's folder, no other run's; if elsewhere, `logs` in the run folder gets a link to it."""
         while True:
             try:
                 self.log_folder.mkdir(mode=0o700, parents=True)
@@ -222,7 +222,7 @@ class RunFolder:
         return newest
 
     def resume_from(self, checkpoint: Checkpoint | None) -> None:
-        """Takes ledger, metrics and samples back to a checkpoint of which every byte has been compared; None: to the start."""
+        """Takes ledger, metrics and samples back to a checkpoint whose every byte was compared; None: to the start."""
         assert self._metrics is not None, "newest_checkpoint comes first"
         if checkpoint is None:
             self._keep_earlier()
@@ -258,7 +258,7 @@ class RunFolder:
             self.ledger.save(replace(mark, run=self.checkpoints.run, step=checkpoint.step))
 
     def sync(self) -> None:
-        """Forces to disk what the run has appended, and the names of its texts, before a checkpoint of these steps is published."""
+        """Forces to disk what the run appended and its texts' names, before publishing a checkpoint of these steps."""
         for path in (self.path / METRICS, self.path / SAMPLES, self.log_folder):
             with self._may_fail(path.name):
                 if path.exists():
@@ -266,7 +266,7 @@ class RunFolder:
 
     @contextmanager
     def open_loggers(self) -> Iterator[Loggers]:
-        """Opens the loggers that are switched on. They get everything logged inside the `with` block, which ends when they have sent it."""
+        """Opens enabled loggers. They get everything logged in the `with` block, which ends when they have sent it."""
         self._loggers = Loggers(self.config, run_folder=self.path, log_folder=self.log_folder, last_step=self._last_logged_step)
         try:
             yield self._loggers
@@ -275,7 +275,7 @@ class RunFolder:
             self._loggers = None
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one step's metrics and hands them to every logger; after a validation or a checkpoint renews the report."""
+        """Writes one step's metrics and hands them to loggers; after a validation or a checkpoint renews the report."""
         assert self._metrics is not None, "newest_checkpoint comes first"
         metrics, self.next_metrics = {**metrics, **self.next_metrics}, {}
         started = time.monotonic()
@@ -310,7 +310,7 @@ class RunFolder:
         sequences: Sequence[TrainSequence] = (),
         tokens: TokenSamples | None = None,
     ) -> None:
-        """Writes a step's rollouts as text; validation shows `logger.num_val_samples_to_print`. See `write_step_data`."""
+        """Writes step rollouts as text; validation shows `logger.num_val_samples_to_print`. See `write_step_data`."""
         started = time.monotonic()
         with self._may_fail(SAMPLES):
             path = self.path / SAMPLES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts as text: a few lines of each step for the report, NeMo RL's `*_data_stepN.jsonl`, and validation samples for readers."""
+"""Rollouts as text: a few lines a step for reports, NeMo RL's `*_data_stepN.jsonl`, validation samples for readers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def write_step_data(
     config: LoggerConfig,
     token_rows: Mapping[str, Mapping[str, object]] | None = None,
 ) -> None:
-    """Writes the rollouts of a step that `logger.rollouts` wants as compressed JSON lines, by NeMo RL's names and keys, and some of ours.
+    """Writes the step's rollouts that `logger.rollouts` wants as compressed JSON lines, with NeMo RL's keys and ours.
 
     `sequences` are those that were trained on, none in validation. Only those of `token_rows`, by request id, have tokens and logprobs,
     since the others never reach the driver. An error leaves no part of the file.
@@ -112,7 +112,7 @@ def token_row(sample: TokenSample, tokenizer: PreTrainedTokenizerBase) -> dict[s
 
 
 def token_rows(samples: Sequence[tuple[RolloutInfo, TokenSample]], tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    """The keys for a rollout's tokens: its first sequence's, those of the others in `further`, and in each the turns left untrained."""
+    """Keys of a rollout's tokens: its first sequence's, others' in `further`, and in each the turns left untrained."""
     spans = [[(turn.start, turn.stop, turn.reason) for turn in info.untrained] for info, _ in samples]
     first, *further = [token_row(sample, tokenizer) | {"token_untrained": own} for (_, sample), own in zip(samples, spans, strict=True)]
     return first | ({"further": further} if further else {})
@@ -131,7 +131,7 @@ def _mask_reason(verdict: Verdict, sequence: TrainSequence | None) -> str | None
 
 
 def drop_old_step_data(attempts: Path, step: int, config: LoggerConfig) -> None:
-    """Removes files of rollouts of any attempt of a run that are `logger.rollouts_keep_steps` steps or more before `step`."""
+    """Removes files of rollouts of any attempt of a run that are `logger.rollouts_keep_steps` or more before `step`."""
     if config.rollouts_keep_steps is None:
         return
     for path in attempts.glob("exp_*/*_data_step*.jsonl.gz"):
@@ -140,7 +140,7 @@ def drop_old_step_data(attempts: Path, step: int, config: LoggerConfig) -> None:
 
 
 def best_and_worst(groups: Sequence[RolloutGroup], count: int) -> list[Sample]:
-    """`count` rollouts by reward: the best half, then the worst half, and one of the middle if `count` is odd; all if there are no more."""
+    """`count` rollouts by reward: the best half, then the worst, a middle one if `count` is odd; all if no more."""
     texts = [(group.prompt, verdict) for group in groups for verdict in group.verdicts]
     samples = [Sample(prompt.text, verdict.text, prompt.expected_answer, verdict.reward) for prompt, verdict in texts]
     ranked = sorted(samples, key=lambda sample: -sample.reward)

@@ -73,7 +73,7 @@ def rollout_metrics(
     num_engine_restarts: int,
     kept: Collection[PromptKey] = (),
 ) -> dict[str, float]:
-    """Rewards (scaled and shaped, of rollouts that have one), lengths and rates of a step whose generation took `seconds`.
+    """Rewards (scaled and shaped, of rollouts with one), lengths and rates of a step whose generation took `seconds`.
 
     Rollouts of `kept` prompts were sampled by an earlier attempt, and in other seconds.
     """
@@ -101,7 +101,7 @@ def rollout_metrics(
 
 
 def _speculation_metrics(proposals: Sequence[Proposals]) -> dict[str, float]:
-    """Quality of proposed tokens, if any were proposed: the share accepted, and the mean length from one forward pass."""
+    """Quality of proposed tokens, if any were proposed: the share accepted, and mean length from one forward pass."""
     total = functools.reduce(Proposals.plus, proposals, Proposals())
     if not total.num_tokens:
         return {}
@@ -112,7 +112,7 @@ def _speculation_metrics(proposals: Sequence[Proposals]) -> dict[str, float]:
 
 
 def performance_metrics(config: RunConfig, batches: Sequence[Batch], metrics: Mapping[str, float], *, device: str) -> dict[str, float]:
-    """Tokens a second and TFLOPS of a GPU (of a rank on hosts without) in a step, by NeMo RL's names, from its batches and times.
+    """Tokens a second and TFLOPS per GPU (else per rank) in a step, by NeMo RL's names, from its batches and times.
 
     The operations are those of the models, whatever is recomputed: three forward passes for an update, of LoRA two, and one for a logprob
     pass, or for the values of a critic. Their share of the peak, `train_fp_utilization` (MFU), is known for bfloat16 on the devices of
@@ -150,7 +150,7 @@ OWN_NAMES = {"reward", "reward_std", "num_rollouts", "turns", "failed", *get_arg
 
 
 def environment_metrics(groups: Sequence[RolloutGroup], *, stage: Literal["rollout", "val"]) -> dict[str, float]:
-    """Per environment, as `<stage>/<environment>/*`: mean and spread of rewards, mean turns, counts of failed and flagged rollouts."""
+    """`<stage>/<environment>/*`: mean and spread of rewards, mean turns, counts of failed and flagged rollouts."""
     metrics: dict[str, float] = {}
     for name in sorted({group.prompt.env_name for group in groups}):
         mine = [group for group in groups if group.prompt.env_name == name]
@@ -206,7 +206,7 @@ def warn_of_bounded_ratios(metrics: Mapping[str, float]) -> None:
 
 
 def is_good_enough(grpo: GrpoConfig, metrics: Mapping[str, float]) -> bool:
-    """True when a validation among the metrics reached `grpo.stop_at_validation_threshold`. ValueError: it lacks that metric."""
+    """True if a validation in the metrics reached `grpo.stop_at_validation_threshold`. ValueError: no such metric."""
     name, threshold = grpo.stop_at_validation_metric, grpo.stop_at_validation_threshold
     measured = {key.removeprefix("val/"): value for key, value in metrics.items() if key.startswith("val/")}
     if name is None or threshold is None or not measured:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m mrl.view RUN [RUN2 ...]`: serves the page of runs on this host, follows those that still run. `--port` chooses the port."""
+"""`python -m mrl.view RUN [RUN2 ...]`: serves the page of runs on this host, follows live ones. `--port`: the port."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _restarts(rows: Sequence[Row], _: Facts) -> float | None:
 
 
 def _reward_change(rows: Sequence[Row], _: Facts) -> float | None:
-    """Returns the change of the reward between the halves of the last steps, in standard errors; None for a solved task."""
+    """Returns the reward's change between the halves of the last steps, in standard errors; None for a solved task."""
     values = _values(rows, "train/reward", NUM_STEPS_FLAT)
     if len(values) < NUM_STEPS_FLAT or statistics.fmean(values) > SOLVED_REWARD:
         return None

@@ -82,7 +82,7 @@ def _cut(text: str) -> str:
 
 
 def sampled_dumps(dumps: Sequence[Dump]) -> dict[str, list[dict]]:
-    """Rollouts of some steps from the first to the last, by name of the dump, within `INLINED_BYTES`. The newest steps come first."""
+    """Rollouts of some steps from first to last, by dump name, within `INLINED_BYTES`. The newest steps come first."""
     chosen: list[Dump] = []
     for split in SPLITS.values():
         mine = [dump for dump in dumps if dump.split == split]
@@ -99,7 +99,7 @@ def sampled_dumps(dumps: Sequence[Dump]) -> dict[str, list[dict]]:
 
 
 def read_evaluations(folder: Path) -> list[dict]:
-    """The results of `mrl.evaluate` in a folder or its `evaluations`: name, metric, scores, and rows like those of a dump."""
+    """The results of `mrl.evaluate` in a folder or its `evaluations`: name, metric, scores, and rows as in a dump."""
     found = []
     for path in sorted((*folder.glob("evaluations/*.json"), *folder.glob("*.json"))):
         try:

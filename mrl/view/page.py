@@ -26,7 +26,7 @@ def write_report(path: Path, *, state: State | None = None) -> None:
 
 
 def page(runs: Sequence[Json], *, is_live: bool = False, scripts: Sequence[Path] = SCRIPTS) -> str:
-    """The page of these runs, or of what `scripts` show. A live page asks its server for what is new, and for rollouts it lacks."""
+    """The page of these runs, or of what `scripts` show. A live page asks its server for news and rollouts it lacks."""
     data = data_of(runs, is_live=is_live)
     script = "\n".join(path.read_text(encoding="utf-8") for path in scripts)
     style = "\n".join(path.read_text(encoding="utf-8") for path in STYLES)

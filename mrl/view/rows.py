@@ -39,7 +39,7 @@ def _metrics(row: Row) -> dict:
 
 
 def read_rows(path: Path, keys: Set[str], *, last_bytes: int | None = None) -> tuple[list[dict], int]:
-    """The objects of a file that have these keys, and the number of other lines, which a full disk or a power cut has torn."""
+    """Objects of a file that have these keys, and the number of other lines, which a full disk or power cut tore."""
     found, num_torn, lines = [], 0, list[bytes]()
     if path.exists():
         with os.fdopen(open_file(path), "rb") as file:

@@ -39,7 +39,7 @@ NUM_SAMPLES = 48
 
 
 def run_data(folder: Path, *, state: State | None = None, has_rollouts: bool = True) -> Json:
-    """Collects the data of a run's page. `state` None: from the owner's file. Without `has_rollouts` only the names of the dumps.
+    """Collects the data of a run's page. `state` None: from the owner's file. Without `has_rollouts` only dump names.
 
     ValueError: the folder's files are not as mrl writes them.
     """
@@ -178,7 +178,7 @@ def newest_change(folder: Path) -> float:
 
 
 def series_of(rows: Sequence[Row]) -> dict[str, list[float | None]]:
-    """Every metric as a column next to `step`, whole numbers or six digits; beyond `MAX_POINTS` steps every second step, and so on."""
+    """Metrics as columns next to `step`, whole numbers or six digits; beyond `MAX_POINTS` every second, and so on."""
     stride = -(-len(rows) // MAX_POINTS)
     kept = [row for index, row in enumerate(rows) if (len(rows) - 1 - index) % stride == 0 or any(name.startswith("val/") for name in row)]
     names = sorted({name for row in kept for name in row} - {"step"})

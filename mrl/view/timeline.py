@@ -28,7 +28,7 @@ NUM_SLOWEST, NUM_NEWEST = 2, 3
 
 @dataclass(frozen=True)
 class Window:
-    """A step of an attempt: from its beginning to that of the next one, or to its end if it is the newest; in microseconds since 1970."""
+    """A step of an attempt: from its start to the next one's, or its end if the newest; in microseconds since 1970."""
 
     step: int
     begin: int
@@ -63,7 +63,7 @@ def chosen(windows: Mapping[int, Window]) -> list[Window]:
 
 
 def read_timelines(windows: Sequence[Window]) -> dict[str, dict]:
-    """Reads each step: begin, length, number of lanes left out, and lanes with spans [name, begin, length, facts]; microseconds."""
+    """Reads steps: begin, length, omitted lane count, lanes with spans [name, begin, length, facts]; microseconds."""
     found = {
         str(window.step): {"begin": window.begin, "length": window.end - window.begin, "left_out": 0, "lanes": []} for window in windows
     }
@@ -110,7 +110,7 @@ def _lanes(name: str, data: bytes, window: Window) -> list[dict]:
 
 
 def _offset(data: bytes, time: int) -> int:
-    """Finds the start of a line close before the first span that ends after `time`. Processes write spans as they end."""
+    """Finds a line's start close before the first span that ends after `time`. Processes write spans as they end."""
     low, high = 0, len(data)
     while high - low > AHEAD_BYTES:
         middle = (low + high) // 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed of conversions against cp and fsync of the same bytes, and their memory: a JSON line per run, and docs/data/convert.json.
+"""Conversion speed against cp and fsync of the same bytes, and memory: a JSON line per run and docs/data/convert.json.
 
 Usage: python -m scripts.bench.convert [--gb 1] [--repeats 5] [--folder DIR] [--no-record]
 
@@ -75,7 +75,7 @@ def timed_copy(source: Path, out: Path) -> float:
 
 
 def timed_conversion(direction: str, source: Path, out: Path) -> dict[str, float]:
-    """Seconds of a conversion in a process of its own, on the clock and of all cores, and by how many bytes its memory rose."""
+    """Seconds of a conversion in its own process, on the clock and of all cores, and its memory growth in bytes."""
     prepare(source)
     measured = alone(convert_once, direction, source, out)
     shutil.rmtree(out)

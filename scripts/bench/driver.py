@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time and memory of a step in the driver of a large run, with real Ray and stand-ins that answer at once: docs/data/driver.json.
+"""Time and memory of a step in the driver of a large run, with real Ray and instant stand-ins: docs/data/driver.json.
 
 Usage: python -m scripts.bench.driver [--ranks 16 32 64 96 256] [--rollouts 2048 32768] [--processes 4] [--memory] [--no-record]
 
@@ -101,7 +101,7 @@ def watched() -> Iterator[Stopwatch]:
 
 
 def steps_of(shape: Shape, processes: list) -> list[dict[str, float]]:
-    """Seconds by part of some steps, `wall` and `calls` beside them. The first step, which fills caches, is left out."""
+    """Seconds by part of some steps, `wall` and `calls` beside them. The first, which fills caches, is left out."""
     found = []
     with tempfile.TemporaryDirectory() as folder, rehearsal(shape, Path(folder), processes) as ready:
         state = RunState(weight_version=1)
@@ -168,7 +168,7 @@ async def never(index: int, requests: list[RolloutRequest]) -> dict[str, Rollout
 
 
 def memory_row(num_rollouts: int, num_tokens: int) -> Row:
-    """Memory that the driver keeps of a step, as its processes hand it over; in a process of its own. Payloads never come here."""
+    """Memory the driver keeps of a step, as processes hand it over; in its own process. Payloads never come here."""
     shape = Shape(LARGE, num_rollouts, num_tokens=num_tokens, text_characters=CHARACTERS_PER_TOKEN * num_tokens)
     rewards = RewardStandIn(0, shape)
     sampling = SamplingParams(1.0, 1.0, None, num_tokens, ())

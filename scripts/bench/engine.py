@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens per second of mrl's engine and of plain `vllm.LLM.generate`, with the same requests, taking turns: docs/data/engine.json.
+"""Tokens per second of mrl's engine and plain `vllm.LLM.generate`, on equal requests in turns: docs/data/engine.json.
 
 Usage: python -m scripts.bench.engine [--no-record] [--repeats 5]
 

@@ -69,7 +69,7 @@ def answers_of(groups: Sequence[Group]) -> Iterator[Answer]:
 
 
 def example_groups(servers: Path) -> list[Group]:
-    """Gym's example rows of all servers that mrl stands in for, each with the replies of all example rollouts, and simple ones."""
+    """Gym's example rows of all servers mrl stands in for, each with all example rollouts' replies, and simple ones."""
     found = list[Group]()
     for server in SERVERS:
         files = sorted(servers.glob(f"{server}/data/*example*.jsonl"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs in an environment of NeMo Gym, not of mrl: reads groups of answers on stdin, and prints Gym's reward of each, in order, as JSON."""
+"""Runs in NeMo Gym's environment, not mrl's: reads answer groups on stdin, prints Gym's rewards in order as JSON."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of log-probabilities and of their gradients, three ways: a JSON line for each case, and docs/data/logprobs.json.
+"""Peak memory of log-probabilities and their gradients, three ways: a JSON line per case, and docs/data/logprobs.json.
 
 Usage: python -m scripts.bench.logprobs [--no-record]
 

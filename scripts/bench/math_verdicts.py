@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts of env.math.strict and of math-verify on tests/unit/envs/math_answers.txt, by kind. Writes docs/data/math_verdicts.json."""
+"""env.math.strict, math-verify verdicts on tests/unit/envs/math_answers.txt by kind: docs/data/math_verdicts.json."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def dealt_in_turn(lengths: list[int], cost: SequenceCost) -> RowPlan:
 
 
 def fewest_rows(lengths: Sequence[int], row_tokens: int) -> int:
-    """A lower bound of the rows that any packing needs (L2 of Martello and Toth, Discrete Applied Mathematics 28, 1990).
+    """A lower bound of the rows any packing needs (L2 of Martello and Toth, Discrete Applied Mathematics 28, 1990).
 
     For every k up to half a row: sequences longer than row - k share a row with none of at least k, those above half a row not with each
     other; what is at least k then fills the room that the latter leave.

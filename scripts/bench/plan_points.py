@@ -118,7 +118,7 @@ def chunks_of(point: Point) -> list[list[str]]:
 
 
 def matrices_of(point: Point, shape: ModelSizes, letter: str) -> tuple[list[Matrix], list[Matrix], int]:
-    """Matrices (rows, columns) of a part of a layer on a rank: dense ones, those of routed experts; and elements of its vectors."""
+    """Matrices (rows, columns) of a layer part on a rank: dense ones, those of routed experts; and vector elements."""
     model, tp, hidden = point["model"], point["tp"], shape.hidden
     norm = hidden * (1 if model["normalization"] == "RMSNorm" else 2)
     has_bias, fc1 = model["linear_bias"], shape.fc1_factor
@@ -145,7 +145,7 @@ def matrices_of(point: Point, shape: ModelSizes, letter: str) -> tuple[list[Matr
 
 
 def elements_of(point: Point, shape: ModelSizes, layers: list[str], pp_rank: int) -> tuple[Elements, int]:
-    """Elements of a rank by the sizes of Megatron's modules, and of one matrix of each shape. `layers` are without depths of MTP."""
+    """Elements of a rank by Megatron's module sizes, and of one matrix of each shape. `layers` exclude MTP depths."""
     model, hidden = point["model"], shape.hidden
     norm = hidden * (1 if model["normalization"] == "RMSNorm" else 2)
     is_first, is_last = pp_rank == 0, pp_rank == point["pp"] - 1
@@ -290,7 +290,7 @@ def why_left_out(point: Point) -> str | None:
 
 
 def rows_of(points: list[Point]) -> tuple[list[TableRow], dict[str, str]]:
-    """Predicted and measured bytes of every point in MB, with the errors as shares; and by id, why points are left out."""
+    """Predicted and measured bytes of every point in MB, with errors as shares; and by id, why points are left out."""
     fitted, rows, left_out = is_fitted(json.loads(FITTED.read_text(encoding="utf-8"))), list[TableRow](), dict[str, str]()
     for point in points:
         name = str(point.get("id"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed of a refit inside one host against a plain copy of the same bytes, at the same time of day, by the same number of processes.
+"""Speed of a refit in one host against a plain copy of the same bytes, at the same time of day, by as many processes.
 
 Trainer ranks and engine workers are real processes that share memory and exchange over gloo, as in a run. Weights are those of
 Nemotron-3-Nano-30B-A3B, all 52 layers and 128 experts, with the hidden size divided by --divide and nothing else. Matrices that a layout
@@ -180,7 +180,7 @@ def seconds(function: Callable[..., object], *arguments: object) -> tuple[object
 
 
 def measure(case: Case, hf_config: HfConfig, num_repeats: int, device: str) -> list[Repeat]:
-    """Starts the processes and repeats plain copy and refit in turn; the first pass, which touches fresh pages, is left out."""
+    """Starts processes and repeats plain copy and refit in turn; omits the first pass, which touches fresh pages."""
     sources, targets = case.layouts(hf_config)
     nodes, gpus = {rank: rank % case.num_hosts for rank in sources}, {target: target for target in targets}
     schedule = reshard(sources, targets, gpu_of=gpus, node_of=nodes, buffer_bytes=BUFFER_BYTES // NUM_BUFFERS)

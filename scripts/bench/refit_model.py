@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts the seconds of a refit on GPUs from the real schedule and stated rates: docs/data/refit_model.json. Nothing runs on a GPU.
+"""Predicts seconds of a refit on GPUs from the real schedule and stated rates: docs/data/refit_model.json. Uses no GPU.
 
 Usage: python -m scripts.bench.refit_model [--no-record]
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of building the refit schedule of a large run, and the bytes that it moves: a JSON line for each case, and docs/data/schedule.json.
+"""Cost of building a large run's refit schedule and the bytes moved: a JSON line per case, and docs/data/schedule.json.
 
 Usage: python -m scripts.bench.schedule [--models DIR] [--ranks 256 4096] [--no-record]
 
@@ -30,7 +30,7 @@ MODELS = Path(__file__).parent / "models"
 
 
 def measure(config: Path, num_ranks: int, engine_name: str) -> Row:
-    """The row of one schedule. Seconds are processor time: the work is on one core, and other work of the host must not count."""
+    """The row of one schedule. Seconds are processor time: the work is on one core, other host work must not count."""
     hf_config: Mapping[str, object] = json.loads(config.read_text(encoding="utf-8"))
     base_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.process_time()

@@ -22,7 +22,7 @@ WIDER: Mapping[str, Mapping[str, Any]] = {
 
 
 def widen(prepared: Path, folder: Path, model_type: str) -> None:
-    """Fills `folder` with what `python -m mrl.prepare tiny` has put into `prepared`, and a wider model of random weights."""
+    """Fills `folder` with what `python -m mrl.prepare tiny` put in `prepared`, and a wider model of random weights."""
     from tests.models import save_model
 
     shutil.copytree(prepared, folder, ignore=shutil.ignore_patterns("model.safetensors", "config.json", "recipe.json"))

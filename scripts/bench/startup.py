@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds from the command of grpo_tiny.yaml to its first step, with one policy rank and with four. Writes docs/data/startup.json.
+"""Seconds from the command of grpo_tiny.yaml to its first step, with one and four policy ranks: docs/data/startup.json.
 
 Usage: python -m scripts.bench.startup [--no-record] [--repeats 3]
 
@@ -53,7 +53,7 @@ def rows_of(repeats: int) -> Iterator[Row]:
 
 
 def measure(folder: Path, num_ranks: int) -> dict[str, float]:
-    """Seconds from the command to the header of step 1, as `s`, and those of the phases of the start and of the step."""
+    """Seconds from the command to the header of step 1, as `s`, and those of the phases of the start and the step."""
     run_folder = Path(tempfile.mkdtemp(dir=folder))
     overrides = ONE_STEP | {"checkpointing.checkpoint_dir": run_folder} | (ONE_RANK if num_ranks == 1 else {})
     started = time.monotonic()

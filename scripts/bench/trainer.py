@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of mrl's train step and of bare Megatron's on the same model and packed rows, taking turns: docs/data/trainer.json.
+"""Seconds of mrl's train step and bare Megatron's on the same model and packed rows, in turns: docs/data/trainer.json.
 
 Usage: python -m scripts.bench.trainer [--no-record] [--repeats 9]
 

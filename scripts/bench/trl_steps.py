@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of every step of TRL's GRPOTrainer on grpo_tiny.yaml's model, prompts and rewards; vs_trl.py runs it in TRL's own environment.
+"""Step seconds of TRL GRPOTrainer on grpo_tiny.yaml's model, prompts, rewards; vs_trl.py runs it in TRL's environment.
 
 Usage: python trl_steps.py PREPARED ROLLOUTS NEW_TOKENS STEPS SETTINGS OUT
 

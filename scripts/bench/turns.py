@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared parts of benchmarks: options, turns, processes of their own, medians and ranges, and rows that are printed and recorded."""
+"""Shared parts of benchmarks: options, turns, processes of their own, medians and ranges, rows printed and recorded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bench_parser(doc: str | None, *, repeats: int | None = None) -> argparse.Arg
 
 
 def report(part: str, rows: Iterable[Row], options: argparse.Namespace, *, module: str = "", words: str = "") -> None:
-    """Prints a JSON line for each row once it is measured, and records all in docs/data/PART.json unless `options` has --no-record.
+    """Prints a JSON line per row once measured and records all in docs/data/PART.json unless `options` has --no-record.
 
     The recorded command is that of `module`, by default the one named as the part, with `words` behind it.
     """

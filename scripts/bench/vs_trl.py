@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of a GRPO step here and in TRL: the same model, prompts, batch, rewards and host, taking turns. Writes docs/data/vs_trl.json.
+"""GRPO step seconds here and in TRL: the same model, prompts, batch, rewards and host, in turns; docs/data/vs_trl.json.
 
 Usage: python -m scripts.bench.vs_trl [--no-record] [--repeats 1]
 
@@ -40,7 +40,7 @@ TWO_THREADS = [f"policy.{section}.env_vars={{OMP_NUM_THREADS: '2'}}" for section
 
 @dataclass(frozen=True)
 class Case:
-    """A model, mrl's policy ranks in its runs, new tokens of a rollout, steps of a run of mrl, and rollouts of a step."""
+    """A model, mrl's policy ranks in its runs, new tokens of a rollout, steps of an mrl run, and rollouts of a step."""
 
     model: str
     ranks: tuple[int, ...]
@@ -124,7 +124,7 @@ def install_trl() -> None:
 
 
 def mrl_steps(prepared: Path, num_ranks: int, new_tokens: int, num_steps: int, *overrides: str) -> list[float]:
-    """Seconds of the steps of one run of grpo_tiny.yaml on a folder of prepared model and data, without validation and checkpoints."""
+    """Step seconds of one grpo_tiny.yaml run on a prepared model and data folder without validation and checkpoints."""
     run_folder = Path(tempfile.mkdtemp(dir=prepared))
     one = "tensor_model_parallel_size=1 expert_model_parallel_size=1 sequence_parallel=false".split()
     settings = {

@@ -62,7 +62,7 @@ def doctor(setup: Setup) -> list[Row]:
 
 
 def sleep(setup: Setup) -> list[Row]:
-    """An engine's phases in the order of a run, timed; the same requests before and after a sleep that keeps weights give the same tokens.
+    """An engine's phases in run order, timed; requests before and after a weight-keeping sleep give equal tokens.
 
     Without a model in `setup`, of a small one.
 

@@ -198,7 +198,7 @@ def _scan(
 
 @contextmanager
 def one_policy(hf_config: dict[str, object], *, precision: Precision, num_gpus: int, colocated: bool) -> Iterator[PolicyRank]:
-    """A policy of one rank with random weights; colocated: its optimizer leaves the GPU between steps, as beside engines."""
+    """A one-rank policy with random weights; colocated: optimizer leaves the GPU between steps, as beside engines."""
     from mrl.config.schema.run import RunConfig
     from mrl.policy.parallel import Meeting
     from mrl.policy.policy import PolicyRank
@@ -280,7 +280,7 @@ def train(setup: Setup) -> list[Row]:
 
 
 def active_parameters(hf_config: dict[str, Any]) -> int:
-    """Parameters that one token meets in matrix products: of the experts only those that it is sent to, and no input embedding."""
+    """Parameters a token meets in matrix products: of the experts only those it is sent to, and no input embedding."""
     share = hf_config["num_experts_per_tok"] / hf_config["n_routed_experts"]
     shapes = {name: shape for name, shape in family(hf_config).canonical(hf_config).items() if "embed" not in name}
     return round(sum(math.prod(shape) * (share if ".experts." in name else 1) for name, shape in shapes.items()))

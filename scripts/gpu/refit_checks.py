@@ -85,7 +85,7 @@ def moving(setup: Setup) -> list[Row]:
 
 
 def boxes(setup: Setup, view: slice) -> tuple[list[Tensor], list[Tensor]]:
-    """Sources and targets of bfloat16, a fifth of the gigabytes each: sources and two buffers to compare with stand beside them."""
+    """bfloat16 sources and targets, a fifth of the gigabytes each: sources and two buffers to compare stand beside."""
     num_rows, width = 1024, 2688
     count = max(1, int(setup.gigabytes * 1e9 / 5 / (2 * num_rows * width)))
     sources = [torch.randn(num_rows, width, device=setup.device).bfloat16()[:, view] for _ in range(count)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a plan in a real Chromium: bars that tell their parts, tables that sort, and the line of what the GPU has."""
+"""A plan's page in a real Chromium: bars that tell their parts, tables that sort, and the line of what the GPU has."""
 
 from __future__ import annotations
 

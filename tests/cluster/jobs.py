@@ -90,7 +90,7 @@ def training(inputs: list[str], run_folder: Path, *, steps: int) -> str:
 
 
 def model_and_data() -> list[str]:
-    """Overrides that point a config at the warm-started model: rewards that differ within a group give every step a gradient."""
+    """Overrides that point a config at the warm-started model: rewards that differ in a group give steps gradients."""
     folder = ROOT / "prepared" / "tiny"
     prepare_tiny(folder, seed=0)
     return [

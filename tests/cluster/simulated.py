@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/ray.sub on many nodes that do not exist: the commands it calls are small programs that write down how they were called.
+"""scripts/ray.sub on many imaginary nodes: the commands it calls are small programs that record how they were called.
 
 Every step runs here, once per node of its list; a Ray node is a process that waits. What launches, joins and ends them is the real thing.
 """

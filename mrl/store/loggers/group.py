@@ -45,7 +45,7 @@ class Loggers:
     """The loggers that are switched on. No method waits for a service, except `close`."""
 
     def __init__(self, config: RunConfig, *, run_folder: Path, log_folder: Path, last_step: int) -> None:
-        """`last_step` is the last step of which the run folder has metrics, those after the newest checkpoint included; -1 if none."""
+        """`last_step` is the last step with metrics in the run folder, also after the newest checkpoint; -1 if none."""
         self._file = run_folder / MEMORY
         self._lock = threading.Lock()
         self._memory = _memory_in(self._file) if self._file.exists() else Memory(time.time())

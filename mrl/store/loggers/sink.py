@@ -95,5 +95,5 @@ def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 
 
 def command_has_secret(config_secrets: frozenset[str]) -> bool:
-    """True when this process's command line holds a secret, as an override of the config may: services must not record it then."""
+    """True when this process's command line holds a secret, as a config override may: services must not record it."""
     return any(redact_word(word, config_secrets) != word for word in sys.argv)

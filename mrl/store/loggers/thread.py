@@ -33,7 +33,7 @@ class SinkThread:
     """One logger. A failure of its library costs records, which `num_lost` counts, and one warning."""
 
     def __init__(self, name: str, config: LoggerConfig, run: LoggedRun, *, on_open: Callable[[str], None]) -> None:
-        """Starts the thread and returns at once. `on_open(run_id)` is called in the thread when the service has taken the run."""
+        """Starts the thread and returns at once. `on_open(run_id)` is called there when the service took the run."""
         self.name, self.num_lost = name, 0
         self._title, self._class = SINKS.get(name, (name, name))
         self._config, self._run, self._on_open = config, run, on_open
@@ -100,7 +100,7 @@ class SinkThread:
             self._on_open(self._sink.run_id)
 
     def _attempt(self, call: Callable[..., object], *arguments: Sink) -> bool:
-        """True when `call` succeeds. Catches everything: each library raises what it likes, and no failure of a logger may end the run."""
+        """True when `call` succeeds. Catches everything: libraries raise anything, and no logger may end the run."""
         try:
             call(*arguments)
         except (Exception, SystemExit) as error:
@@ -122,7 +122,7 @@ class SinkThread:
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
-    """Ends this process with the exit code of `main`, even while a logger, a disk or a console hangs: Python would wait for them."""
+    """Ends this process with `main`'s exit code, even while a logger, disk or console hangs: Python would wait."""
     code = run_entry(main)
     logging.shutdown()
     if not settle_console() or is_waiting() or any(thread.name.startswith(THREAD_PREFIX) for thread in threading.enumerate()):

@@ -44,7 +44,7 @@ class WandbSink:
         self._run.log({SAMPLES: table}, step=step, commit=False)
 
     def close(self) -> None:
-        """Waits for the upload, and ends the library's own process: an exit handler would wait for it without a deadline."""
+        """Waits for the upload and ends the library's process: an exit handler would wait for it without a deadline."""
         self._run.finish()
         wandb.teardown()
 
