@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of all suites: tests marked long run only on request, only the skips of expected_skips.txt pass, models are cached apart."""
+"""Rules of all suites: long tests run only on request, only skips of expected_skips.txt pass, models cached apart."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _runs_in(part: str | None, item: pytest.Item) -> bool:
-    """Tells whether a test runs in the suites (`None`) or a long part; the part hostile repeats the suites' attacks to count them."""
+    """Tells whether a test runs in the suites (`None`) or a long part; the part hostile repeats the suites' attacks."""
     own = _long_part(item)
     return own == part or (part == "hostile" and own is None and item.nodeid in attacks)
 

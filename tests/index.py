@@ -13,7 +13,7 @@ from tests.waiting import HANG_S
 
 
 def index_url() -> str:
-    """Address of the index, without a slash at its end: as UV_DEFAULT_INDEX says, else pip's configuration, else PyPI."""
+    """Address of the index, without a final slash: as UV_DEFAULT_INDEX says, else pip's configuration, else PyPI."""
     configured = os.environ.get("UV_DEFAULT_INDEX")
     if not configured:
         command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]

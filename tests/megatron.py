@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The megatron-core of newer Pythons, whose sources run on this one as they are if they come before the installed ones."""
+"""The megatron-core of newer Pythons, whose sources run here as they are if they come before the installed ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHEEL = "-cp312-cp312-manylinux_2_24_x86_64.manylinux_2_28_x86_64.whl"
 
 
 def unpack_newest(folder: Path) -> Path:
-    """Fills `folder` with the sources from the package index, whose hash is listed, and returns it; skips the test without an index."""
+    """Fills `folder` with sources of listed hash from the package index and returns it; skips without an index."""
     try:
         _, wheel = download("megatron-core", VERSION, WHEEL)
     except urllib.error.URLError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random Hugging Face checkpoints for tests. Weights are sharper than at initialisation, so that a wrong mapping shows.
+"""Tiny random Hugging Face checkpoints for tests. Weights are sharper than at initialisation, so a wrong mapping shows.
 
 Vocabularies are no multiple of what Megatron and vLLM pad to; key heads are fewer than query heads.
 """
@@ -38,7 +38,7 @@ def save_model(folder: Path, model_type: str, seed: int = 0, **overrides: object
 
 
 def nemotron_h(seed: int = 0, **overrides: object) -> NemotronHForCausalLM:
-    """A tiny random float32 nemotron_h with Megatron's and vLLM's dt limits (transformers clamps dt at time_step_min)."""
+    """Tiny random float32 nemotron_h with Megatron's and vLLM's dt limits (transformers clamps dt at time_step_min)."""
     torch.manual_seed(seed)
     model = NemotronHForCausalLM(NemotronHConfig(**{**TINY_NEMOTRON_H, **overrides})).float().eval()
     return unclamp_dt(_sharpen(model))
@@ -74,7 +74,7 @@ def save_nemotron_h(folder: Path, seed: int = 0, **overrides: object) -> Path:
 
 
 def save_foreseeing(folder: Path, seed: int = 0, **overrides: object) -> Path:
-    """Saves as `save_nemotron_h`, with one step of multi-token prediction that often names the token that the model draws next.
+    """Saves as `save_nemotron_h`, with one multi-token prediction step that often names the token the model draws next.
 
     Layers add little to the embedding of a token, so that the token after it mostly follows from it alone: for the model, and for its MTP
     layers.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of what mrl writes and only tests read back: the data of a run's page, and weights by a layout in new tensors."""
+"""Readers of what mrl writes and only tests read back: a run page's data, and weights by a layout in new tensors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of sequences: what transformers' routers choose, routes that nobody would choose, and transformers made to follow them."""
+"""Routes of sequences: transformers' choices, routes that nobody would choose, and transformers made to follow them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 @torch.no_grad()
 def own_routes(model: PreTrainedModel, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Choices of the routers: ids [tokens, layers, experts per token], and by how much the last one leads, [tokens, layers]."""
+    """Router choices: ids [tokens, layers, experts per token], and by how much the last one leads, [tokens, layers]."""
     chosen, leads = [], []
 
     def note(router: torch.nn.Module, arguments: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -52,7 +52,7 @@ def own_routes(model: PreTrainedModel, token_ids: Sequence[int]) -> tuple[np.nda
 
 
 def assert_own_routes(model: PreTrainedModel, rollouts: Mapping[str, Rollout], *, more_than: int = 3000) -> None:
-    """Asserts that the rollouts' routes are what the model's routers choose, wherever rounding alone could not decide otherwise."""
+    """Asserts that the rollouts' routes are what the model's routers choose, unless rounding could decide otherwise."""
     num_clear = num_all = 0
     for rollout in rollouts.values():
         tokens = [*rollout.request.token_ids, *rollout.token_ids.tolist()]
@@ -68,7 +68,7 @@ def assert_own_routes(model: PreTrainedModel, rollouts: Mapping[str, Rollout], *
 
 @contextmanager
 def followed(model: PreTrainedModel, routes: np.ndarray) -> Iterator[None]:
-    """Sends the tokens of one sequence through these experts, [tokens, layers, experts per token]; routers choose for later tokens."""
+    """Sends a sequence's tokens through these experts, [tokens, layers, experts per token]; routers choose the rest."""
 
     def follow(index: int):
         def hook(router: torch.nn.Module, arguments: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]):

@@ -30,5 +30,5 @@ def tree_of(source: str) -> ast.Module:
 
 
 def search_path() -> str:
-    """PYTHONPATH of a child process in another folder: what this one has, such as another megatron-core, and then the repository."""
+    """A child's PYTHONPATH in another folder: what this one has, such as another megatron-core, then the repository."""
     return os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one clock of the tests: waits for conditions, with a limit that only a hang reaches, and growth of processor time.
+"""The tests' one clock: waits for conditions, with a limit that only a hang reaches, and growth of processor time.
 
 `tests/unit/test_clocks.py` refuses comparisons with a clock, and limits in seconds, anywhere else.
 """
@@ -29,7 +29,7 @@ def wait_until(
     explain: Callable[[], object] = str,
     longest_pause_s: float = 0.05,
 ) -> None:
-    """Returns when `condition` is true; after `limit_s` an AssertionError that names `what`, with what `explain` says then."""
+    """Returns when `condition` is true; after `limit_s` AssertionError names `what`, with what `explain` says then."""
     end = time.monotonic() + limit_s
     pause_s = 0.001
     while not condition():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conversion rule that is wrong and yet consistent: the schedule fits, checksums agree, and only vLLM's own loader knows better."""
+"""A wrong yet consistent conversion rule: the schedule fits, checksums agree, only vLLM's own loader knows better."""
 
 from __future__ import annotations
 

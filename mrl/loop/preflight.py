@@ -48,7 +48,7 @@ def check_environment(config: RunConfig) -> None:
 
 
 def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
-    """The config with which the run starts, folders in place of names of the Hub; ValueError names every key or file at fault."""
+    """The config the run starts with, folders in place of Hub names; ValueError names every key or file at fault."""
     problems = find_problems(with_cached_folders(config))
     if problems and all(isinstance(problem, Unprovided) for problem in problems):
         problems = find_problems(with_local_folders(config))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs that a refit's driver sends, from which all participants compute one schedule, and whose memory to read."""
+"""The messages of a refit's driver: inputs from which all participants compute a schedule, and the memory to read."""
 
 from __future__ import annotations
 

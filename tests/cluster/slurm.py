@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Slurm of several nodes on one host: slurmctld, and per node a slurmd in namespaces of its own (network, processes, mounts, name).
+"""A real multi-node Slurm on a host: slurmctld, a slurmd per node in own namespaces (network, processes, mounts, name).
 
 Every node has an address, a name, a process table, a /dev/shm and a local disk (/mnt) that no other node sees; the rest of the file system
 is shared. Killing a node's first process is a loss of power, taking its link down a partition. Needs root, and Debian's packages.
@@ -246,7 +246,7 @@ class SlurmBox:
 
 
 def start_network(bridge: str, addresses: Mapping[str, str], hosts: str, *, gateway: str | None = None) -> None:
-    """Makes a network namespace for each name, whose `eth0` has the address, and joins them by a bridge, which may be their gateway.
+    """Makes a network namespace per name, whose `eth0` has the address, joined by a bridge, which may be their gateway.
 
     `hosts` is what they have as /etc/hosts; nobody else answers for names.
     """

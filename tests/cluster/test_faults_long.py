@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events of clusters: time limits, preemption, lost power, a cut network, a cache on one node's disk, two jobs in one run folder."""
+"""Cluster events: time limits, preemption, lost power, a cut network, a one-node cache, two jobs in one run folder."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/ray.sub on a real Slurm: policy ranks and engines on four nodes, files and lines as users of NeMo RL look for them."""
+"""scripts/ray.sub on a real Slurm: policy ranks and engines on four nodes, files and lines as NeMo RL users expect."""
 
 from __future__ import annotations
 

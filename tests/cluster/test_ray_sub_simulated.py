@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logic of scripts/ray.sub on more nodes than a test host can hold; tests/cluster/test_ray_sub.py has the real thing on four."""
+"""scripts/ray.sub's logic on more nodes than a host holds; tests/cluster/test_ray_sub.py has the real thing on four."""
 
 from __future__ import annotations
 

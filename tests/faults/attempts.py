@@ -116,7 +116,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of the packaged config on the warm-started model, whose rewards differ within a group: every step has a gradient."""
+    """Runs of the packaged config on a warm-started model, whose rewards differ in a group: each step has gradients."""
 
     folder: Path
     settings: list[str]
@@ -164,14 +164,14 @@ def is_trained(run_folder: Path, step: int) -> bool:
 
 
 def is_writing(run_folder: Path, step: int) -> bool:
-    """True when ranks are writing their files of the checkpoint of step `step`, in the background; its metadata come after all of them."""
+    """True when ranks write their files of the checkpoint of `step` in the background; its metadata come after all."""
     # Walks on when the folder gets its final name meanwhile.
     names = [name for _, _, files in os.walk(run_folder / f"tmp_step_{step}") for name in files]
     return any(name.endswith(".distcp") for name in names) and ".metadata" not in names
 
 
 def lineage(run_folder: Path) -> dict[int, list]:
-    """Step -> prompts, of the steps that the surviving weights were trained on, by replaying the ledger independently of the product."""
+    """Step -> prompts, of the steps the surviving weights were trained on, by an independent replay of the ledger."""
     trained: dict[int, list] = {}
     taken: list = []
     for event in ledger(run_folder):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kill -9 of driver, agent and engine between two turns of agents' conversations: the run ends as one that nobody disturbed."""
+"""kill -9 of driver, agent and engine between two turns of agents' conversations: the run ends as undisturbed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real runs whose newest checkpoint and ledger are damaged, and that are killed in their store: every attempt goes on, none begins anew."""
+"""Real runs with damaged newest checkpoint and ledger, killed in their store: every attempt goes on, none restarts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stopped processes and a frozen file system: the driver names them, keeps everybody's stacks, and ends by the right name."""
+"""Stopped processes and a frozen file system: the driver names them, keeps all stacks, and ends by the right name."""
 
 from __future__ import annotations
 

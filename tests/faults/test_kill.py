@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kill -9 of driver, rank and engine: no process is left behind, no prompt is lost or trained twice, the weights end as undisturbed."""
+"""kill -9 of driver, rank and engine: no process stays, no prompt lost or trained twice, weights end as undisturbed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real runs that are killed at every kill point of start, rollouts and refit, or whose Ray is killed: the next two attempts go on."""
+"""Real runs killed at every kill point of start, rollouts and refit, or whose Ray is killed: the next two go on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def attempt(run_folder: Path, inputs: list[str], log: str, *settings: str) -> At
 
 
 def assert_goes_on(run_folder: Path, inputs: list[str]) -> None:
-    """Two attempts, one ended by a signal and one that trains to its last step, each from where the one before has ended."""
+    """Two attempts, one ended by a signal and one that trains to its last step, from where the one before has ended."""
     first = newest_step(run_folder)
     with attempt(run_folder, inputs, "next") as current:
         current.wait_until(lambda: f"Step {first + 2}/" in current.text(), "two steps")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals to a real run, to its driver, its process group or all of its processes, in every phase: what docs/cluster.md says becomes of it.
+"""Signals to a real run, to its driver, process group or all processes, in every phase: as docs/cluster.md says.
 
 Attempts of a walk share one run folder, so that each shows what the ones before it have left.
 """

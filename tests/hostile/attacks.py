@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that a model may write to cheat: by group of docs/security.md and name. `run_attacks.py` runs them, in the environment `code`.
+"""Programs a model may cheat with by docs/security.md group and name. `run_attacks.py` runs them in environment `code`.
 
 A program gets `E` (see `run_attacks.Outside`) and calls `won()`, which prints the right answer, if it did what it must not; one that reads
 secrets prints what it has read, which is the answer. `syscall(name, ...)` calls the kernel below Python.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that the tests of hostile checkpoints run on a rank: one policy that is given checkpoint after checkpoint."""
+"""Functions that tests of hostile checkpoints run on a rank: one policy that is given checkpoint after checkpoint."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A grader that fails on command, in every way in which a text, a row or a machine can make it. Runs in a child process."""
+"""A grader that fails on command, in every way a text, a row or a machine can make it. Runs in a child process."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def become(identity: str) -> None:
 
 
 def reveal_python() -> None:
-    """Lets every user reach the interpreter, in a mount namespace of this process, where it lies in a closed home folder."""
+    """Lets every user reach the interpreter in this process's mount namespace, if it lies in a closed home folder."""
     home = Path(os.path.realpath(sys.executable))
     closed = [folder for folder in reversed(home.parents) if not folder.stat().st_mode & 0o001]
     if not closed:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model folders and data files that lie: other places, FIFOs, shapes without end, bombs. Each ends in one clear error within seconds."""
+"""Lying model folders and data files: other places, FIFOs, endless shapes, bombs. Each soon ends in one clear error."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_a_saved_data_set_does_not_leave_its_folder(tmp_path: Path, name: str):
 
 
 def limited(program: str, path: Path, message: str) -> None:
-    """Runs `program` with `path` as its argument; it ends with a ValueError of this message, or prints ok, in little memory."""
+    """Runs `program` on `path`; it ends with a ValueError of this message, or prints ok, in little memory."""
     wrapped = f"import sys\nfrom pathlib import Path\ntry:\n    {program}\n    print('ok')\nexcept ValueError as error:\n    print(error)"
     done = subprocess.run(
         [sys.executable, "-c", wrapped, str(path)],

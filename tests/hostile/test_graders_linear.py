@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every pattern that a model's text meets, on the worst text for it, in processor time that grows with its length, not with its square."""
+"""Every pattern that a model's text meets, on the worst text for it, in processor time linear in its length."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that say the question again, and answers that are none; with them, right answers of data sets that must stay right."""
+"""Answers that say the question again, and non-answers; with them, right answers of data sets that must stay right."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attacks of the HTTP endpoint's clients, over real sockets to the gate of engines; the app behind it says what it read."""
+"""Attacks of HTTP endpoint clients, over real sockets to the gate of engines; the app behind it says what it read."""
 
 from __future__ import annotations
 
@@ -343,7 +343,7 @@ def test_sessions_together_have_a_size(texts: int):
 
 
 def test_a_question_that_can_never_have_its_slots_is_refused():
-    """A question that came through the gate, by whatever number vLLM has read: it would block all that come after it."""
+    """A question that came through the gate, by whatever number vLLM has read: it would block all after it."""
     callers = Callers(8)
     with pytest.raises(ValueError, match="n=9 is more than the 8 slots"):
         callers.ask(question("greedy", 9))

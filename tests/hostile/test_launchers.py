@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attacks by arguments of a launcher that smuggle text into a manifest, a script or a form, and into what scripts install and start."""
+"""Launcher arguments that smuggle text into a manifest, a script or a form, and into what scripts install and start."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def wheel(folder: Path, text: str) -> Path:
 
 
 def test_a_wheel_that_was_exchanged_is_not_installed(tmp_path: Path):
-    """scripts/install_gpu.sh with a list of its own of one package, and the pip of this environment without an index."""
+    """scripts/install_gpu.sh with its own list of one package, and the pip of this environment without an index."""
     digest = hashlib.sha256(wheel(tmp_path, "honest = True").read_bytes()).hexdigest()
     wheel(tmp_path, "import os")
     (tmp_path / "scripts").mkdir()
@@ -108,7 +108,7 @@ ARCHIVE = "aws-efa-installer-1.43.2.tar.gz"
 
 @pytest.fixture(scope="module")
 def efa(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    """A folder with what AWS publishes, signed by a key of ours, and the key's fingerprint. The installer leaves a mark."""
+    """A folder with what AWS publishes, signed by our key, and the key's fingerprint. The installer leaves a mark."""
     folder = tmp_path_factory.mktemp("efa")
     (folder / "gpg").mkdir(mode=0o700)
     environment = os.environ | {"GNUPGHOME": str(folder / "gpg")}

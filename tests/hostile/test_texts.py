@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that break a report, a console or a file, from where they enter to where they are written; files that were torn."""
+"""Texts that break a report, a console or a file, from where they enter to where they are written; torn files."""
 
 from __future__ import annotations
 

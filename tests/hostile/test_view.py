@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run folders of strangers in `mrl.view` and the report: they are shown, or refused in one line, and nothing waits or grows."""
+"""Run folders of strangers in `mrl.view` and the report: shown or refused in one line, and nothing waits or grows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that `scripts/quickstart.sh` runs after installing, in a folder of its own, and the files that they leave there."""
+"""Commands that `scripts/quickstart.sh` runs after installing, in its own folder, and the files they leave there."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Quickstart:
 def run_quickstart(
     folder: Path, *, seed: int = 0, kind: str = "tiny", config: str | None = None, overrides: Sequence[str] = ()
 ) -> Quickstart:
-    """Makes the tiny model in `folder` and trains it there, by the commands that a user types; fails the test unless both exit with 0."""
+    """Makes the tiny model in `folder` and trains it there, by a user's commands; fails unless both exit with 0."""
     started = time.monotonic()
     call(folder, "-m", "mrl.prepare", kind, "--seed", str(seed), timeout_s=PREPARE_TIMEOUT_S)
     console = call(folder, "-m", "mrl.train", config or f"grpo_{kind}.yaml", *overrides, timeout_s=TRAIN_TIMEOUT_S)
@@ -108,7 +108,7 @@ def sampling_noise(accuracies: Sequence[float], num_samples: int) -> float:
 
 
 def call(folder: Path, *arguments: str, timeout_s: float) -> str:
-    """Standard output and error of `python ARGUMENTS` in `folder`, without times and levels; fails the test unless it exits with 0."""
+    """Output and error of `python ARGUMENTS` in `folder`, without times and levels; fails unless it exits with 0."""
     environment = os.environ | {"PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, *arguments],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny config on real text: GSM8K problems of up to 991 bytes, read as published, run steps until a signal ends the run."""
+"""The tiny config on real text: GSM8K problems up to 991 bytes, as published, run steps until a signal ends the run."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def build_wheel(folder: Path) -> Path:
 
 
 def train_in_an_empty_folder(site: Path, program: Path, empty: Path, **environment: str) -> None:
-    """Has `program`, which imports mrl from `site`, refuse to train without a tiny model, make one, and train a step."""
+    """Has `program`, which imports mrl from `site`, refuse to train without a tiny model, make one and train a step."""
     empty.mkdir()
 
     def mrl(*words: str, timeout_s: float) -> tuple[int, str]:

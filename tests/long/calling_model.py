@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny model that calls tools, and steps in which it does: two calls are one token each, each as likely as all else together."""
+"""A tiny model that calls tools, and steps in which it does: two calls are one token each, as likely as all else."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ QUESTIONS = ("10? A or B, in a box.", "count to 12", "weather in 14", "the answe
 
 
 def save_calling_model(folder: Path) -> Path:
-    """Writes a model, with a byte tokenizer, that makes these calls, in hermes' format, into `folder`, which it gives back."""
+    """Writes a model, with a byte tokenizer, that makes these calls, in hermes' format, into `folder`; returns it."""
     save_nemotron_h(folder)
     tokenizer.save(folder, model_max_length=1280)
     generation = {"eos_token_id": 258, "pad_token_id": 256, "bos_token_id": 257}

@@ -25,7 +25,7 @@ RUNNER = "bash scripts/test.sh"
 
 
 def words_of(command: str, folders: Mapping[str, str]) -> list[str]:
-    """The recorded command as words, with the folders of this host, and without the commit of another project that it may name."""
+    """The recorded command as words, with the folders of this host, without another project's commit it may name."""
     command = re.sub(r" \(.*\)$|@\w+", "", command).replace(RUNNER, "python -m tests.runner")
     first, *words = shlex.split(command)
     return [*PREFIXES[first], *(folders.get(word, word) for word in words)]

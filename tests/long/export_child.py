@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process of a test: vLLM samples from a model folder, and transformers says how likely the tokens are. Prints the mean difference."""
+"""Process of a test: vLLM samples from a model folder, transformers scores the tokens. Prints the mean difference."""
 
 from __future__ import annotations
 

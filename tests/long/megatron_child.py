@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.long.megatron_child save|load MODEL WEIGHTS LAYOUT`: prints the two steps after a checkpoint, as JSON."""
+"""`python -m tests.long.megatron_child save|load MODEL WEIGHTS LAYOUT`: prints two steps after a checkpoint as JSON."""
 
 from __future__ import annotations
 

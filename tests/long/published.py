@@ -93,7 +93,7 @@ def predicting_layer(folder: Path) -> None:
 
 
 def older_window(folder: Path) -> None:
-    """A window that is switched off, and rotary positions as transformers 4 wrote them, in shards: Qwen1.5-MoE-A2.7B."""
+    """A window switched off, and rotary positions as transformers 4 wrote them, in shards: Qwen1.5-MoE-A2.7B."""
     window = dict(sliding_window=32768, max_window_layers=1, use_sliding_window=False)
     configure(folder, **window, layer_types=None, rope_parameters=None, rope_theta=1e6, dtype=None, torch_dtype="float32")
     shard(folder)

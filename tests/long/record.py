@@ -123,7 +123,7 @@ def record(
     folder: Path = DATA_FOLDER,
     command: str | None = None,
 ) -> None:
-    """Writes the rows that `command` measured, by default `scripts/test.sh --long PART`, with where and on what they were measured.
+    """Writes the rows that `command` measured, by default `scripts/test.sh --long PART`, with where and on what.
 
     In a run of tests that were chosen by name it writes nothing. The commit is that of the start, when this module was imported; "-dirty"
     if files outside docs/ differed from it then or do now.
@@ -145,7 +145,7 @@ def record(
 
 
 def commit() -> str:
-    """Short hash of the commit that was measured; "-dirty" if files outside docs/ differ from it; "unknown" in a copy without history."""
+    """Short hash of the measured commit; "-dirty" if files outside docs/ differ from it; "unknown" without history."""
     if not (ROOT / ".git").exists():
         return "unknown"
     changes = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs")

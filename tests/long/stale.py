@@ -14,7 +14,7 @@ from tests.sources import ROOT
 
 
 def stale_tables(folder: Path = DATA_FOLDER, root: Path = ROOT, paths: Mapping[str, Sequence[str]] = PATHS) -> dict[str, str]:
-    """Part -> why its `PART.json` in `folder` is old: the code of its paths differs from the commit that it names, words aside."""
+    """Part -> why its `PART.json` in `folder` is old: its paths' code differs from the commit it names, words aside."""
     reasons = {}
     for path in sorted(folder.glob("*.json")):
         part, measured = path.stem, json.loads(path.read_text(encoding="utf-8"))["commit"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benches meet their targets. Each writes docs/data/NAME.json, from which docs/measured/performance.md is rendered."""
+"""The benches meet their targets. Each writes docs/data/NAME.json, rendered in docs/measured/performance.md."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Part "distillation": the tiny model takes after a teacher that has learned to add, and of two teachers after that of each kind of row."""
+"""Part "distillation": the tiny model takes after a teacher that can add, and of two after that of each row kind."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run with lag and dynamic sampling whose every attempt has other nodes, engines and ranks: it says so, and loses nothing."""
+"""A run with lag and dynamic sampling whose attempts have other nodes, engines and ranks: it says so, loses nothing."""
 
 from __future__ import annotations
 

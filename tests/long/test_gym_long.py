@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real servers of NeMo Gym, started by the run, in real steps: ids trained are ids sampled, rewards those of our graders and of the judge.
+"""Real NeMo Gym servers in real steps of the run: ids trained are ids sampled, rewards our graders' and the judge's.
 
 `NEMO_GYM_RUN` names the `ng_run` of an environment with nemo-gym and what its servers need (as scripts/bench/gym_rewards.py makes one).
 """

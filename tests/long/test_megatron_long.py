@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Part "megatron019": the suites of the policy on the megatron-core of newer Pythons; checkpoints of each version are read by the other."""
+"""Part "megatron019": policy suites on newer Pythons' megatron-core; each version reads the other's checkpoints."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Part "model_folders": published folders through check, convert, two train steps, export, transformers and vLLM; adapters by PEFT."""
+"""Part "model_folders": folders through check, convert, two train steps, export, transformers, vLLM; PEFT adapters."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Part "ranges": pyproject.toml resolves to its lowest and highest versions on every Python; each bound can be had, both ends train."""
+"""Part "ranges": pyproject.toml resolves to lowest and highest versions per Python; bounds exist, both ends train."""
 
 from __future__ import annotations
 

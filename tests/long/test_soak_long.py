@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of which every attempt is killed, at a kill point or by the death of a random process: they end as if nobody had.
+"""Runs of which every attempt is killed, at a kill point or by a random process's death: they end as if nobody had.
 
 `MRL_SOAK_STEPS` says how long they are: 100 on a host that does nothing else. There a step takes a second, a start 25 s, and a mode has
 some 15 attempts and an unbroken run: half an hour for the part. Each mode prints its figures; if both pass, docs/data/soak.json has them.
@@ -79,7 +79,7 @@ def kill_after(current: Attempt, victim: str, step: int, pause_s: float) -> bool
 
 
 def broken_run(folder: Path, mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> Costs:
-    """Attempts until the run is done: each is killed at a point of its start or of some step, or by the death of random processes."""
+    """Attempts until the run is done: each killed at a point of its start or a step, or by random processes' death."""
     rng, costs, run_folder = random.Random(seed), Costs(step_s(folder / "unbroken")), folder / "broken"
     points = POINTS | ({} if mode == "sync" else {"kept": 12})
     for number in range(4 * STEPS):
@@ -136,7 +136,7 @@ class Costs:
             self.publishing_s[int(marker.parent.name.removeprefix("step_"))] = marker.stat().st_mtime - begun_at
 
     def row(self, run_folder: Path, mode: str) -> tuple[list[str], Row]:
-        """The measured share of the time in steps that count; what a restart costs, and the share that it leaves to longer steps."""
+        """Measured share of time in steps that count; what a restart costs, and the share it leaves to longer steps."""
         effective = STEPS * step_s(run_folder)
         num_trained = sum(event["event"] == "trained" for event in ledger(run_folder))
         mean = {phase: sum(laps.get(phase, 0.0) for laps in self.starts) / len(self.starts) for phase in self.starts[0]}
@@ -206,7 +206,7 @@ def test_a_run_whose_attempts_are_all_killed_ends_as_if_nobody_had(
 def test_after_a_kill_with_lag_nothing_is_sampled_twice_though_the_next_attempt_has_other_engines_and_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_gb: int, num_kept: int
 ):
-    """Prompts, four a step, of the step after the checkpoint were sampled before it, and are there when it is published."""
+    """Prompts, four a step, of the step after the checkpoint were sampled before it, and are there once published."""
     settings = ["checkpointing.save_period=3", "grpo.max_num_steps=10", f"checkpointing.keep_rollouts_gb={kept_gb}"]
     monkeypatch.setenv("MRL_KILL_AT", "rollouts:32")
     with attempt(tmp_path, "run", 0, "lag 1", *settings) as first:

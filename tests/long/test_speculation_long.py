@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Part "speculation": MTP layers that start as noise learn to propose what the policy samples, while it learns as it would without them."""
+"""Part "speculation": MTP layers learn from noise to propose what the policy samples; it learns as without them."""
 
 from __future__ import annotations
 

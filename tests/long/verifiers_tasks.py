@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments of verifiers, in whose Python this runs: one of a single turn, one with a tool. As a program it is the tool's server."""
+"""Environments of verifiers, run in its Python: one single-turn, one with a tool. As a program, the tool's server."""
 
 import zlib
 

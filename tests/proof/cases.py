@@ -62,7 +62,7 @@ class Case:
         return {rank: by_layout[id(layout)] for rank, layout in sources.items()}
 
     def faults(self, schedule: Schedule, *, sources: Mapping[int, Layout] | None = None) -> list[str]:
-        """Slots that differ from a direct cut of the canonical tensors. `sources`: what ranks hold, if not what their tables say."""
+        """Slots that differ from a direct canonical cut. `sources`: what ranks hold, if not what their tables say."""
         found = carry_out(self, schedule, self.source_arrays(sources or self.sources))
         expected = {id(layout): build_layout(layout, self.canonical) for layout in self.targets.values()}
         return [
@@ -133,7 +133,7 @@ def build_layout(layout: Layout, canonical: Mapping[str, np.ndarray]) -> Arrays:
 
 
 def carry_out(case: Case, schedule: Schedule, sources: Mapping[int, Arrays]) -> dict[int, Arrays]:
-    """Values that all workers hold after the schedule. Fails if an element is written twice, out of bounds, or a buffer is too small."""
+    """All workers' values after the schedule. Fails on double or out-of-bounds writes, or if a buffer is too small."""
     targets = {
         target: {slot: np.full(content.shape, UNWRITTEN, dtype=np.int64) for slot, content in layout.items()}
         for target, layout in case.targets.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random small models between random layouts: every family that a trainer and an engine both hold, every parallel size."""
+"""Random small models between random layouts: every family a trainer and an engine both hold, every parallel size."""
 
 from __future__ import annotations
 

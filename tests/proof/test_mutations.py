@@ -95,7 +95,7 @@ def mutated(layout: Layout, rule: str, change: Change) -> Layout | None:
 
 
 def is_caught(case: Case, rule: str, side: str, change: Change) -> bool | None:
-    """True when the proof or the values show the wrong rule; None where it changes nothing that is read in this case."""
+    """True when the proof or the values show the wrong rule; None where it changes nothing read in this case."""
     right = case.sources if side == "source" else case.targets
     wrong = {id(layout): mutated(layout, rule, change) for layout in right.values()}
     if all(layout is None for layout in wrong.values()):

@@ -17,7 +17,7 @@ TIMEOUT_S = 3 * HANG_S
 
 
 def rows_of(module: str, *arguments: object, environment: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """The rows of JSON that a module of this folder prints, run with one thread, in another environment if one is given."""
+    """The rows of JSON that a module of this folder prints, run with one thread, in another environment if given."""
     command = [sys.executable, "-m", f"tests.rehearsal.{module}", *map(str, arguments)]
     variables = {**(os.environ if environment is None else environment), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that takes itself for any one rank of a run on GPUs: real Megatron and Transformer Engine, without memory and without peers.
+"""A process that takes itself for any rank of a GPU run: real Megatron and Transformer Engine, without memory or peers.
 
 Tensors of weights are on the meta device, and process groups are torch's fake ones, whose collectives return at once and move nothing. Of
 Transformer Engine the Python is real; its C extension is not there, and says nothing. A process of its own: nothing is put back.
@@ -124,7 +124,7 @@ def _replace(name: str, value: object) -> None:
 
 
 class Rank:
-    """Parts that one rank builds: its chunks in DDP, their rules in the conversion table, its weights by slot, its optimizer."""
+    """Parts one rank builds: its chunks in DDP, their rules in the conversion table, weights by slot, optimizer."""
 
     def __init__(self, config: PolicyConfig, hf_config: HfConfig, device: str) -> None:
         from megatron.core.utils import unwrap_model

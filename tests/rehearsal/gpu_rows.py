@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of te_models, large_run and te_calls, from one process: half of their time would be imports of Megatron and transformers.
+"""Rows of te_models, large_run and te_calls, from one process: half their time is imports of Megatron and transformers.
 
 Takes Transformer Engine's folder, an empty one, and a key of large_run.RANKS; with the key `dense`, there are rows of large_run alone.
 """

@@ -48,14 +48,14 @@ def apex_commit(dockerfile: str) -> str:
 
 
 def python_modules(paths: Collection[str]) -> list[str]:
-    """Dotted names of the files and folders of a package, sorted. Folders without an `__init__.py` are none, nor is setup.py."""
+    """Dotted names of a package's files and folders, sorted. Folders without an `__init__.py` and setup.py are none."""
     names = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths if path.endswith(".py") and "/" in path}
     packages = {path.removesuffix("/__init__.py").replace("/", ".") for path in paths if path.endswith("/__init__.py")}
     return sorted(name for name in names if (name in packages or name.rpartition(".")[0] in packages) and not LEFT_OUT.search(name))
 
 
 def extensions(source: str) -> dict[str, str]:
-    """Compiled modules of a setup.py, each with the variable of its `if has_flag(FLAG, VARIABLE)`, or with an empty string."""
+    """Compiled modules of a setup.py, with the variable of its `if has_flag(FLAG, VARIABLE)`, or an empty string."""
     return dict(_extensions(ast.parse(source), ""))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of grpo_nanov3.yaml at its full size and beyond, one after another in this process: what Megatron makes of each, and what we plan.
+"""Ranks of grpo_nanov3.yaml at full size and beyond, one by one here: what Megatron makes of each, and what we plan.
 
 Runs in the process of gpu_rows.py.
 """
@@ -35,7 +35,7 @@ def chosen(world: int) -> list[int]:
 
 
 def replicas(world: int) -> dict[str, list[int]]:
-    """All ranks that hold the dense weights of rank 0, and all that hold the experts of the last rank: these share one optimizer state."""
+    """All ranks with rank 0's dense weights, and all with the last rank's experts: these share one optimizer state."""
     return {"dense": list(range(0, world // 2, TP)), "experts": list(range(world // 2 + EP - 1, world, EP))}
 
 
@@ -160,7 +160,7 @@ def row(config: RunConfig, hf_config: HfConfig, schedule: Schedule, rank: int) -
 
 
 def refit_faults(built: Rank, schedule: Schedule, rank: int) -> tuple[list[str], int]:
-    """Copies that the rank sends, or that the engine worker on its GPU reads from it, whose boxes its live weights lack; all copies."""
+    """Copies that the rank sends, or its GPU's engine worker reads, whose boxes its live weights lack; all copies."""
     tensors = {slot: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for slot, tensor in built.tensors.items()}
     holdings = [
         (copy.holders[item.source_class], copy.num_bytes)

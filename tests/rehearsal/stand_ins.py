@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver of a large run, with all of its code, and stand-ins that answer at once in place of ranks, engines and rewards.
+"""The driver of a large run, with all of its code, and stand-ins that answer at once for ranks, engines and rewards.
 
 Ray is real. A process stands for many actors; what the driver sends each of them, and how often, is counted.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models with Transformer Engine's layers compute on the CPU: its Python around kernels of plain torch, beside transformers.
+"""Tiny models with Transformer Engine layers on the CPU: its Python around kernels of plain torch, beside transformers.
 
 Each kernel is called through the signature of the function or method that Transformer Engine has in its place. Runs in the process of
 gpu_rows.py, as its last part: nothing is put back.
@@ -63,7 +63,7 @@ Kernel = Callable[[SimpleNamespace], object]
 
 
 def kernels() -> dict[str, tuple[object, str, Kernel]]:
-    """Kernels by name: place, name in Megatron, and what computes instead, from the arguments by Transformer Engine's names."""
+    """Kernels by name: place, name in Megatron, what computes instead, from arguments by Transformer Engine's names."""
     import transformer_engine.pytorch as te
     from megatron.core import parallel_state
     from megatron.core.extensions import transformer_engine as extension
@@ -132,7 +132,7 @@ def kernels() -> dict[str, tuple[object, str, Kernel]]:
 
 
 def replace_kernels(called: set[str]) -> None:
-    """Puts the kernels in. A call notes its name in `called`, and raises TypeError where its arguments do not fit the signature."""
+    """Puts the kernels in. A call notes its name in `called`, and raises TypeError if its arguments do not fit."""
 
     def bound(name: str, original: Callable[..., object], kernel: Kernel) -> Callable[..., object]:
         signature = inspect.signature(original)

@@ -69,7 +69,7 @@ def fault_of(config: RunConfig, hf_config: dict[str, object], case: str, layout:
 
 
 def rows(folder: Path) -> Iterator[Row]:
-    """The published models on the first and the last rank of each pipeline stage, tiny ones on every rank of their layouts."""
+    """Published models on the first and last rank of each pipeline stage, tiny ones on every rank of their layouts."""
     # Its package imports Megatron.
     from tests.stack.policy.policy_ranks import run_config
     from tests.stack.policy.sizes import sizes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines on GPUs that nobody here has: vLLM's own classes, built as for compute capability 8.0, 9.0 and 10.0, can be refitted.
+"""Engines on GPUs nobody here has: vLLM's classes, built as for compute capability 8.0, 9.0 and 10.0, can be refitted.
 
 vLLM chooses dtypes of weights, and kernels that reorder them, by the capability.
 """

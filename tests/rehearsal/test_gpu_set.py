@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU set: what pyproject.toml asks for on GPU hosts resolves, and resolves to constraints-gpu.txt. Nothing of it is installed."""
+"""The GPU set: what pyproject.toml asks for on GPU hosts resolves to constraints-gpu.txt. Nothing is installed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def resolve(python: str, constraints: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Packages that uv finds for the project, its extras and the build tools of install_gpu.sh, with wheels wherever there are any."""
+    """Packages that uv finds for the project, its extras and the build tools of install_gpu.sh, with wheels if any."""
     (tools,) = re.findall(r"^BUILD=\((.+)\)$", (ROOT / "scripts" / "install_gpu.sh").read_text(), re.MULTILINE)
     words = [uv.find_uv_bin(), "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--constraint", constraints]
     words += [

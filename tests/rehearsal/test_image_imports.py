@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports of the Dockerfiles, and of mrl on GPU hosts, are in the sources of the pinned versions. No image is built here."""
+"""Imports of the Dockerfiles, and of mrl on GPU hosts, are in the pinned versions' sources. No image is built here."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run of 256 GPUs, and one of 4,096: Megatron's ranks, our tables, the plan and the refit's schedule say the same of who holds what."""
+"""Runs of 256 and 4,096 GPUs: Megatron's ranks, our tables, the plan and refit schedule agree on who holds what."""
 
 from __future__ import annotations
 

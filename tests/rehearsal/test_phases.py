@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phases of a colocated engine, through vLLM's own executor, GPU worker and sleep allocator. Only the driver calls beneath are not CUDA's.
+"""Phases of a colocated engine, by vLLM's executor, GPU worker and sleep allocator. Only driver calls are not CUDA's.
 
 Memory that the driver unmaps is overwritten, so that a forward pass that reads what sleeps, or woke without content, shows.
 """
@@ -82,7 +82,7 @@ def fail(message: str, *arguments: object) -> None:
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Device]]:
-    """An engine that takes its host for a GPU once it is up, and the memory beneath it; with True as parameter it schedules ahead."""
+    """An engine that takes its host for a GPU once it is up, and the memory beneath it; True: it schedules ahead."""
     if getattr(request, "param", False):
         schedule_ahead(monkeypatch)
     engine = start_engine()

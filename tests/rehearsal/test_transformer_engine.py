@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's models with Transformer Engine's layers, as GPU hosts build them: their weights are those of the tables, their calls fit."""
+"""Megatron models with Transformer Engine layers, as GPU hosts build them: weights as in the tables, calls that fit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tests, part by part, a few at a time: `python -m tests.runner [--full | --busy | --long] [PART...]`, which scripts/test.sh calls.
+"""The tests by part, a few at once: `python -m tests.runner [--full | --busy | --long] [PART...]`, for scripts/test.sh.
 
 Parts never end for being slow. The last screen says what ran, what was skipped and why, and where the time went.
 """
@@ -108,7 +108,7 @@ def choose(arguments: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def run_all(commands: dict[str, list[str]], folder: Path, *, show_all: bool) -> int:
-    """Runs every part, says how far it is, then what came of it; 1 if one failed. Long parts run alone, as they measure."""
+    """Runs every part, says how far, then what came of it; 1 if one failed. Long parts run alone, as they measure."""
     started, cpu_before = time.monotonic(), psutil.cpu_times()
     speed = speed_loop()
     waiting, running, results = list(commands), dict[str, subprocess.Popen[bytes]](), list[Result]()

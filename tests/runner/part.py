@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one part of the tests: `python -m tests.runner.part NAME FOLDER COMMAND...` writes output, progress and result to FOLDER.
+"""Runs one test part: `python -m tests.runner.part NAME FOLDER COMMAND...` writes output, progress, result to FOLDER.
 
 A part ends when its command ends, or when nothing in it moves any more: no test finishes, and its processes use next to no processor time.
 How fast the host is does not matter.
@@ -57,7 +57,7 @@ class Movement:
     since_s: float = 0.0
 
     def stalled(self, now_s: float, num_done: int, processor_s: float) -> bool:
-        """Tells whether nothing has moved for STALL_S, given the time, the tests done and the processor seconds used."""
+        """Tells whether nothing moved for STALL_S, given the time, the tests done and the processor seconds used."""
         if num_done != self.num_done or processor_s - self.processor_s > STALL_LOAD * STALL_S:
             self.num_done, self.processor_s, self.since_s = num_done, processor_s, now_s
         return now_s - self.since_s > STALL_S
@@ -88,7 +88,7 @@ def run(name: str, folder: Path, command: list[str]) -> Result:
 
 
 def wait(pid: int, seconds: float) -> int | None:
-    """Exit code of a child that ends within some seconds, else None. Takes every other child that has ended off the kernel's list."""
+    """Exit code of a child that ends within some seconds, else None. Reaps every other child that ended."""
     end = time.monotonic() + seconds
     while True:
         ended, status = os.waitpid(-1, os.WNOHANG)
@@ -108,7 +108,7 @@ class Usage:
         """(process id, time of its start) -> what it had used itself when it was last seen."""
 
     def seconds(self) -> float:
-        """Looks at all of them now. Of those that came and went in between counts what their parents were told of them."""
+        """Looks at all now. Of those that came and went in between counts what their parents were told of them."""
         times = os.times()
         told = times.children_user + times.children_system
         for child in psutil.Process().children(recursive=True):

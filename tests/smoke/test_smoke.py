@@ -18,7 +18,7 @@ KILLED_IN_STEP = 13
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
-    """Thirty steps of GRPO at TP2 x DP2 x EP2; the driver is killed in step 13, and the same command goes on from step 10."""
+    """Thirty GRPO steps at TP2 x DP2 x EP2; the driver is killed in step 13; the same command goes on from step 10."""
     folder = tmp_path_factory.mktemp("smoke")
     call(folder, "-m", "mrl.prepare", "tiny", timeout_s=PREPARE_TIMEOUT_S)
     overrides = [f"grpo.max_num_steps={STEPS}", "checkpointing.save_period=10", "logger.tensorboard_enabled=false"]

@@ -10,7 +10,7 @@ import torch
 
 
 def context() -> ForkServerContext | SpawnContext:
-    """Processes that begin with the imports of `preload` done; with a GPU, new ones, because CUDA does not survive a fork."""
+    """Processes that begin with the imports of `preload` done; on a GPU new ones, as CUDA does not survive a fork."""
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     # Imports take longer than most tests.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that run a function as the ranks of a process group, with a deadline. They stay alive, because starting them costs seconds."""
+"""Processes that run a function as the ranks of a process group, with a deadline. They stay, as starts cost seconds."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Rank:
 
 
 class RankPool:
-    """Up to `num_ranks` processes. A failure, a missed deadline or the last of `MAX_RUNS` ends them all; the next call starts new ones."""
+    """Up to `num_ranks` processes. A failure, missed deadline or run `MAX_RUNS` ends all; the next call starts anew."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by tests of several folders. Property tests try the same examples in every run, and take as long as the machine takes."""
+"""Shared by tests of several folders. Property tests try the same examples in every run, without a deadline."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def write_weights(folder: Path, hf_config: Mapping[str, object], dtype: str = "B
 
 @pytest.fixture(scope="session", autouse=True)
 def parse_once() -> Iterator[None]:
-    """Expressions, and the files of this checkout, are parsed once: most tests load a config, and this is half of the time of that."""
+    """Expressions and this checkout's files are parsed once: most tests load a config, and this is half its time."""
     read = files._read_yaml
     read_once, parse = functools.cache(read), functools.cache(grammar_parser.parse)
 
@@ -77,7 +77,7 @@ def parse_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def try_once() -> Iterator[None]:
-    """A chat template that has passed its trial, which starts a process, is not tried again; tests/hostile has those that fail."""
+    """A chat template that passed its trial, which starts a process, is not retried; tests/hostile has failing ones."""
     passed, try_template = set[str](), trial.try_template
 
     def try_new(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, object] | None) -> None:
@@ -110,7 +110,7 @@ def llama_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workplace(tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder, made the working directory, with the model and data files that grpo_tiny.yaml names; it passes every check."""
+    """A folder, made the working directory, with grpo_tiny.yaml's model and data files; it passes every check."""
     model, data = tmp_path / "prepared/tiny/model", tmp_path / "prepared/tiny/data"
     shutil.copytree(tokenizer_folder, model)
     data.mkdir()

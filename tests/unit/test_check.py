@@ -163,7 +163,7 @@ def test_a_known_model_is_checked_to_the_end(said, workplace: Path):
 
 
 def test_everything_is_said_in_one_pass(said, workplace: Path):
-    """An unknown key, a value of the wrong type, one that is out of range, and layouts that fit neither the cluster nor the model."""
+    """An unknown key, a value of the wrong type, one out of range, and layouts that fit neither cluster nor model."""
     config = workplace / "config.yaml"
     config.write_text(
         "defaults: grpo_tiny.yaml\ngrpo: {sed: 1, val_at_end: maybe, max_num_steps: 0}\n"
@@ -266,7 +266,7 @@ def test_the_entry_checks_in_process_too(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("entry", ["train", "evaluate"])
 def test_a_check_imports_nothing_heavy(entry: str, tmp_path: Path):
-    """Imports of a check: transformers reads a tokenizer that is at hand; nothing else is worth seconds on a login node."""
+    """Imports of a check: transformers reads a tokenizer at hand; nothing else is worth seconds on a login node."""
     script = f"import sys, runpy; sys.argv = ['{entry}', 'grpo_tiny.yaml', '--check']\n"
     script += f"try:\n    runpy.run_module('mrl.{entry}', run_name='__main__')\nexcept SystemExit:\n    pass\n"
     script += "print(sorted({'torch', 'ray', 'vllm', 'megatron', 'transformers'} & sys.modules.keys()))"

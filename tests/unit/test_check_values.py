@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--check` of values of a wrong kind, for every key of the schema: a refusal with code 2, or accepted; never a traceback."""
+"""`--check` of values of a wrong kind, for every schema key: a refusal with code 2, or accepted; never a traceback."""
 
 import re
 from pathlib import Path

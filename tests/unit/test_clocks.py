@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No verdict of a test depends on how fast the host is: none compares with a clock, and no limit is shorter than a hang.
+"""No test verdict depends on how fast the host is: none compares with a clock, and no limit is shorter than a hang.
 
 `tests/waiting.py` has what to use instead. Tests of long parts may measure, and the runner does; tests of GPUs run elsewhere.
 """

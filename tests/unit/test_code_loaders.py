@@ -59,7 +59,7 @@ REASONS = {
 
 
 def uses(source: str) -> set[str]:
-    """Loaders that a file calls, hands on or imports by name. Builtins count where they are called: keys may have their names."""
+    """Loaders a file calls, hands on or imports by name. Builtins count where called: keys may have their names."""
     tree = list(ast.walk(tree_of(source)))
     called = {ast.unparse(node.func) for node in tree if isinstance(node, ast.Call)}
     named = {ast.unparse(node) for node in tree if isinstance(node, ast.Attribute)}

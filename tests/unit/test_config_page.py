@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every key that a config may have is on docs/config.md or docs/dialect.md. test_docs.py checks that all pages are up to date."""
+"""Every config key is on docs/config.md or docs/dialect.md. test_docs.py checks that all pages are up to date."""
 
 from __future__ import annotations
 

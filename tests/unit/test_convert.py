@@ -288,7 +288,7 @@ def test_a_chunk_that_would_run_something_is_refused(checkpoint: Path, metadata:
 
 
 def test_what_torch_wrote_is_read_like_what_we_write(mcore_folder: Path, hf_folder: Path, tmp_path: Path):
-    """The same tensors saved by torch's own writer, one of them as a parameter and one with its dimensions swapped in memory."""
+    """The same tensors saved by torch's writer, one as a parameter and one with its dimensions swapped in memory."""
     checkpoint = tmp_path / "mcore" / "iter_0000000"
     opened = open_checkpoint(mcore_folder)
     state: dict[str, torch.Tensor] = {key: read_whole(opened.folder, key) for key in opened.folder.keys}

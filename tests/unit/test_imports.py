@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports point down the layers, each heavy library stays in its folder, and planning stays light. Reads source, strings too."""
+"""Imports point down layers, each heavy library stays in its folder, planning stays light. Reads source and strings."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--check` reads rows, template, weights' headers and run folder as a start does: common mistakes, and what it prints of each."""
+"""`--check` reads rows, template, weight headers and run folder as a start: common mistakes, what it prints of each."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contents of an installation: the wheel holds both packages and the configs, and every import is a declared dependency."""
+"""Contents of an installation: the wheel holds both packages and the configs, every import is a declared dependency."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Printed blocks of the pages against the program: blocks after a cheap command are executed, others come from their functions.
+"""Printed blocks of the pages against the program: blocks after a cheap command are run, others come from functions.
 
 Figures and paths are masked; `…` in a page stands for what it leaves out. tests/unit/test_extend_pages.py holds the pages of docs/extend.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command prints in one way, through `start_logging` and `run_entry`: without secrets and controls of terminals."""
+"""Every command prints in one way, through `start_logging` and `run_entry`: without secrets and terminal controls."""
 
 import ast
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m mrl.reward` judges rows by a function of one's own, in a confined child, and shows what it makes of them."""
+"""`python -m mrl.reward` judges rows by one's own function, in a confined child, and shows what it makes of them."""
 
 from __future__ import annotations
 

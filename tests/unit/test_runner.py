@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner of the parts: it ends a part only where nothing moves, leaves no process behind, and says why a part failed."""
+"""The part runner: it ends a part only where nothing moves, leaves no process behind, and says why a part failed."""
 
 from __future__ import annotations
 

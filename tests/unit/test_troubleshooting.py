@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of symptoms quotes what the product prints: every quoted message is in its source, and many are produced here."""
+"""The symptom page quotes what the product prints: every quoted message is in its source; many are produced here."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def unbounded_waits(source: str) -> list[str]:
 
 
 def without_limit(source: str, *, in_driver: bool) -> list[str]:
-    """Text of every call in `source` that knows no timeout and is not made by `within`, nor by a function that only `within` calls."""
+    """Text of every call in `source` without a timeout, not made by `within` or a function only `within` calls."""
     tree = tree_of(source)
     calls = _calls(tree)
     made = {id(call) for part in _made_within(tree, calls) for call in _calls(part)}

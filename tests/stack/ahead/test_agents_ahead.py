@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agents whose rollouts are asked for ahead: lag, weights that change between turns, dynamic sampling, penalties, routes, validation."""
+"""Agents with rollouts ahead: lag, weights changing between turns, dynamic sampling, penalties, routes, validation."""
 
 from __future__ import annotations
 

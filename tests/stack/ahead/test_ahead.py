@@ -61,7 +61,7 @@ def batch_of(policy, update_index: int) -> Update:
 
 
 def drift_from_start(update: Update) -> float:
-    """Largest distance of the generator's logprobs from those that transformers computes with the weights of the model folder."""
+    """Largest distance of the generator's logprobs from those transformers computes with the model folder's weights."""
     model, drift = models.nemotron_h(), 0.0
     for row, _ in update:
         for start, length in zip(row.cu_seqlens.tolist(), row.lengths, strict=False):
@@ -75,7 +75,7 @@ def drift_from_start(update: Update) -> float:
 
 
 def loss_by_hand(update: Update) -> float:
-    """Loss of the first update of a step, whose ratios are 1: advantages, weighted by how much likelier the trainer finds the tokens."""
+    """Loss of a step's first update, whose ratios are 1: advantages, weighted by the trainer's relative likelihood."""
     gained = sum(float((row.loss_mask_T * row.advantages_T * torch.exp(old - row.generator_logprobs_T)).sum()) for row, old in update)
     return -gained / sum(float(row.loss_mask_T.sum()) for row, _ in update)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refits of a dedicated engine by the run's own driver: it has a slot of its own, takes part in the exchange, and may die."""
+"""Refits of a dedicated engine by the run's driver: it has its own slot, takes part in the exchange, and may die."""
 
 from __future__ import annotations
 

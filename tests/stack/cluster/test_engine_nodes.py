@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine with a worker on each of two nodes of a real Ray cluster: its tokens, its refits, and the deaths of its parts."""
+"""An engine with a worker on each of two nodes of a real Ray cluster: its tokens, refits, and its parts' deaths."""
 
 from __future__ import annotations
 

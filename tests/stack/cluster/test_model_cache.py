@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared cache at start-up, with real Ray actors: a node that does not share it is named, a damaged entry is made again."""
+"""The shared cache at start-up, with real Ray actors: a node not sharing it is named, a damaged entry is made again."""
 
 from __future__ import annotations
 

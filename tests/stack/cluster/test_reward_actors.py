@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward actors on two nodes of a real Ray cluster: they share a batch; one that dies is asked again, one that is stopped is named."""
+"""Reward actors on two real Ray nodes: they share a batch; a dead one is asked again, a stopped one is named."""
 
 from __future__ import annotations
 

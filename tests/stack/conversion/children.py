@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.stack.conversion.children DIRECTION SOURCE OUT`: converts; prints as JSON how far memory rose meanwhile."""
+"""`python -m tests.stack.conversion.children DIRECTION SOURCE OUT`: converts; prints as JSON how far memory rose."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loggers with the real libraries and no network: what they are given is there, a resume continues, and no run waits for them."""
+"""Loggers with real libraries and no network: what they get is there, a resume continues, and no run waits for them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run for all tests of this folder: Ray, four policy ranks (TP2 x DP2 x EP2), two engines, rewards. Ended before other folders run."""
+"""A run for this folder's tests: Ray, four ranks (TP2 x DP2 x EP2), two engines, rewards. Ends before other folders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEADLINE_S = HANG_S
 
 
 def write_inputs(folder: Path, *, num_rows: int = 64) -> list[str]:
-    """A random tiny model with the byte tokenizer, and rows to train on; returns the overrides that point a config at them."""
+    """A random tiny model with a byte tokenizer, and rows to train on; returns overrides that point a config there."""
     model = models.save_nemotron_h(folder / "model")
     tokenizer.save(model, model_max_length=1280)
     generation = {"eos_token_id": 258, "pad_token_id": 256, "bos_token_id": 257}
@@ -87,7 +87,7 @@ class LiveRun:
 
 
 class CoinToss(Childless):
-    """An environment whose reward follows from the text and has nothing to do with the answer: a random model gets a gradient from it."""
+    """An environment whose reward follows from the text, not the answer: a random model gets a gradient from it."""
 
     async def judge(self, task: Task) -> Verdict:
         return toss(task.text)

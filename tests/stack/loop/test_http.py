@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Part "async", too: requests over HTTP while a run trains, from a reward function in its actor, and from outside, through a refit."""
+"""Part "async", too: HTTP requests while a run trains, from a reward actor's function and outside, through a refit."""
 
 from __future__ import annotations
 

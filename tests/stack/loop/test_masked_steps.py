@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps in which no rollout counts are warnings with their reason, change no weight, and end the run after some in a row."""
+"""Steps where no rollout counts are warnings with reasons, change no weight, and end the run after some in a row."""
 
 from __future__ import annotations
 

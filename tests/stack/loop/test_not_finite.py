@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step with a NaN in a run that skips such updates: its batch is on the disk, the weights are as before, and the run goes on."""
+"""A step with a NaN in a run that skips such updates: its batch is on disk, weights are as before, the run goes on."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that goes on beside the rollouts: rewards of those that have finished, and the writing of the checkpoint before them."""
+"""Work beside the rollouts: rewards of those that have finished, and the writing of the checkpoint before them."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_checkpoint_is_published_while_the_ranks_are_at_work(live: LiveRun, tm
 
 
 def limit_files(policy, ranks: tuple[int, ...], limit: int) -> None:
-    """Lets processes of these ranks write files of at most `limit` bytes: beyond that, writes fail as on a full disk."""
+    """Lets processes of these ranks write files of at most `limit` bytes: beyond that writes fail as on a full disk."""
     if policy._rank in ranks:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of a run's starting weights: the cache, or the Hugging Face files; damage is found before a weight is used."""
+"""Sources of a run's starting weights: the cache or the Hugging Face files; damage is found before a weight is used."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts of two turns in the real loop: an environment that answers, engines that go on, ranks that train on what was generated."""
+"""Rollouts of two turns in the real loop: an environment that answers, engines that go on, ranks that train on them."""
 
 from __future__ import annotations
 

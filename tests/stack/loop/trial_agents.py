@@ -55,7 +55,7 @@ async def silent(client: AsyncOpenAI, row: dict) -> float:
 
 
 async def patient(client: AsyncOpenAI, row: dict) -> float:
-    """Asks for two branches, then for a second turn once its question is in the file `free`. Its reward is another one for each text.
+    """Asks for two branches, then a second turn once its question is in the file `free`. Each text has its own reward.
 
     Questions in the file `lonely` get none. The file `waiting` says which process has come so far with which question.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of a model with layers of multi-token prediction, which propose tokens in its rollouts, from its folder to the export."""
+"""A run of a model with multi-token prediction layers, which propose tokens in its rollouts, from folder to export."""
 
 from __future__ import annotations
 

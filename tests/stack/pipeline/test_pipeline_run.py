@@ -113,7 +113,7 @@ def test_an_engine_of_two_stages_or_groups_serves_a_run(tmp_path: Path, kind: st
 
 
 def check_loggers_files(folder: Path) -> None:
-    """Loggers have the run and its resume as one, with metrics of training and of the host; loggers/test_services.py has all of them."""
+    """Loggers have run and resume as one, with training and host metrics; loggers/test_services.py has all of them."""
     assert all("logger/lost" not in row for row in rows(folder))
     for pattern in ("events.out.tfevents.*", "run-*.wandb"):
         first, second = sorted((folder / "logs").rglob(pattern))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PPO as its command: a critic over two stages beside a policy at TP2; a run that resumes while the critic learns alone; a run ahead."""
+"""PPO as a command: a two-stage critic beside a policy at TP2; a resume while the critic learns alone; a run ahead."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distillation on policy as its command: two teachers in layouts of their own beside a policy at TP2, rows routed by agent, a resume."""
+"""Distillation on policy as its command: two teachers in own layouts beside a TP2 policy, rows by agent, a resume."""
 
 from __future__ import annotations
 

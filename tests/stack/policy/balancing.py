@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 
 def balancing_loss(model: PreTrainedModel, rows: list[list[list[int]]], kind: str, *, num_rows_at_once: int = 1) -> Tensor:
-    """The auxiliary loss of every layer with experts, summed. `num_rows_at_once` is the number of data-parallel ranks."""
+    """The auxiliary loss of every layer with experts, summed. `num_rows_at_once`: the number of data-parallel ranks."""
     by_row = [[router_scores(model, sequence) for sequence in row] for row in rows]
     topk, num_layers = int(model.config.num_experts_per_tok), len(by_row[0][0])
     losses = []
@@ -37,7 +37,7 @@ def balancing_loss(model: PreTrainedModel, rows: list[list[list[int]]], kind: st
 
 
 def imbalance(counted: list[Tensor], scored: list[Tensor], topk: int) -> Tensor:
-    """E * sum over experts of (share of the choices of `counted`) * (mean score of `scored`), tokens being scores over experts."""
+    """E * sum over experts of (share of `counted` choices) * (mean score of `scored`), tokens being expert scores."""
     num_experts = len(counted[0])
     choices = [0] * num_experts
     for token in counted:
@@ -69,7 +69,7 @@ def router_inputs(model: PreTrainedModel, sequence: list[int]) -> list[tuple[nn.
 
 @contextmanager
 def recorded_router_inputs(*models: PreTrainedModel) -> Iterator[list[tuple[nn.Module, Tensor]]]:
-    """Inside, each call of a router adds the router and the hidden states [tokens, hidden] that it scores to the list."""
+    """Inside, each router call adds the router and the hidden states [tokens, hidden] that it scores to the list."""
     inputs: list[tuple[nn.Module, Tensor]] = []
     gates = [module for model in models for name, module in model.named_modules() if name.endswith(".gate")]
     hooks = [gate.register_forward_pre_hook(lambda gate, args: inputs.append((gate, args[0].flatten(0, -2)))) for gate in gates]

@@ -15,7 +15,7 @@ from tests.stack.ranks import Rank
 
 
 def load_and_save(rank: Rank, config: RunConfig, hf_folder: Path, source: Path, out: Path) -> list[str]:
-    """Loads a checkpoint and saves it again; slots that differ from what the layout tables cut out of the Hugging Face folder."""
+    """Loads a checkpoint and resaves it; slots that differ from the layout tables' cut of the Hugging Face folder."""
     with open_policy(rank, config) as policy:
         for tensor in policy.settled_weights().values():
             tensor.detach().fill_(7)
@@ -47,7 +47,7 @@ def save_loaded_folder(rank: Rank, config: RunConfig, out: Path) -> None:
 
 
 def save_with_stacked_layers(rank: Rank, config: RunConfig, out: Path) -> None:
-    """Saves the weights of the policy's model folder in Megatron's default form, which has one tensor for all layers."""
+    """Saves the policy model folder's weights in Megatron's default form, which has one tensor for all layers."""
     from mrl.policy import checkpoint
 
     ours = dict(checkpoint._FORMAT)

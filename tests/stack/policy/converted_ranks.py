@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that run on the ranks of the test of models that are converted only: Megatron's own model, filled by our layout."""
+"""Functions that run on the ranks of the test of models only converted: Megatron's own model, filled by our layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.stack.ranks import Rank
 
 
 def latent_attention_logits(rank: Rank, tp: int, folder: Path, sequence: list[int]) -> np.ndarray:
-    """Computes this rank's columns of a deepseek_v3 folder's logits, [tokens, vocabulary / tp], by Megatron's GPTModel of local modules."""
+    """This rank's columns of a deepseek_v3 folder's logits, [tokens, vocabulary / tp], by Megatron's local GPTModel."""
     from mrl.policy import parallel
     from mrl.policy.weights import live_tensors
 

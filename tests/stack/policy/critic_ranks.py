@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that the tests of the critic run on the ranks: steps of PPO with a policy and a critic, each in a layout of its own."""
+"""Functions that critic tests run on the ranks: steps of PPO with a policy and a critic, each in its own layout."""
 
 from __future__ import annotations
 

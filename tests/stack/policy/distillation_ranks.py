@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that run on the ranks of the distillation tests: losses of random hidden states, steps of a student and its teacher."""
+"""Functions on the ranks of distillation tests: losses of random hidden states, steps of a student and its teacher."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def run_configs(student: Path, teacher: Path, layout: str, teacher_layout: str, 
 
 
 def judging_config(student: Path, teachers: dict[str, tuple[Path, str]], layout: str, reward_weight: float) -> RunConfig:
-    """The config of a student whose advantages come from these teachers, of these folders in these layouts, and from rewards."""
+    """A student's config whose advantages come from these teachers of these folders and layouts, and from rewards."""
     config = policy_ranks.run_config(student, layout)
     names = {name: str(folder) for name, (folder, _) in teachers.items()}
     config.on_policy_distillation = OnPolicyDistillationConfig(
@@ -132,7 +132,7 @@ class Distilled:
 
 
 def distilled(rank: Rank, config: RunConfig, num_steps: int) -> Distilled:
-    """Teaches every sequence, that of index i by teacher i modulo their number, and trains the student on what was said."""
+    """Teaches sequence i by teacher i modulo their number, and trains the student on what was said."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 

@@ -54,7 +54,7 @@ def cost_of_a_save_and_a_load(rank: Rank, config: RunConfig, weights_dir: Path) 
 
 
 def load_with_small_buckets(rank: Rank, config: RunConfig, weights_dir: Path, bucket_size: int) -> tuple[int, bool]:
-    """Number of this rank's gradient buckets, each of some `bucket_size` elements, and whether a load brings back what was saved."""
+    """This rank's gradient bucket count, of some `bucket_size` elements, and whether a load restores what was saved."""
     from mrl.policy import model
 
     with pytest.MonkeyPatch.context() as patch:

@@ -33,7 +33,7 @@ def ready_policy(rank: Rank, config: RunConfig) -> Iterator[tuple[PolicyRank, tu
 
 
 def step_with_advantage(rank: Rank, config: RunConfig, advantage: float) -> tuple[str, bool, list[dict[str, float]]]:
-    """A step in which the last rank's advantages are `advantage`: its message, whether no byte of weights and optimizer changed.
+    """A step with `advantage` as the last rank's advantages: its message, whether no weight or optimizer byte changed.
 
     Last comes the metrics of a clean step after it.
     """
@@ -49,7 +49,7 @@ def step_with_advantage(rank: Rank, config: RunConfig, advantage: float) -> tupl
 def skipped_step(
     rank: Rank, config: RunConfig
 ) -> tuple[dict[str, float], bool, list[dict[int, dict[str, np.ndarray]]], list[dict[str, float]]]:
-    """A step with a NaN under policy.not_finite_steps=skip: metrics, whether no byte changed, its tensors, and a clean step's metrics."""
+    """A NaN step under policy.not_finite_steps=skip: metrics, whether unchanged, tensors, a clean step's metrics."""
     with ready_policy(rank, config) as (policy, before):
         if policy.dp_rank == 1:
             policy._batches[0].rows[0].advantages_T[:] = torch.nan

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that run on the ranks of the layout tests: loss, gradients and logprobs of a Hugging Face folder under a parallel layout."""
+"""Functions on the ranks of layout tests: loss, gradients, logprobs of a Hugging Face folder in a parallel layout."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def token_places(sequences: list[list[int]], multiple: int) -> torch.Tensor:
 def gradients(
     rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[list[int]]], scored: list[list[list[int]]] | None = None
 ) -> tuple[float, dict[str, np.ndarray], list[np.ndarray]]:
-    """Loss and gradients, by canonical name as far as this rank holds them, and logprobs of the `scored` rows, as of `logprobs`.
+    """Loss and gradients, by canonical name if this rank holds them, and logprobs of `scored` rows, as of `logprobs`.
 
     Data-parallel ranks take every dp_size-th row. The loss is the sum of advantage * logprob over all rows, divided by their number.
     """
@@ -142,7 +142,7 @@ def _logprobs(chunks: list, config: PolicyConfig, folder: Path, rows: list[list[
 def train(
     rank: Rank, config: PolicyConfig, folder: Path, rows: list[list[list[int]]], num_steps: int
 ) -> tuple[list[tuple[float, float]], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Loss and gradient norm of each of `num_steps` steps on the same rows; the routers' weights and biases before and after."""
+    """Loss and gradient norm of each of `num_steps` on the same rows; routers' weights and biases before and after."""
     from mrl.policy import parallel
     from mrl.policy.moe import take_routing, update_expert_biases
     from mrl.policy.optimizer import build_optimizer, build_scheduler

@@ -40,7 +40,7 @@ ROWS = [sequences(9, 30, 17), sequences(150, 2), sequences(*[12] * 10), sequence
 
 
 def gradients_of(ranks: RankPool, folder: Path, world_size: int, megatron: dict) -> Gradients:
-    """Loss over all data-parallel ranks, and whole gradients put together from all ranks; copies on several ranks must agree."""
+    """Loss over all data-parallel ranks, and whole gradients put together from all ranks; several copies must agree."""
     return gradients_and_logprobs(ranks, folder, world_size, megatron, None)[0]
 
 

@@ -38,7 +38,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of which padding gets the largest logits. Half of the labels are likely ones. Two weights per token, one per logprob."""
+    """Inputs whose padding has the largest logits. Half the labels are likely. Two weights a token, one per logprob."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -48,7 +48,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Result:
-    """Scores by name; this rank's columns of the logits and its part of the gradients of the weighted sum of the log-probabilities."""
+    """Scores by name; this rank's logit columns and its part of the gradients of the weighted sum of the logprobs."""
 
     scores: dict[str, np.ndarray]
     logits: np.ndarray

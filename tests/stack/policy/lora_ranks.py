@@ -101,7 +101,7 @@ def exported_weights(rank: Rank, config: RunConfig, weights_dir: Path) -> dict[s
 
 
 def dropout_logprobs(rank: Rank, config: RunConfig) -> tuple[bool, float]:
-    """Compares two logprob passes over trained adapters, and measures a train pass against the logprob pass before it."""
+    """Compares two logprob passes over trained adapters, and measures a train pass against the logprob pass before."""
     with open_policy(rank, config) as policy:
         metrics = train(policy, 3)
         rows = packed_rows(policy._config.policy, 0, 1)

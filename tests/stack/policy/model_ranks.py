@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that run on the ranks of the tests of several models in a process: each alone, and all of them together, turn by turn."""
+"""Functions on the ranks of the tests of several models in a process: each alone, and all together, turn by turn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Numbers:
 
 
 def steps(model: PolicyRank, num_steps: int) -> Iterator[Numbers]:
-    """Steps with an update and a pass after it; yields what has been computed so far after each part, so that models can take turns."""
+    """Steps with an update and a pass after it; yields results so far after each part, so models can take turns."""
     from megatron.core import parallel_state
 
     found = Numbers()

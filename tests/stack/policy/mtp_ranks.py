@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that tests/stack/policy/test_mtp.py runs on the ranks: steps of a policy whose MTP layers learn, and their gradients."""
+"""Rank functions of tests/stack/policy/test_mtp.py: steps of a policy whose MTP layers learn, and their gradients."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def steps(rank: Rank, config: RunConfig, num_steps: int) -> tuple[list[dict[str,
 
 
 def clipped(rank: Rank, config: RunConfig, damage: float = 0.0) -> tuple[float, float, float]:
-    """Norms of the model's and of its MTP layers' gradients, and of the latter once they are ready for a step that clips the model's.
+    """Norms of the model's and its MTP layers' gradients and the latter once ready for a step that clips the model's.
 
     `damage` is added to one of the model's gradients.
     """

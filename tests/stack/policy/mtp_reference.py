@@ -23,10 +23,10 @@ JOINS = ("enorm", "hnorm", "eh_proj")
 
 
 class Step:
-    """One step: attention, experts and the norm behind them as a model of transformers, and what joins its two inputs."""
+    """A step: attention, experts and the norm behind them as a model of transformers, and what joins its two inputs."""
 
     def __init__(self, folder: Path, index: int, scratch: Path) -> None:
-        """Reads the step of this index of the model in `folder`; models of transformers have no such layers, so it writes one that has."""
+        """Reads this step of the model in `folder`; transformers models lack these, so it writes one with them."""
         tensors, hf_config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
         own = {name: tensor for name, tensor in tensors.items() if not name.startswith(("backbone.layers.", "mtp."))}
         self.names = {f"backbone.layers.{place}.": f"mtp.layers.{2 * index + place}." for place in range(2)}

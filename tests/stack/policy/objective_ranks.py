@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that tests/stack/policy/test_objectives.py runs on the ranks: steps of every objective, from the same weights."""
+"""Rank functions of tests/stack/policy/test_objectives.py: steps of every objective, from the same weights."""
 
 from __future__ import annotations
 

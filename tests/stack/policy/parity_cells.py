@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cells of docs/measured/parity.md: features of the policy as what a user writes into the config, and the families that have them."""
+"""Cells of docs/measured/parity.md: policy features as a user configures them, and the families that have them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that run on the ranks of the parity table: steps of a whole `PolicyRank` on packed rollouts, and what it has computed."""
+"""Functions on ranks of the parity table: steps of a whole `PolicyRank` on packed rollouts, and what it computed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def measure(rank: Rank, config: RunConfig, rollouts: Sequence[Rollout], num_step
 
 
 def _rows(config: RunConfig, rollouts: Sequence[Rollout], dp_rank: int) -> tuple[list[PackedRow], list[PackedRow]]:
-    """Rows of this rank in training and in logprob passes: the same list if they are the same. One in seven rollouts is not valid."""
+    """Rows of this rank in training and in logprob passes: the same list if equal. One in seven rollouts is invalid."""
     policy, advantages = config.policy, np.random.default_rng(1).normal(size=len(rollouts))
     made = {index: pulled(rollout, float(advantages[index]), index % 7 != 3) for index, rollout in enumerate(rollouts)}
     lengths = [len(rollout.request.token_ids) + len(rollout.token_ids) for rollout in rollouts]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that run on the ranks of the tests of memory by phase: training through all phases, with storage that is counted."""
+"""Functions on the ranks of the tests of memory by phase: training through all phases, with storage that is counted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Walk:
 
 
 def walk(rank: Rank, config: RunConfig, weights_dir: Path) -> Walk:
-    """Two steps with all phases between them, and the second one again from the checkpoint. Shared memory stands for the host's."""
+    """Two steps with all phases between; the second again from the checkpoint. Shared memory stands for the host's."""
     from mrl.policy.host_block import HostBlock
     from mrl.policy.optimizer import TrainingMemory
 
@@ -127,7 +127,7 @@ def _addresses(policy: PolicyRank) -> list[int]:
 
 
 def bucket_places(rank: Rank, config: RunConfig) -> list[tuple[str, int, int, int]]:
-    """Places of each bucket of Megatron's parameter buffers: dtype, bytes into its buffer by Megatron's and by real count, address."""
+    """Places of Megatron's parameter buckets: dtype, bytes into its buffer by Megatron's and by real count, address."""
     places = []
     with open_policy(rank, config) as policy:
         for chunk in policy._chunks:

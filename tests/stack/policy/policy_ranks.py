@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that the tests of step, settling and checkpoints run on the ranks: a whole `PolicyRank`, on random rollouts."""
+"""Functions that tests of step, settling and checkpoints run on the ranks: a whole `PolicyRank`, on random rollouts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sizes_of(layout: str) -> dict[str, object]:
 
 
 def run_config(folder: Path, layout: str, *overrides: str) -> RunConfig:
-    """The laptop's config on the model in `folder`, at a layout, with an optimizer whose steps do not amplify rounding."""
+    """The laptop config on the model in `folder`, at a layout with an optimizer whose steps do not amplify rounding."""
     given = dict(tensor_model_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False) | sizes_of(layout)
     megatron = [f"policy.megatron_cfg.{key}={value}" for key, value in given.items()]
     optimizer = [f"policy.megatron_cfg.optimizer.{item}" for item in ("lr=1e-3", "min_lr=1e-3", "adam_eps=1e-3", "weight_decay=0.01")]
@@ -133,7 +133,7 @@ def open_policy(rank: Rank, config: RunConfig) -> Iterator[PolicyRank]:
 
 
 def set_batch(policy: PolicyRank, algorithm: str | None = None) -> None:
-    """Sets the rollouts as the batch; of a named algorithm with other rows in logprob passes, "" = every sequence in a row of its own."""
+    """Sets rollouts as batch; a named algorithm has other rows in logprob passes, "" = each sequence in its own row."""
     from megatron.core import parallel_state
 
     config, dp_size = policy._config.policy, parallel_state.get_data_parallel_world_size()
@@ -185,7 +185,7 @@ def raw_checksums(policy: PolicyRank) -> dict[str, int]:
 
 
 def off_policy_steps(rank: Rank, config: RunConfig, num_steps: int) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
-    """Metrics of steps with made-up old logprobs and a reference, and the canonical weights at the end. For one rank."""
+    """Metrics of steps with made-up old logprobs and a reference, and canonical weights at the end. For one rank."""
     with open_policy(rank, config) as policy:
         metrics = []
         for _ in range(num_steps):
@@ -212,7 +212,7 @@ def canonical_weights(policy: PolicyRank) -> dict[str, np.ndarray]:
 
 
 def routing_of_step(rank: Rank, config: RunConfig) -> tuple[dict[str, float], dict[str, np.ndarray], set[str]]:
-    """Routing of a step with a reference: metrics, this rank's expert biases before and after, and the slots with optimizer state.
+    """Routing of a step with a reference: metrics, this rank's biases before and after, slots with optimizer state.
 
     Biases are [2, experts], by canonical name.
     """
@@ -265,7 +265,7 @@ def sampled_tokens(rank: Rank, config: RunConfig, wanted: Sequence[int]) -> list
 
 
 def widths_of_output(rank: Rank, config: RunConfig) -> set[int]:
-    """Last sizes of what the output layer returns in a logprob pass and a train step; empty on all but the last stage."""
+    """Last sizes of what the output layer returns in a logprob pass and train step; empty on all but the last stage."""
     from megatron.core.utils import unwrap_model
 
     widths: set[int] = set()
@@ -292,7 +292,7 @@ def step_on_rows(rank: Rank, config: RunConfig, num_rows: int) -> tuple[list[np.
 def two_updates_of_a_step(
     rank: Rank, config: RunConfig
 ) -> tuple[list[np.ndarray], list[np.ndarray], list[dict[str, float]], list[dict[str, float]]]:
-    """Logprobs of the second update's row before the first, those kept as its old ones, and metrics of both updates and of a next step."""
+    """Logprobs of the second update's row before the first, those kept as old, metrics of both and of a next step."""
     with open_policy(rank, config) as policy:
         set_batch(policy)
         first, second = policy._batches[0].rows[:1], policy._batches[0].rows[1:2]
@@ -334,7 +334,7 @@ def logprobs_of_rollouts(rank: Rank, config: RunConfig) -> dict[int, np.ndarray]
 
 
 def settle_after_steps(rank: Rank, config: RunConfig) -> tuple[dict[str, int], dict[str, int], dict[str, np.ndarray], list]:
-    """Checksums right after a step, and after settling; the settled weights (flat, fp32); this rank's shards of the main parameters."""
+    """Checksums after a step and after settling; settled weights (flat, fp32); this rank's main parameter shards."""
     with open_policy(rank, config) as policy:
         train(policy, 2)
         raw = raw_checksums(policy)
@@ -357,7 +357,7 @@ def main_shards(policy: PolicyRank) -> list[tuple[str, int, np.ndarray]]:
 
 
 def settle_with_flipped_bytes(rank: Rank, config: RunConfig, slots: Sequence[str]) -> list[str]:
-    """Message of the settle after a byte of a slot was flipped on the last rank, for each slot; every byte is flipped back."""
+    """The settle's message after a byte of a slot was flipped on the last rank, for each slot; all are flipped back."""
     with open_policy(rank, config) as policy:
         train(policy, 1)
         policy.settle()
@@ -380,7 +380,7 @@ def settle_with_unknown_buffer(rank: Rank, config: RunConfig) -> str:
 
 
 def load_both_ways(rank: Rank, config: RunConfig, cached: Path) -> tuple[list[str], int]:
-    """Weights, reference and main parameters that differ between loading the model folder and the cached checkpoint; how many there are."""
+    """Weights, reference and main parameters that differ between model folder and cached checkpoint; their number."""
     with open_policy(rank, config) as policy:
         from_hf = loaded_bits(policy)
         with torch.no_grad():

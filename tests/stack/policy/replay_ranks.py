@@ -19,7 +19,7 @@ from tests.stack.ranks import Rank
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Log-probabilities of the generated tokens of all rollouts, in order, and how often routers would have chosen otherwise."""
+    """Logprobs of the generated tokens of all rollouts, in order, and how often routers would have chosen otherwise."""
 
     replayed: np.ndarray
     unreplayed: np.ndarray
@@ -27,7 +27,7 @@ class Mismatch:
 
 
 def mismatch(rank: Rank, config: RunConfig, rollouts: Sequence[Rollout], rollouts_per_row: int) -> Mismatch | None:
-    """Mismatch with the weights of the model folder; None on all but the last pipeline stage. Every rank computes all rows."""
+    """Mismatch with the model folder's weights; None on all but the last pipeline stage. Ranks compute all rows."""
     rows = [
         pack_row(
             {index: pulled(rollout, 1.0, True) for index, rollout in enumerate(rollouts[start : start + rollouts_per_row])},
@@ -53,7 +53,7 @@ def _generated(rows: list[PackedRow], logprobs: list[np.ndarray]) -> np.ndarray:
 
 
 def training(rank: Rank, config: RunConfig, rollouts: Sequence[Rollout]) -> tuple[dict[str, float], list[np.ndarray]]:
-    """Metrics of a step on these rollouts, one row for each rank, and the reference logprobs before it, on the last pipeline stage."""
+    """A step's metrics on these rollouts, one row per rank, reference logprobs before it on the last pipeline stage."""
     with open_policy(rank, config) as policy:
         mine = list(enumerate(rollouts))[policy.dp_rank :: config.data_parallel_size]
         row = pack_row({index: pulled(rollout, 1.0, True) for index, rollout in mine}, divisible_by=2, pad_token_id=PAD_TOKEN_ID)

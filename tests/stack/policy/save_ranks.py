@@ -34,7 +34,7 @@ def save(policy: PolicyRank, weights_dir: Path) -> None:
 
 
 def save_at_once_and_late(rank: Rank, config: RunConfig, at_once: Path, late: Path) -> tuple[bool, bool, list[str], list[str]]:
-    """The same state, saved without and with `async_save`; the bytes of the second are held back until after the next step.
+    """The same state, saved without and with `async_save`; the second's bytes are held back until after the next step.
 
     Whether they were written before, whether the step changed weights, the files that this rank wrote, and those of all ranks that
     whoever asks no rank reads of.
@@ -66,7 +66,7 @@ def save_at_once_and_late(rank: Rank, config: RunConfig, at_once: Path, late: Pa
 
 
 def save_where_a_file_cannot_be_written(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[str, float]:
-    """Saves in the background with a folder in the way of this rank's file; returns the end's problem, and the loss of the next step."""
+    """Saves in the background with a folder in this rank's file's way; the end's problem and the next step's loss."""
     (weights_dir / "iter_0000000" / f"__{rank.rank}_0.distcp").mkdir(parents=True)
     with open_policy(rank, config) as policy:
         train(policy, 1)
@@ -77,7 +77,7 @@ def save_where_a_file_cannot_be_written(rank: Rank, config: RunConfig, weights_d
 def save_after_steps(
     rank: Rank, config: RunConfig, weights_dir: Path, num_steps: int
 ) -> tuple[list[dict[str, float]], dict[str, int], list[str]]:
-    """Saves after `num_steps`; metrics and checksums of the two steps that follow, and processes that the save left behind."""
+    """Saves after `num_steps`; metrics and checksums of the next two steps, and processes that the save left behind."""
     import multiprocessing
 
     with open_policy(rank, config) as policy:
@@ -90,7 +90,7 @@ def save_after_steps(
 
 
 def load_and_step(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[list[dict[str, float]], dict[str, int]]:
-    """Metrics and checksums of the two steps after a checkpoint, loaded into a policy that has taken another number of steps."""
+    """Metrics and checksums of the two steps after a checkpoint, loaded into a policy after another number of steps."""
     with open_policy(rank, config) as policy:
         train(policy, 1)
         torch.rand(rank.rank + 3)
@@ -101,7 +101,7 @@ def load_and_step(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[lis
 
 
 def load_as_on_the_host_and_step(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[list[dict[str, float]], dict[str, int]]:
-    """`load_and_step` with an optimizer that moves the weights while its state loads, as Megatron's does under optimizer_cpu_offload."""
+    """`load_and_step` with an optimizer that moves weights while its state loads, as under optimizer_cpu_offload."""
     from mrl.policy import checkpoint
 
     def load_after_a_step(source: Any, state: TrainState, *rest: Any) -> None:
@@ -120,7 +120,7 @@ def load_as_on_the_host_and_step(rank: Rank, config: RunConfig, weights_dir: Pat
 def settings_after_load(
     rank: Rank, config: RunConfig, weights_dir: Path, num_steps: int
 ) -> tuple[list[dict[str, object]], list[dict[str, object]], list[float]]:
-    """Settings beside the parameters in a fresh run at a step, and after the load of a checkpoint of it; rates of the next two steps."""
+    """Settings beside the parameters in a fresh run at a step and after loading its checkpoint; the next two rates."""
     with open_policy(rank, config) as policy:
         policy._state.scheduler.step(num_steps)
         fresh = settings_of(policy)
@@ -138,7 +138,7 @@ def settings_of(policy: PolicyRank) -> list[dict[str, object]]:
 
 
 def load_weights_only(rank: Rank, config: RunConfig, weights_dir: Path) -> tuple[bool, float]:
-    """Compares the optimizer's main parameters with a checkpoint without optimizer state; returns that, and the loss after a step."""
+    """Compares main parameters with a checkpoint without optimizer state; returns that, and the loss after a step."""
     with open_policy(rank, config) as policy:
         policy.load_checkpoint(weights_dir)
         weights = {str(slot): tensor.detach().float().flatten().numpy() for slot, tensor in policy.settled_weights().items()}

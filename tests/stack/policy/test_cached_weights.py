@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that come out of the cache through Megatron's loader are those of the Hugging Face files, bit for bit, at any layout."""
+"""Weights from the cache through Megatron's loader are those of the Hugging Face files, bit for bit, at any layout."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that are converted but not trained: their tables hold for megatron-core's own models, whose logits equal transformers'."""
+"""Models converted but not trained: their tables hold for megatron-core's models, whose logits equal transformers'."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of PPO in a process: policy and critic in layouts of their own, against transformers, one rank, and a resumed run."""
+"""Steps of PPO in a process: policy and critic in own layouts, against transformers, one rank, and a resumed run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distillation: loss and gradient against a plain loop over whole logits, a teacher's top k against transformers, steps in any layouts."""
+"""Distillation: loss and gradient against a plain loop, a teacher's top k against transformers, steps in any layout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_loss_and_gradients_are_those_of_a_loop_over_whole_logits(ranks: RankPoo
 
 
 def expected(case: Case) -> tuple[float, np.ndarray, np.ndarray, torch.Tensor]:
-    """Loss and gradients of hidden states and weight, token by token from float64 logits as NeMo RL defines it; the real logits."""
+    """Loss and gradients of hidden states and weight, by token from float64 logits as in NeMo RL; the real logits."""
     given, (teacher_logits, tokens, weights) = logprob_ranks.inputs(case.of), distillation_ranks.teacher_inputs(case)
     hidden, weight = given.hidden.double().requires_grad_(), given.weight.double().requires_grad_()
     logits = (hidden @ weight.t())[:, : case.of.vocab_size] / case.of.temperature
@@ -156,7 +156,7 @@ def drawn_logprobs(model: torch.nn.Module, rollout: Rollout, vocab_size: int | N
 
 
 def check_taught(taught: dict[int, TeacherTokens], folder: Path, k: int, vocab_size: int | None = None) -> None:
-    """Compares every generated token with transformers, sequence by sequence; with `vocab_size` among the first tokens alone."""
+    """Compares every generated token with transformers, by sequence; with `vocab_size` among the first tokens alone."""
     model = transformers_model(folder)
     assert sorted(taught) == list(range(policy_ranks.NUM_SEQUENCES))
     for index, rollout, _, _ in policy_ranks.rollouts():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that the config freezes: no gradient, no optimizer state, and the gradients of the others as without the rule."""
+"""Tensors the config freezes: no gradient, no optimizer state, and the gradients of the others as without the rule."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformer families: every parallel layout gives the logprobs of transformers, and loss and gradients of one rank."""
+"""Transformer families: every parallel layout gives transformers' logprobs, and loss and gradients of one rank."""
 
 from __future__ import annotations
 

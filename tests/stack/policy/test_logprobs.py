@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities and entropy against torch on whole logits, truncated by vLLM; the chunked output layer against the whole one."""
+"""Logprobs and entropy against torch on whole logits, truncated by vLLM; the chunked output layer against the whole."""
 
 from __future__ import annotations
 

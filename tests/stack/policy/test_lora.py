@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters: any layout gives the loss and the gradients of transformers on weights to which the adapters' product was added by hand."""
+"""Adapters: any layout gives transformers' loss and gradients on weights with the adapters' product added by hand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Gradients]]:
-    """Makes, by family, a model with random adapters next to its weights, and the gradients of transformers for both."""
+    """Makes, by family, a model with random adapters next to its weights, and transformers' gradients for both."""
     return cache(lambda name: make_adapted(name, tmp_path_factory.mktemp(name)))
 
 

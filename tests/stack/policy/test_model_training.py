@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer steps: the distributed optimizer with its overlaps takes the steps of one rank, and routers move only where they should."""
+"""Optimizer steps: the distributed optimizer with overlaps takes one rank's steps, routers move only as they should."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts: dispatchers, precision of the router, and auxiliary losses give what transformers and slow formulas give, under any layout."""
+"""Experts: dispatchers, router precision, and auxiliary losses match transformers and slow formulas in any layout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHORT = {
 
 
 def cells(*groups: tuple[tuple[str, ...], Iterable[str]]) -> list:
-    """All cells of some kinds and layouts each, of which the short suite runs a few. The hybrid family has no virtual stages."""
+    """All cells of some kinds and layouts each; the short suite runs a few. The hybrid family has no virtual stages."""
     every = [(kind, family, layout) for kinds, layouts in groups for kind in kinds for family in FAMILIES for layout in layouts]
     every = [cell for cell in every if cell[1] != "nemotron_h" or "vpp" not in cell[2]]
     return [pytest.param(*cell, marks=() if cell in SHORT else pytest.mark.long("parity"), id=", ".join(cell)) for cell in every]
@@ -44,7 +44,7 @@ def cells(*groups: tuple[tuple[str, ...], Iterable[str]]) -> list:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders by family. The hybrid one has shared experts. transformers keeps the embedding of a padding token from training."""
+    """Folders by family. The hybrid one has shared experts. transformers does not train padding token embeddings."""
     hybrid, transformer = (tmp_path_factory.mktemp(name) for name in FAMILIES)
     models.save_model(hybrid, FAMILIES[0], pad_token_id=None, hybrid_override_pattern="ME*E", num_hidden_layers=4)
     models.save_model(transformer, FAMILIES[1], pad_token_id=None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MTP layers learn: losses, gradients and acceptance of a plain loop over transformers' layers, on one rank and on many."""
+"""MTP layers learn: losses, gradients and acceptance of a plain loop over transformers' layers on one rank and many."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objectives of the GRPO family give the steps of a plain implementation, on one rank and on many, however their rows are packed."""
+"""GRPO family objectives give the steps of a plain implementation, on one rank and many, however rows are packed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""overlap_grad_reduce and overlap_param_gather: that they overlap, and that they change nothing, with several chunks, CP and EP."""
+"""overlap_grad_reduce and overlap_param_gather: they overlap and change nothing, with several chunks, CP and EP."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every feature of the policy against the plain computation on one rank: docs/measured/parity.md. All cells are the long part "parity"."""
+"""Every policy feature against a plain one-rank computation: docs/measured/parity.md. All cells: long part "parity"."""
 
 from __future__ import annotations
 

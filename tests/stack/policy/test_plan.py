@@ -104,7 +104,7 @@ FREED = {"core_attn": ("*.padded",), "moe": ("E.routed", "E.gate")}
 
 
 def kept_by_torch(shape: ModelSizes, letter: str) -> dict[str, int]:
-    """Elements of a token that autograd keeps beside what Transformer Engine's kernels do, where plain torch computes a part of a layer."""
+    """Elements of a token that autograd keeps beyond Transformer Engine, where plain torch computes layer parts."""
     kept = {"norm": shape.hidden}
     if letter == "*":
         projected, core = (shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.heads * shape.head_dim

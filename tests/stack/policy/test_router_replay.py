@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Router replay: routes that no router would choose are followed as transformers follows them, under every layout and in every pass."""
+"""Router replay: routes that no router would choose are followed as in transformers, in every layout and pass."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_one_rank_follows_routes_as_transformers_does(ranks: RankPool, moe_folde
 
 
 def test_a_step_counts_what_routers_would_have_chosen_otherwise(ranks: RankPool, moe_folder: Path):
-    """Half of the rollouts come with transformers' choices, the others with random ones: 1 in 28 of these is the router's own."""
+    """Half the rollouts have transformers' choices, the others random ones: 1 in 28 of these is the router's own."""
     hf_config = json.loads((moe_folder / "config.json").read_text())
     model = transformers_model(moe_folder)
     own, forced = [], []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settled weights: current on every replica, equal to the optimizer's main parameters, and every differing copy named."""
+"""Settled weights: current on every replica, equal to the optimizer's main parameters, every differing copy named."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_one_rank_of_each_row_tells_its_tokens_once(ranks: RankPool, folder: Pat
 
 
 def transformers_steps(num_steps: int, out: Path) -> tuple[list[float], list[float], list[float]]:
-    """Loss, gradient norm and clipped share of steps of a plain implementation, sequence by sequence; saves the model at the end."""
+    """Loss, gradient norm and clipped share of steps of a plain implementation, by sequence; then saves the model."""
     model, reference = models.nemotron_h(), models.nemotron_h()
     sequences = [(rollout, advantage) for _, rollout, advantage, is_valid in policy_ranks.rollouts() if is_valid]
     num_tokens = sum(len(rollout.token_ids) for rollout, _ in sequences)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child processes that stand for trainer ranks and engine workers: each runs the functions it is sent, on a state of its own."""
+"""Child processes for trainer ranks and engine workers: each runs the functions it is sent, on a state of its own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refits between real processes over gloo: Megatron layouts at TP2 x DP2 x EP2 to engine layouts, through the conversion tables.
+"""Refits between real processes over gloo: Megatron layouts at TP2 x DP2 x EP2 to engine layouts, by conversion tables.
 
 Four trainer ranks and two engine workers live as long as the module; each test prepares the schedule it needs.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's asynchronous scheduling on CPU hosts, where its platform turns that off: its own scheduler, batch queue and worker."""
+"""vLLM's asynchronous scheduling on CPU hosts, where vLLM turns it off: its own scheduler, batch queue and worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class _Idle:
-    """Stands for a CUDA stream or event. On CPUs nothing is left to wait for, as in vLLM's `cpu_model_runner._torch_cuda_wrapper`."""
+    """Stands for a CUDA stream or event. On CPUs nothing is awaited, as in `cpu_model_runner._torch_cuda_wrapper`."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass

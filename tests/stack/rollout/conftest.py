@@ -46,7 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Keeps vLLM from collecting all garbage eight times an engine: most of a start's time, with all that is imported here."""
+    """Keeps vLLM from collecting all garbage eight times an engine: most of a start's time, with all imports here."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("collect", "freeze", "unfreeze"):
             patch.setattr(gc, name, lambda *_: 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own model and loader for one worker of an engine that does not exist: only the rank and the size of its groups are set."""
+"""vLLM's own model and loader for one worker of an engine that does not exist: only rank and group sizes are set."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def staged_layouts(model_type: str) -> list[VllmParallel]:
 
 
 def load(folder: Path, parallel: VllmParallel, worker: int, *, precision: Precision = "float32") -> dict[Slot, Tensor]:
-    """Parameters and persistent buffers after vLLM's class was built for this worker and vLLM's loader has read the checkpoint.
+    """Parameters and persistent buffers after vLLM's class was built for this worker and its loader read a checkpoint.
 
     Every element is NaN before the loader comes, so that what it leaves out differs from any table.
     """

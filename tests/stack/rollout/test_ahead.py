@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that schedule a step before they take in the one before: the same rollouts, and nothing under way where anything changes."""
+"""Engines that schedule a step before they take in the one before: the same rollouts, nothing under way at changes."""
 
 from __future__ import annotations
 

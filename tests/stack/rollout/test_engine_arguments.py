@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM keeps weights in the checkpoint's order on GPUs too: the arguments exist in the installed vLLM, arrive, and do what they are for."""
+"""vLLM keeps weights in checkpoint order on GPUs too: the arguments exist in the installed vLLM, arrive and work."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`policy.hf_config_overrides`: Megatron and vLLM give the logprobs of transformers with the same overrides, here YaRN."""
+"""`policy.hf_config_overrides`: Megatron and vLLM give transformers' logprobs with the same overrides, here YaRN."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI-compatible server in front of a real engine, asked by OpenAI's own client; the engine is stepped by this thread."""
+"""The OpenAI-compatible server in front of a real engine, asked by OpenAI's client; this thread steps the engine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model, four implementations, the same sequences: transformers, Megatron on one rank and on four, vLLM. With a trained checkpoint.
+"""One trained model, four implementations, the same sequences: transformers, Megatron on one rank and on four, vLLM.
 
 tests/stack/policy/test_layouts.py and test_engine.py compare each with transformers on random checkpoints.
 """

@@ -76,7 +76,7 @@ def test_blocks_and_states_are_those_of_the_engine(
 @pytest.mark.parametrize("num_proposed", [0, 1, 5])
 @pytest.mark.parametrize("shares_prefixes", [False, True])
 def test_a_large_model_that_speculates_is_grouped_as_vllm_does(tmp_path: Path, num_proposed: int, shares_prefixes: bool):
-    """The sizes of Nemotron 3.5 Lightning, whose drafter is one attention layer and one of experts, in engines of four workers."""
+    """Sizes of Nemotron 3.5 Lightning, whose drafter is one attention and one expert layer, in four-worker engines."""
     from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
     from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size, get_max_concurrency_for_kv_cache_config
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Purpose of router replay: trainer and engine in bfloat16, where choices of experts flip from rounding, with routes and without."""
+"""Reasons for router replay: bfloat16 trainer and engine where expert choices flip by rounding, with routes and without."""
 
 from __future__ import annotations
 

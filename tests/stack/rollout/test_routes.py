@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes that come with rollouts are the choices of transformers' routers for the same tokens, whatever the engine does in between.
+"""Rollouts' routes are the choices of transformers' routers for the same tokens, whatever the engine does in between.
 
 With preemption: test_engine.py.
 """

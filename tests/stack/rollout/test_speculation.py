@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculation changes no bit of what is sampled: tokens, logprobs and their ends are those of an engine that proposes nothing."""
+"""Speculation changes no bit of what is sampled: tokens, logprobs and their ends are those of an engine without it."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def requests_of_all_kinds() -> list[RolloutRequest]:
 
 
 def crowd() -> list[RolloutRequest]:
-    """Requests of few tokens, so that n-grams return: how many are proposed changes, and with it for how many rollouts a step has room."""
+    """Requests of few tokens, so n-grams return: the number proposed varies, and so how many rollouts fit a step."""
     rng = random.Random(0)
     return [request(rng.choices(range(1, 4), k=20), prompt_id=f"p{i}", max_new_tokens=60) for i in range(14)]
 
 
 def sampled(engine: Engine, *, refits: bool = False) -> dict[str, Rollout]:
-    """The rollouts of requests of all kinds, some of which come late; with `refits`, all are computed anew in the middle."""
+    """The rollouts of requests of all kinds, some late; with `refits`, all are computed anew in the middle."""
     requests = requests_of_all_kinds()
     engine.set_weight_version(0)
     engine.add(requests[:10])
@@ -95,7 +95,7 @@ def plain(start_engine: StartEngine, folder: Path) -> dict[str, dict[str, Rollou
 def test_proposals_change_no_bit(
     start_engine: StartEngine, folder: Path, plain: dict[str, dict[str, Rollout]], speculation: dict[str, object], chunk: int
 ):
-    """In parts, requests that are computed anew end with a few tokens that look like proposals, and steps lack tokens for some that run."""
+    """In parts, recomputed requests end with a few proposal-like tokens, and steps lack tokens for some that run."""
     engine = start_engine(folder, keeps_routes=True, speculation=speculation, max_num_batched_tokens=chunk, max_num_seqs=16)
     for name in ("once", "anew"):
         speculated = sampled(engine, refits=name == "anew")

@@ -131,7 +131,7 @@ def runs_alone(worker: Any) -> bool:
 
 
 def check_answers(engine: Engine, url: str, expected: Mapping[str, Rollout]) -> None:
-    """Asks for some of the rollouts over HTTP, beside the others: the engine and the gateway, and for a chat that a grammar chooses."""
+    """Asks for some rollouts over HTTP beside the others: engine and gateway, and for a chat that a grammar chooses."""
     gateway = Running()
     gateway.use(url)
     places = (url, ENGINE_KEY), (f"{gateway.url}/v1", RUN_KEY)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's Triton kernels that an engine in float32 runs on a GPU leave the precision of tl.dot to the environment (FULL_FLOAT32)."""
+"""vLLM's Triton kernels a float32 engine runs on a GPU leave tl.dot's precision to the environment (FULL_FLOAT32)."""
 
 from __future__ import annotations
 

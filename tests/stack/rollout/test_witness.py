@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every family on real engines: refit zero, other weights, logprobs of transformers. All layouts are the long part "witness"."""
+"""Every family on real engines: refit zero, other weights, transformers' logprobs. All layouts: long part "witness"."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rule that is wrong on both sides alike: no checksum can see it, vLLM's own loader does, before a token is sampled."""
+"""A rule wrong on both sides alike: no checksum can see it, vLLM's own loader does, before a token is sampled."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_with_grouped_queries_the_schedule_refuses_it(checkpoint: Callable[[int]
 def test_refit_zero_names_what_the_trainer_alone_rounds(
     start_engine: StartEngine, multi_head: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Published files of a nemotron_h in bfloat16 have some tensors in float32: vLLM keeps Mamba's A and the router so, and rounds D.
+    """Published bfloat16 nemotron_h files have some float32 tensors: vLLM keeps Mamba's A and the router so, rounds D.
 
     Megatron's Float16Module rounds A_log, and its optimizers keep no float32 parameter of a bfloat16 model. transformers decides: it rounds
     the same tensors to the same values, and engines compute with these.

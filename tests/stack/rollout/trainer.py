@@ -30,7 +30,7 @@ TIMEOUT_S = HANG_S
 
 
 class Trainer:
-    """Weights that a test sets, and the trainer side of refits of one engine, whose workers all share the GPU of this rank."""
+    """Weights a test sets, and the trainer side of refits of one engine, whose workers all share this rank's GPU."""
 
     def __init__(
         self,

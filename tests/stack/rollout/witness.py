@@ -46,7 +46,7 @@ class Witness:
 def witness(
     start_engine: StartEngine, folder: Path, model_type: str, parallel: VllmParallel, requests: Sequence[RolloutRequest]
 ) -> Witness:
-    """Starts an engine, and refits it twice: with the weights that it has loaded, which must change no byte, and with others.
+    """Starts an engine, and refits it twice: with the weights it loaded, which must change no byte, and with others.
 
     The second refit changes every tensor, to what the tables make of the other checkpoint. Then requests have the same bits alone as in
     a full batch in which prompts are cut into chunks; this is claimed without tensor parallelism only.

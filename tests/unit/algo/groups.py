@@ -17,7 +17,7 @@ def group(
     invalid: Sequence[int] = (),
     flagged: Sequence[int] = (),
 ) -> RolloutGroup:
-    """One rollout for each reward, of 4 tokens unless `lengths` says otherwise. `cut_off`, `invalid` and `flagged` are indices."""
+    """One rollout for each reward, of 4 tokens or `lengths`. `cut_off`, `invalid` and `flagged` are indices."""
     lengths = [4] * len(rewards) if lengths is None else lengths
     infos = [
         RolloutInfo(f"0/{name}/{i}", name, i, 1, 2, length, "length" if i in cut_off else "stop", None) for i, length in enumerate(lengths)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparisons with NeMo RL's own code: what scripts/record_nemo_rl.py records and tests/unit/algo/test_nemo_rl.py compares."""
+"""Comparisons with NeMo RL: what scripts/record_nemo_rl.py records and tests/unit/algo/test_nemo_rl.py compares."""
 
 from __future__ import annotations
 

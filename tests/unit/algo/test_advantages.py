@@ -39,7 +39,7 @@ def test_advantages_of_a_group_by_hand(rewards: list[float], settings: dict[str,
 
 
 def test_one_reward_against_equal_ones_that_are_no_binary_fractions():
-    """Their variance as a difference of float32 squares is not 0, and gave an advantage of -2075 (NVIDIA-NeMo/RL#4158)."""
+    """Their variance as a float32 square difference is not 0, and gave an advantage of -2075 (NVIDIA-NeMo/RL#4158)."""
     rewards = torch.tensor([0.0] + [0.95] * 7)
     assert group_advantages(rewards, normalize=True)[0] == -float(rewards[1])
 

@@ -53,7 +53,7 @@ each_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS
 @settings(max_examples=5, deadline=None)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), rng=st.randoms(use_true_random=False))
 def test_however_a_batch_is_cut_loss_gradient_and_metrics_are_those_of_one_row(config: LossConfig, lengths: list[int], rng: random.Random):
-    """Ranks, micro-batches and packed rows are all the same to the loss: other sets of sequences, with the counts of the whole batch."""
+    """Ranks, micro-batches and packed rows are one to the loss: other sets of sequences, with whole-batch counts."""
     whole = random_batch(rng.randrange(1000), lengths)
     order = list(range(len(lengths)))
     rng.shuffle(order)
@@ -321,7 +321,7 @@ def test_weights_of_tokens_and_sequences():
 
 
 def test_a_rollout_of_three_sequences_weighs_as_one():
-    """One sequence of 4 tokens is a rollout, three of 2, 3 and 1 tokens are another one; of all six, each has a sixth of its weight."""
+    """One sequence of 4 tokens is a rollout, three of 2, 3 and 1 another; of all six each has a sixth of its weight."""
     mask, cu_seqlens = torch.ones(10), torch.tensor([0, 4, 6, 9, 10], dtype=torch.int32)
     size, rollout_tokens = BatchSize(10, 4, 0, num_valid_rollouts=2), torch.tensor([4.0, 6, 6, 6])
     sequences = replace(CONFIG, token_level_loss=False)

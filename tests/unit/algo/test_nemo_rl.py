@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses, gradients, metrics, rewards and advantages are those of NeMo RL's own code, on batches that scripts/record_nemo_rl.py recorded.
+"""Losses, gradients, metrics, rewards and advantages are NeMo RL's on batches that scripts/record_nemo_rl.py recorded.
 
 T tokens of a packed row, [b, s] a token of a sequence; other letters as in the script.
 """

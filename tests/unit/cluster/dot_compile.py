@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.unit.cluster.dot_compile`: instructions of TF32 in a product of float32 by Triton, for three generations of GPUs."""
+"""`python -m tests.unit.cluster.dot_compile`: TF32 instructions in Triton float32 products on three GPU generations."""
 
 from __future__ import annotations
 

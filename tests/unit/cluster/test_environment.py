@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy ranks and engines start with the allocator and the precision that each of them needs; the user has the last word."""
+"""Policy ranks and engines start with the allocator and the precision that each needs; the user has the last word."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_what_an_actor_imports_is_left_out_of_later_collections():
 
 
 def test_the_temporary_files_of_an_engine_go_with_it(tmp_path: Path):
-    """Covers, besides a process that ends by itself, one that is killed: the next engine on its node removes what that leaves."""
+    """Covers, besides a process ending itself, a killed one: the next engine on its node removes what that leaves."""
     script = """
 import os, signal, subprocess, sys, tempfile
 from mrl.cluster.environment import own_temporary_folder

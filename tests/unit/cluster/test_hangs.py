@@ -24,7 +24,7 @@ def reading(now: float, name: str, *, state: str = "S", core_share: float = 0.0,
 def follow(
     judge: HangJudge, change: Change, waits: Sequence[Wait] = (), *, begin: float = 0.0, end: float = 60.0
 ) -> tuple[float, Hang] | None:
-    """The first finding and its moment, of readings that are idle except for what `change` says of a moment and a process."""
+    """The first finding and its moment, of readings idle but for what `change` says of a moment and a process."""
     now = begin
     while now <= end:
         finding = judge.see(now, [reading(now, name, **change(now, name)) for name in NAMES], waits)

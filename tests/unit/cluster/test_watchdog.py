@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watchdog on real processes without Ray: it names, keeps stacks, and ends what cannot end itself. No verdict depends on a clock."""
+"""Watchdog on processes without Ray: it names, keeps stacks, ends what cannot end itself. No verdict needs a clock."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section `on_policy_distillation`, in NeMo RL's words: which teacher a row has, what each is made of, and what does not go together."""
+"""Section `on_policy_distillation`, in NeMo RL's words: a row's teacher, what each is made of, and what conflicts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A random model to put into a cache, and what processes of the cache tests run: they are forked from one that has imported torch."""
+"""A random model for a cache, and what processes of the cache tests run: they fork from one with torch imported."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def light_processes() -> ForkServerContext:
 
 
 def fill(hf: Path, root: Path, log: Path, *, num_builders: int = 1) -> str:
-    """The cached checkpoint of `hf`; every conversion that is begun is a line of `log`, and waits until so many have begun."""
+    """The cached checkpoint of `hf`; each begun conversion is a line of `log`, and waits until so many have begun."""
     # A forked child must not wait for threads that only its parent has.
     torch.set_num_threads(1)
 
@@ -64,7 +64,7 @@ def fill_unseeing(hf: Path, root: Path, log: Path) -> str:
 
 
 def fill_in_files(hf: Path, root: Path, log: Path) -> None:
-    """`fill` in files of 64 KB; `log` with the suffix .kept gets a line for each that an earlier attempt had finished."""
+    """`fill` in files of 64 KB; `log` with the suffix .kept gets a line for each that an earlier attempt finished."""
     convert.MAX_FILE_BYTES = 1 << 16
     written = FinishedFiles.written
 
@@ -95,7 +95,7 @@ def fill_and_die(hf: Path, root: Path, log: Path) -> None:
 
 
 def fill_up_to(hf: Path, root: Path, log: Path, last: int | None) -> None:
-    """`fill_in_files`, killed by itself at operation `last` on files of the cache. Without one, it puts their number beside `log`."""
+    """`fill_in_files` killing itself at operation `last` on cache files. Without it, puts their number beside `log`."""
     num_operations = 0
     main_thread = threading.get_ident()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense stand-ins for weights: every element of every canonical tensor has a value of its own, so that a misplaced one shows."""
+"""Dense stand-ins for weights: every element of every canonical tensor has its own value, so a misplaced one shows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small Hugging Face folders with random values under the names and shapes of a family. For conversions only: nobody computes with them."""
+"""Small Hugging Face folders with random values by a family's names and shapes. For conversions, not computing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def write_large_folder(folder: Path, config: dict[str, object]) -> int:
 
 
 def write_folder(folder: Path, config: dict[str, object], *, seed: int = 0) -> Path:
-    """Random bfloat16 weights with float32 router biases, by the safetensors library, and files of a tokenizer; the folder."""
+    """Random bfloat16 weights with float32 router biases, by safetensors, and files of a tokenizer; the folder."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}

@@ -22,7 +22,7 @@ Patterns = tuple[str, ...]
 def export(
     hf_config: HfConfig, weights: dict[str, Tensor], out: Path, *, targets: Patterns = (), excludes: Patterns = ()
 ) -> dict[str, Tensor]:
-    """Writes the adapters of these layers as `mrl.convert adapters` does; returns the weights with them merged as mcore-to-hf does."""
+    """Writes these layers' adapters as `mrl.convert adapters` does; returns the weights merged as mcore-to-hf does."""
     found = family(hf_config)
     layers = adapted_layers(found, hf_config, target_modules=targets, exclude_modules=excludes)
     factors, generator = factor_names(found, hf_config, layers), torch.Generator().manual_seed(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Factors of adapters: on every rank of random layouts, and in checkpoints, B A is the part of the whole B A that stands in the weight."""
+"""Adapter factors: on every rank of random layouts, and in checkpoints, B A is the weight's part of the whole B A."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of the cache: their names, that each is made once, and that damage is found. test_cache_processes.py tests races."""
+"""Cache entries: their names, that each is made once, and that damage is found. test_cache_processes.py tests races."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face folder to Megatron checkpoint and back, for every family and at every cut, and what tells two folders apart."""
+"""Hugging Face folder to Megatron checkpoint and back, for every family and cut, and what tells two folders apart."""
 
 from __future__ import annotations
 

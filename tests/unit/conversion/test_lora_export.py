@@ -31,7 +31,7 @@ def random_weights(hf_config: dict[str, object]) -> dict[str, Tensor]:
 
 
 def applied(weights: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """The weights with an adapter of PEFT: W + alpha / r B A of a linear layer; of a parameter [experts, out, in] the same for each expert.
+    """Weights with a PEFT adapter: W + alpha / r B A of a linear layer; for [experts, out, in], per expert.
 
     There A is [experts * r, in], expert by expert, and B [out, r * experts], rank by rank; the wrapper of a module's first parameter is the
     base layer of that of its second.

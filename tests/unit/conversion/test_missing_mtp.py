@@ -56,7 +56,7 @@ def test_other_missing_tensors_have_no_such_way_out(tmp_path: Path):
 
 
 def test_layers_behind_the_last_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """Transformers and vLLM leave them out too. Nothing else is: neither a layer that no step counts, nor one that lies further behind."""
+    """Transformers and vLLM omit them too. Nothing else is: no layer that no step counts, nor one further behind."""
     hf = write_folder(tmp_path / "hf", tiny_config("glm4_moe"))
     config, tensors = hf / "config.json", load_file(hf / "model.safetensors")
     last = json.loads(config.read_text())["num_hidden_layers"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model folders as people publish them, there and back: what transformers computes of a folder, it computes of the export."""
+"""Published model folders, there and back: what transformers computes of a folder, it computes of the export."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of the cache are found by TABLE_VERSION: it must change with the layout of any checkpoint of hf-to-mcore, and of manifests."""
+"""Cache entries are found by TABLE_VERSION: it must change with the layout of hf-to-mcore checkpoints and manifests."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ DIGESTS: Mapping[int, Mapping[str, str]] = {
 
 
 def digest(model_type: str) -> str:
-    """Digest of the place of each element of the Hugging Face checkpoint, and of a manifest's keys, with the source's dtypes."""
+    """Digest of each Hugging Face checkpoint element's place, and of a manifest's keys, with the source's dtypes."""
     layouts = []
     for settings in CONFIGS[model_type]:
         config = {"model_type": model_type, **settings}

@@ -259,7 +259,7 @@ def test_validation_rows_held_out_of_training_rows(config: RunConfig, tmp_path: 
 
 @pytest.mark.parametrize(("question", "num_tokens"), [("hello world hello world hello world", 1), ("\ufdfa\ufdfa", 36)])
 def test_long_rows_are_counted_in_tokens_not_in_bytes(config: RunConfig, tmp_path: Path, question: str, num_tokens: int):
-    """A tokenizer that normalises, and merges: 35 bytes are one token, and 6 bytes, of two signs that stand for 18 each, are 36."""
+    """A tokenizer that normalises, and merges: 35 bytes are one token; 6 bytes, two signs for 18 each, are 36."""
     words = {character: index for index, character in enumerate({*"hello world", *unicodedata.normalize("NFKC", "\ufdfa")})}
     inner = Tokenizer(models.WordPiece({**words, **{f"##{word}": len(words) + index for word, index in words.items()}}, unk_token="h"))
     inner.add_tokens(["hello world hello world hello world"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows through every algorithm's reader, compared with what transformers' own apply_chat_template makes of the same conversation."""
+"""Rows through every algorithm's reader, compared with transformers' apply_chat_template on the same conversation."""
 
 import json
 import logging

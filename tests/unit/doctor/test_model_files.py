@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Downloads that are whole pass, and every way in which one can be broken is named; files are written by the safetensors library."""
+"""Downloads that are whole pass, and every way one can break is named; files are written by the safetensors library."""
 
 from __future__ import annotations
 

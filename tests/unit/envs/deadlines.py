@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deadlines of a reward pool that do not depend on the host: culprits, which never end, miss theirs; honest texts make theirs."""
+"""Deadlines of a reward pool that do not depend on the host: endless culprits miss theirs; honest texts make theirs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.waiting import SOON_S
 
 @contextmanager
 def culprits_miss_theirs(*culprits: str, when: Callable[[], bool] = lambda: True) -> Iterator[list[float]]:
-    """Sets deadlines: texts that begin with one of these words have `SOON_S` from `when` on, and others the pool's own `timeout_s`.
+    """Sets deadlines: texts that begin with these words have `SOON_S` from `when`, others the pool's own `timeout_s`.
 
     Gives the deadlines that the pool asks for, in seconds, in the order in which children begin.
     """

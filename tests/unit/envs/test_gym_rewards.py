@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards that NeMo Gym's own verifiers gave (nemo-gym 0.5.0, verifiable-instructions f46a5ac), by `scripts.bench.gym_rewards`."""
+"""Rewards of NeMo Gym's verifiers (nemo-gym 0.5.0, verifiable-instructions f46a5ac), by `scripts.bench.gym_rewards`."""
 
 import json
 from pathlib import Path

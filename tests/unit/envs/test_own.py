@@ -126,7 +126,7 @@ EXPECTED = ["gsm8k"], ["gold"], [["first", "last"]]
 
 
 def of_verifiers(completion, answer, level=0, weight=2.0, target=100):
-    """A row's column takes a default's place; a default of one's own stays where only a synonym speaks for another value."""
+    """A row's column takes a default's place; one's own default stays where only a synonym speaks for another value."""
     return float((completion, answer, level, weight, target) == ("last", "gold", 3, 2.0, 100))
 
 

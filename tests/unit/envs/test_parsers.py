@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that graders see under a reasoning parser: in NeMo Gym what follows the thoughts, in NeMo RL's own environments the whole text."""
+"""Texts graders see under a reasoning parser: in NeMo Gym what follows the thoughts, in NeMo RL's environments all."""
 
 import json
 from dataclasses import replace

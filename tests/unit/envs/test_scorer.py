@@ -75,7 +75,7 @@ async def test_a_verdict_is_given_before_others_and_the_load_counts_what_still_w
 
 @as_story
 async def test_more_slow_rollouts_than_workers_are_all_judged():
-    """Ten times as many as workers: none is masked, and the waits of all are counted. `test_pool.py` holds the deadline of each."""
+    """Ten times as many as workers: none is masked, and all waits are counted. `test_pool.py` holds each deadline."""
 
     async def build(name: str) -> RewardPool:
         return await RewardPool(replace(HOSTILE, num_workers=2, timeout_s=HANG_S)).start()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/cluster.md: the variables that scripts/ray.sub reads, with their defaults; each example is launched, dry, and fits by its plan."""
+"""docs/cluster.md: scripts/ray.sub's variables and defaults; each example is launched, dry, and fits by its plan."""
 
 from __future__ import annotations
 

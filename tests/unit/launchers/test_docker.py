@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Presence of what the Dockerfiles name: files, pins, extras, the folder where launchers look. No image is built here."""
+"""Presence of what Dockerfiles name: files, pins, extras, the folder where launchers look. No image is built here."""
 
 from __future__ import annotations
 

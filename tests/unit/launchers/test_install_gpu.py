@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/install_gpu.sh: one set, order and flags for setup.sh and the image; an image lacks nothing. pip is not run."""
+"""scripts/install_gpu.sh: one set, order and flags for setup.sh and the image; an image lacks nothing. No pip runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/setup.sh and install_gpu.sh on hosts of all kinds: which Python, packages and kernels each gets, and what it refuses first.
+"""scripts/setup.sh and install_gpu.sh on all hosts: Python, packages and kernels each gets, and what it refuses first.
 
 The host is a stub: nvidia-smi, nvcc and the compiler say what a host of its kind does, and Python writes down what is installed and run.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of an agent's that are too old by the time they end: the queue, a function in its process, an engine that answers by rule."""
+"""An agent's groups too old once they end: the queue, a function in its process, an engine that answers by rule."""
 
 from __future__ import annotations
 

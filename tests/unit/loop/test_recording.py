@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of steps: what is kept of them, how many, and how the first difference of a step that is made again is named."""
+"""Records of steps: what is kept of them, how many, and how the first difference of a remade step is named."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue against groups of plain data: a clock of ticks instead of engines, of which each rollout takes as many as its group says."""
+"""The queue against groups of plain data: a tick clock for engines, each rollout takes as many as its group says."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NUM_GENERATIONS = 2
 
 @dataclass
 class Groups:
-    """Hands out groups `ticks[prompt id]` ticks (1 by default) after they were asked for; a wait lets one tick go by."""
+    """Hands out groups `ticks[prompt id]` ticks (1 by default) after they were asked for; a wait lets one tick pass."""
 
     ticks: Mapping[str, int] = field(default_factory=dict)
     rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's side of checkpoints, with ranks that write and read small files: what it asks of them, and what it reads itself."""
+"""Driver's side of checkpoints, with ranks that write and read small files: what it asks of them and reads itself."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def attempt(tmp_path: Path) -> Iterator[Callable[[], Attempt]]:
 
 
 class Slow(Ranks):
-    """Ranks whose files are on disk once `write` is called, and that may fail to write them; they answer no question meanwhile."""
+    """Ranks whose files are on disk once `write` is called, and that may fail; they answer no question meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()

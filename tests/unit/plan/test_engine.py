@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of speculating engines besides their cache. tests/stack/rollout/test_plan.py compares the cache itself with vLLM's."""
+"""Speculating engines' memory besides their cache. tests/stack/rollout/test_plan.py compares the cache with vLLM's."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ HUB = {name: group["config"] for group in json.loads((ROOT / "scripts/bench/mode
     ],
 )
 def test_a_token_meets_the_published_number_of_active_parameters(model: str, billions: float, active: float, counted: int):
-    """The times of a plan follow from them: two operations for each in a forward pass, which does not multiply by the embedding."""
+    """The times of a plan follow from them: two operations for each in a forward pass, without the embedding."""
     found = PlanModel(HUB[model])
     matrix = found.shape.hidden * found.shape.vocabulary
     assert found.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)

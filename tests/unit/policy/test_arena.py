@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arena moves weights without changing them, keeps shared storages shared, and notices weights that have left it."""
+"""The arena moves weights without changing them, keeps shared storages shared, and notices weights that left it."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_an_arena_never_holds_the_weights_twice():
 
 
 def test_weights_of_a_gpu_leave_it_before_the_arena_takes_its_memory(monkeypatch: pytest.MonkeyPatch):
-    """Stands in for a GPU by tensors that say that they are on one: their memory is freed, and their values come back."""
+    """Stands in for a GPU by tensors that say they are on one: their memory is freed, and their values come back."""
     weights = {Slot(f"weight{index}"): torch.full((64,), float(index)) for index in range(3)}
     old = [tensor.untyped_storage() for tensor in weights.values()]
     sizes: list[int] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.unit.refit.kernel_compile`: compiles the kernels to machine code of two generations of GPUs, and names these."""
+"""`python -m tests.unit.refit.kernel_compile`: compiles kernels to machine code of two GPU generations, names these."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_live_dtypes_come_before_those_of_the_table(inputs: RefitInputs):
 
 
 def test_refit_zero_may_change_what_the_trainer_alone_rounds(inputs: RefitInputs):
-    """Uses vLLM's dtypes of a nemotron_h in bfloat16: Mamba's A and the router in float32, D in bfloat16 like the trainer."""
+    """Uses vLLM's dtypes of a bfloat16 nemotron_h: Mamba's A and router in float32, D in bfloat16 like the trainer."""
     hf_config = tiny_config("nemotron_h")
     stored = dict.fromkeys(family(hf_config).canonical(hf_config), "bfloat16")
     wide = {name: "float32" for name in stored if name.endswith(("A_log", "mixer.D", "gate.weight", "e_score_correction_bias"))}

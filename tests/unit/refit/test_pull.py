@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A refit inside one process: what is pulled, what is verified, and every fault that must be caught with its slot named."""
+"""A refit inside one process: what is pulled and verified, and every fault that must be caught with its slot named."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass
 class FakeEngine:
-    """Reads a text as its bytes, and ends each message with `END`; answers `n` times with the number of its requests so far."""
+    """Reads text as bytes, ends each message with `END`; answers `n` times with the number of its requests so far."""
 
     asked: list[dict] = field(default_factory=list)
     released: threading.Event = field(default_factory=threading.Event)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server in the form of NeMo Gym's, for tests of that form alone: a head server, and an agent that asks the model as `vllm_model` does.
+"""A server like NeMo Gym's, for tests of that form alone: a head server, and an agent asking the model as `vllm_model`.
 
 After nemo-gym 0.5.0: `nemo_gym/server_utils.py` (HeadServer), `responses_api_agents/simple_agent/app.py` (`/run`), and
 `responses_api_models/vllm_model/app.py` (what is asked, and where token ids stand). The real servers run in tests/long.

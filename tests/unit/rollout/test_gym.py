@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts of NeMo Gym's agents, by the form of their requests and answers, in front of an engine that answers by rule."""
+"""NeMo Gym agents' rollouts, by the form of their requests and answers, in front of an engine that answers by rule."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_an_agent_that_fails_is_asked_again(running: Running, runner: AgentRunne
 
 
 def test_rows_wait_while_nobody_listens(running: Running, runner: AgentRunner, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch):
-    """More often than the attempts at a rollout: the head server, and then the agent's, which the head server still names."""
+    """More often than a rollout's attempts: the head server, then the agent's, which the head server still names."""
     monkeypatch.setattr(gym_module, "RETRY_S", 0.0)
     assert runner.gym is not None
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -281,7 +281,7 @@ def test_sessions_that_begin_together_ask_different_engines(running: Running):
 
 
 def test_rollouts_of_a_group_have_its_number(running: Running, runner: AgentRunner, server: GymForm, engine: FakeEngine):
-    """The number by which `genrm_compare` tells them from another group of the same text, and from the time before it was asked again."""
+    """Number by which `genrm_compare` tells them from another group of the same text, and from an earlier asking."""
     first, other, again = task("answer"), replace(task("answer"), epoch=-1), replace(task("answer"), weight_version=4)
     server.rows.clear()
     run(running, runner, first, replace(first, rollout_index=1), other, again)

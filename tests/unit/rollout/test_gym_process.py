@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program that stands in for NeMo Gym's `ng_run`: it starts with the run's config, is started again, and leaves nothing behind."""
+"""A stand-in for NeMo Gym's `ng_run`: it starts with the run's config, is started again, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run folder that stops answering in the middle of a run: each write of the driver ends at its limit, with the name of the file.
+"""A run folder that stops answering mid-run: each write of the driver ends at its limit, with the name of the file.
 
 A full pipe, and one that nobody reads, stand for a file that takes nothing.
 """

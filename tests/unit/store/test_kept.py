@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts that outlive an attempt: what the next one gets of them, what it must not use, and what stays on the disk."""
+"""Rollouts that outlive an attempt: what the next one gets of them, what it must not use, and what stays on disk."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_only_what_a_checkpoint_needs_is_written_and_stays(tmp_path: Path):
 def test_a_checkpoint_waits_for_what_it_needs_and_not_for_what_its_own_weights_can_sample_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Lag 1, a save after every step: the groups from the weights of step 3 have no verdict, or are being written, when that is saved."""
+    """Lag 1, a save after every step: groups of step 3's weights have no verdict, or are being written, at its save."""
     monkeypatch.setattr(kept, "FLUSH_S", HANG_S)
     run, may_write, is_asked = attempt(tmp_path, period=1), threading.Event(), threading.Event()
     run._steps.update({5 + step: step for step in range(4)})

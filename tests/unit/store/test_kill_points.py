@@ -27,7 +27,7 @@ POINTS = {"start": 3, "rollouts": 16, "commit": 16, "prune": 8, "fallback": 5}
 
 
 def run(folder: Path, steps: int, identity: Identity | None = None) -> Attempt:
-    """An attempt that makes so many steps, each saved; two checkpoints are kept. Its ranks are those of the tests of saving."""
+    """An attempt of so many steps, each saved; two checkpoints are kept. Its ranks are those of the tests of saving."""
     settings = config(folder)
     settings.checkpointing.metric_name, settings.checkpointing.save_period, settings.checkpointing.keep_top_k = None, 1, 2
     run_folder = RunFolder(settings, identity)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Obstacles in the place of a file of the run folder, or is left of it, after faults of disks, hosts and people: two attempts go on."""
+"""Obstacles in place of a run folder's file, or its remains, after disk, host and human faults: two attempts go on."""
 
 from __future__ import annotations
 

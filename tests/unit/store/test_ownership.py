@@ -93,7 +93,7 @@ def leave_a_dead_owner(file: Path) -> None:
 
 
 def leave_starts_that_were_killed(file: Path) -> None:
-    """A dead owner, one who had the right to replace it and died first, and one who had the right to replace that one."""
+    """A dead owner, one who had the right to replace it and died first, and one who had the right to replace that."""
     dead(file.with_name(dead(file.with_name(dead(file)), 2)), 3)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loss of power leaves of each file what was forced to disk. Steps before a checkpoint keep their lines, and two attempts go on."""
+"""Power loss leaves of each file what was synced. Steps before a checkpoint keep their lines; two attempts go on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Disk:
         patch.setattr(os, "fsync", noted)
 
     def lose_power(self, folder: Path) -> list[str]:
-        """Cuts off what is not on the disk; ext4 keeps the names. Returns the names of files that lose something. Ranks sync their own."""
+        """Cuts what is not on disk; ext4 keeps the names. Returns which files lose something. Ranks sync their own."""
         lost = []
         for path in sorted(set(folder.rglob("*")) - set(folder.rglob("*.distcp"))):
             if path.is_file() and not path.is_symlink() and (size := self.sizes.get(path.stat().st_ino, 0)) < path.stat().st_size:

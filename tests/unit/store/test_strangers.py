@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders and checkpoints that are not of the run: refused and left as they are, by `--check` too, and the way out that is named works."""
+"""Folders and checkpoints not of the run: refused and left alone, by `--check` too, and the named way out works."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def write_spans(folder: Path, process: str, events: Sequence[str], *, attempt: i
 
 
 def write_all_spans(folder: Path, *, num_steps: int, attempt: int = 1) -> None:
-    """Spans of a driver, two ranks, an engine and rewards; step N lasts from N to N + 0.9 seconds, and every process works in it."""
+    """Spans of driver, two ranks, engine and rewards; step N lasts from N to N + 0.9 seconds; all processes work."""
     every = range(1, num_steps + 1)
     driver = [[event("generation", n, 0.5), event("wait: train_step", n + 0.6, 0.3, calls=2), event("step", n, 0.9, step=n)] for n in every]
     write_spans(folder, "driver", [event("wait: build", 0.1, 0.5), *(one for step in driver for one in step)], attempt=attempt)

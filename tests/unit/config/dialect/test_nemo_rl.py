@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo RL's own files and the command lines of the tutorials pass `--check`; what is wrong in them is always a message."""
+"""NeMo RL's own files and the tutorials' command lines pass `--check`; what is wrong in them is always a message."""
 
 import random
 import re
@@ -58,7 +58,7 @@ def test_packaged_configs_pass(refused: Callable[..., str], name: str):
 
 
 def test_a_typo_in_any_section_is_answered_with_the_key():
-    """The section itself where the typo is in its name; a name that is another key's, as `lr` for `llr`, may come out."""
+    """The section itself if the typo is in its name; a name that is another key's, as `lr` for `llr`, may come out."""
     keys = sorted(key for key in [*KEYS, *DIALECT_KEYS] if len(key.rpartition(".")[2]) > 3)
     sections = {".".join(key.split(".")[:-1]): key for key in keys}
     assert len(sections) > 40

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that this machine lacks, whole or in part: they are to be provided, whichever section names them, and there is no traceback."""
+"""Models this machine lacks, whole or in part: to be provided, whichever section names them, without a traceback."""
 
 from __future__ import annotations
 

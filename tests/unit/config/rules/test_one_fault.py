@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One fault is one problem, which names the setting at fault; whatever a number is set to, the answer is no traceback."""
+"""One fault is one problem, which names the setting; whatever a number is set to, the answer is no traceback."""
 
 from __future__ import annotations
 

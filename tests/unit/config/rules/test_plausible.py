@@ -100,7 +100,7 @@ def test_packaged_configs_are_plausible(workplace: Path, name: str):
     ],
 )
 def test_the_memory_of_the_gpus(workplace: Path, overrides: list[str], num_bytes: str | None):
-    """Memory of 31.6 billion parameters, at TP2 x PP2 on 4 GPUs: 4 bytes of each for weights and gradients, 12 for the optimizer."""
+    """Memory of 31.6 billion parameters at TP2 x PP2: 4 bytes of each for weights and gradients, 12 for optimizer."""
     model = workplace / "moe"
     model.mkdir()
     (model / "config.json").write_text(MOE_30B.read_text())

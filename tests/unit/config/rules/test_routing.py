@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routing keys: what the model has is accepted, and what would do nothing or something else is refused with a way out."""
+"""Routing keys: what the model has is accepted, what would do nothing or something else is refused with a way out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One table of what packaged configs are told with a change of some keys: which key is at fault, and words of the rule and the way out."""
+"""One table of what packaged configs are told with some keys changed: the key at fault, words of rule and way out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slow literal versions of what Megatron's local GPTModel and vLLM's decoders hold: whole fused matrices are built, then cut."""
+"""Slow literal versions of what Megatron's local GPTModel and vLLM's decoders hold: whole fused matrices, then cut."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def megatron_chunk(
 
 
 def vllm_worker(weights: Mapping[str, np.ndarray], hf_config: Mapping[str, object], tp: int, of_all: int, *, ep: int) -> Arrays:
-    """Every tensor of worker `of_all` of an engine; it holds whole experts with an `ep` above 1, which spreads over groups of `tp`."""
+    """Every tensor of worker `of_all` of an engine; it holds whole experts with `ep` above 1, over groups of `tp`."""
     worker, has_ep = of_all % tp, ep > 1
     num_groups, names = int(str(hf_config["num_key_value_heads"])), NAMES.get(str(hf_config["model_type"]), Names())
     found: Arrays = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every family at five layouts: the ranks' tensors, taken apart again, are the canonical tensors, and copies on several ranks agree."""
+"""Every family at five layouts: the ranks' tensors, taken apart again, are the canonical tensors, and copies agree."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A console that takes nothing, whatever is behind it: nobody waits for it longer than a limit, and what it takes later is whole."""
+"""A console that takes nothing, whatever is behind it: nobody waits beyond a limit and what it takes later is whole."""
 
 from __future__ import annotations
 
