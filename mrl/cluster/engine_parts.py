@@ -66,8 +66,9 @@ class EngineParts:
         from torch.distributed import TCPStore
 
         meet_at_the_first_node()
-        held = hold_port(config.cluster.master_ports)
-        address, port = ray.util.get_node_ip_address(), held.getsockname()[1]
+        address = ray.util.get_node_ip_address()
+        held = hold_port(config.cluster.master_ports, address)
+        port = held.getsockname()[1]
         self.nodes = EngineNodes(len(parts) + 1, 0, address, port)
         limit = timedelta(seconds=start_deadline(config).seconds)
         # vLLM's first worker would listen at the port itself, long after it was found free.

@@ -62,8 +62,8 @@ class PolicyActor:
 
     def address(self, ports: range) -> tuple[str, int]:
         """Address at which all ranks meet this one; keeps the port until then."""
-        self.listener = hold_port(ports)
-        return ray.util.get_node_ip_address(), self.listener.getsockname()[1]
+        self.listener = hold_port(ports, host := ray.util.get_node_ip_address())
+        return host, self.listener.getsockname()[1]
 
     def build(
         self, config: RunConfig, rank: int, world_size: int, master: tuple[str, int], pad_token_id: int, model: ModelName = "policy"
@@ -160,17 +160,21 @@ class PolicyActor:
         return function(self.models[model], *arguments)
 
 
-def hold_port(ports: range) -> socket.socket:
-    """A socket bound to a free port of this host, of `ports`, or any if empty. RuntimeError: all are taken."""
+def hold_port(ports: range, host: str) -> socket.socket:
+    """A socket bound to a free port of `host`, of `ports`, or any if empty. RuntimeError: all are taken.
+
+    `host` is the node's address in the cluster: a store of torch knows no secret, and other networks need not reach it.
+    """
     # Runs that start at the same time would all try the first one.
     for port in random.sample(ports, len(ports)) or [0]:
         held = socket.socket()
         try:
-            held.bind(("", port))
+            held.bind((host, port))
             return held
         except OSError:
             held.close()
-    raise RuntimeError(f"no free port from {ports.start} to {ports.stop - 1} (cluster.master_port_range_low and _high); widen the range")
+    where = f"from {ports.start} to {ports.stop - 1} on {host}"
+    raise RuntimeError(f"no free port {where} (cluster.master_port_range_low and _high); widen the range")
 
 
 class Ranks:

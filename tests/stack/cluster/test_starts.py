@@ -10,12 +10,14 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import ray
+import torch.distributed as dist
 
 from mrl.cluster import calls, policies, session
 from mrl.cluster.calls import ask, start_actor, wait_all
@@ -28,6 +30,7 @@ from mrl.cluster.session import start_models
 from mrl.config.load import load_config
 from mrl.phases import Phase
 from mrl.plan.deadlines import start_deadline
+from mrl.policy.parallel import Meeting
 from tests.stack.loop.conftest import SMALL, write_inputs
 from tests.waiting import HANG_S, wait_until
 
@@ -211,12 +214,28 @@ def test_a_store_that_takes_nothing_is_not_waited_for_for_ever(placement: Placem
 
 
 def test_the_port_where_ranks_meet_is_theirs_until_they_do():
-    with hold_port(range(0)) as held:
+    with hold_port(range(0), "127.0.0.1") as held:
         port = held.getsockname()[1]
         with socket.socket() as other:
             other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with pytest.raises(OSError, match="in use"):
                 other.bind(("", port))
-        with pytest.raises(RuntimeError, match=f"no free port from {port} to {port} "):
-            hold_port(range(port, port + 1))
-    hold_port(range(port, port + 1)).close()
+        with pytest.raises(RuntimeError, match=f"no free port from {port} to {port} on 127.0.0.1 "):
+            hold_port(range(port, port + 1), "127.0.0.1")
+    hold_port(range(port, port + 1), "127.0.0.1").close()
+
+
+def test_the_store_of_ranks_is_heard_at_the_address_of_its_node_alone():
+    """Two networks: what the ranks' address answers, the host's other addresses do not."""
+    held = hold_port(range(0), "127.0.0.2")
+    port = held.getsockname()[1]
+    meeting = Meeting("127.0.0.2", port, held)
+    store = meeting.place(1, timedelta(seconds=HANG_S))["store"]
+    store.set("key", "value")
+    with socket.create_connection(("127.0.0.2", port), timeout=HANG_S):
+        pass
+    for other in ("127.0.0.1", "127.0.0.3"):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((other, port), timeout=HANG_S)
+    reader = dist.TCPStore("127.0.0.2", port, is_master=False, wait_for_workers=False)
+    assert dist.PrefixStore("default_pg", reader).get("key") == b"value"
