@@ -99,6 +99,18 @@ def _rewards(config: RunConfig) -> str:
     return describe_workers(config, num_cores=None if is_elsewhere else usable_cores())
 
 
+def _agents(config: RunConfig) -> str:
+    if not config.has_engines:
+        return "none"
+    chat = config.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
+    lines = [routes] if (routes := describe_routes(config)) else []
+    lines += [f"{name}: {path}" for name, path in config.env.agents.items()]
+    if config.env.has_agents and chat.enable_auto_tools:
+        parser = chat.tool_parser
+        lines.append(f"tool calls as vLLM's {parser} reads them" if parser else "tool calls by the model's template")
+    return "\n".join(lines) or "none"
+
+
 def _data(config: RunConfig) -> str:
     data = config.data
     train = ", ".join(dataset.source for dataset in data.train_sets.values())
@@ -164,7 +176,7 @@ ROWS: dict[str, Callable[[RunConfig], str]] = {
     "steps": _steps,
     "data": _data,
     "rewards": _rewards,
-    "agents": lambda config: (config.has_engines and describe_routes(config)) or "none of NeMo Gym's",
+    "agents": _agents,
     "optimizer": _optimizer,
     "run folder": _start,
     "checkpoints": _checkpoints,

@@ -282,7 +282,7 @@ def _look_at_agents_row(name: str, row: Rendered, config: RunConfig, look: Look)
     chooses = isinstance(request, dict) and request.get("tools") and request.get("tool_choice") in (None, "auto")
     if chooses and not has_parser:
         rule = f"rows of {row.env_name} have tools, and engines refuse requests with tools"
-        look.problems.append(f"{name}: {rule}; set {generation}.enable_auto_tools=true and tool_parser to the model's")
+        look.problems.append(f"{name}: {rule}; leave {generation}.enable_auto_tools out, or set it to true")
 
 
 def _score(env_name: str, config: RunConfig, look: Look) -> Score | None:

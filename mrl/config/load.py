@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import get_args, get_origin
 
@@ -20,7 +21,7 @@ from omegaconf.errors import MissingMandatoryValue
 
 from conversion.files.reading import read_file
 from mrl.config.dialect.translate import DIALECT_KEYS, Migration, is_evaluation, is_foreign, migrate, place_evaluation, use_own_forms
-from mrl.config.errors import ConfigError, hide
+from mrl.config.errors import ConfigError, NotKnown, hide, value_at
 from mrl.config.files import (
     Key,
     Setting,
@@ -34,6 +35,7 @@ from mrl.config.files import (
     split_key,
 )
 from mrl.config.model import with_value
+from mrl.config.parsers import CHAT
 from mrl.config.schema.run import KEYS, LIKE_POLICY, SAME_KEYS, Facts, RunConfig, fields_of, section_of
 from mrl.config.secrets import note_secrets, redact
 from mrl.config.teachers import read_teachers
@@ -45,6 +47,8 @@ ALGORITHMS: tuple[str, ...] = get_args(fields_of(RunConfig)["algorithm"])
 MISSING_ALGORITHMS = {"teachers": "distillation between tokenizers, for which teachers is a list"}
 """Section of NeMo RL -> its algorithm."""
 
+FOR_AGENTS = ("policy.generation.vllm_cfg.expose_http_server", f"{CHAT}.enable_auto_tools")
+"""Keys that are true, if null, where agents are configured."""
 _AUTOMATIC = f", {AUTO}"
 SCRATCH = "_"
 """Beginning of the names of sections that hold values for others to refer to."""
@@ -168,10 +172,19 @@ def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None,
     reader = ValueReader(Tree(notes | beside | translated, secrets), translated, misplaced)
     config = reader.section(RunConfig)
     origins = {".".join(key): setting.origin for key, setting in translated.items()}
-    config = config.with_facts(Facts(frozenset(secrets), origins))
+    config = _serving_agents(config.with_facts(Facts(frozenset(secrets), origins)))
     problems += reader.problems()
     faults = reader.faults()
     return None if "algorithm" in faults else hide(config, faults), migration, [*problems, *refused]
+
+
+def _serving_agents(config: RunConfig) -> RunConfig:
+    """The config with what agents need of the engines, unless it says otherwise."""
+    for key in FOR_AGENTS:
+        with suppress(NotKnown):
+            if value_at(config, key) is None:
+                config = with_value(config, key, config.env.has_agents)
+    return config
 
 
 def resolved_yaml(config: RunConfig) -> str:

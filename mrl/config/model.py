@@ -28,6 +28,7 @@ from conversion.files.hf_folder import COMPANIONS, INDEX_FILE, SINGLE_FILE, file
 from conversion.files.hf_weights import check_hf, read_model_config
 from conversion.files.reading import read_json
 from mrl.config.errors import NotKnown, Unprovided, prefix_of, spell, value_at
+from mrl.config.parsers import TOOL_PARSER, tool_parser_of
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.ppo import ValueConfig
 from mrl.config.schema.run import RunConfig
@@ -135,6 +136,9 @@ def _with_folders(config: RunConfig, folder_of: Callable[[str], Path | None]) ->
                 except ValueError as error:
                     raise ValueError(f"{prefix_of(model)}{key}={error}") from error
         config = with_section(config, model, section)
+    with suppress(NotKnown):
+        if config.has_engines and value_at(config, TOOL_PARSER) is None:
+            config = with_value(config, TOOL_PARSER, tool_parser_of(config))
     return config
 
 

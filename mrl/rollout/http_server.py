@@ -37,6 +37,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs import EngineInput
 from vllm.reasoning import ReasoningParserManager
 from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.tokenizers import TokenizerLike
 from vllm.tool_parsers import ToolParserManager
 
 from mrl.config.schema.policy import PolicyConfig
@@ -47,6 +48,7 @@ from mrl.rollout.callers import Answered, Question
 from mrl.rollout.engine import Engine
 from mrl.rollout.http_fields import Asked, described, find_mistake, naming
 from mrl.rollout.http_gate import (
+    CHAT_KEY,
     NEUTRAL,
     Limits,
     default_parameters,
@@ -135,6 +137,17 @@ def _make_app(engine: Engine, handlers: Handlers) -> FastAPI:
     return app
 
 
+def check_tool_parser(name: str, tokenizer: TokenizerLike) -> None:
+    """Builds a parser once. RuntimeError if the tokenizer lacks what it needs, which would fail every request with tools."""
+    try:
+        ToolParserManager.get_tool_parser(name)(tokenizer)
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(
+            f"{CHAT_KEY}.tool_parser={name} does not work with this tokenizer: {error}; use a parser that reads what the model writes, or "
+            f"{CHAT_KEY}.enable_auto_tools=false if nobody sends tools"
+        ) from error
+
+
 class Handlers:
     """One method for each route, which returns the JSON of the answer. Lives in the server's event loop.
 
@@ -149,6 +162,8 @@ class Handlers:
             ToolParserManager.import_tool_parser(vllm_cfg.tool_parser_plugin)
         if vllm_cfg.reasoning_parser_plugin is not None:
             ReasoningParserManager.import_reasoning_parser(vllm_cfg.reasoning_parser_plugin)
+        if chosen.enable_auto_tools and chosen.tool_parser is not None:
+            check_tool_parser(chosen.tool_parser, engine.renderer.get_tokenizer())
         own_kwargs = chosen.default_chat_template_kwargs
         rendering: dict[str, Any] = {
             "request_logger": None,

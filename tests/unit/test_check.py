@@ -13,6 +13,7 @@ import pytest
 
 from mrl import check, evaluate
 from mrl.config.load import load_config, resolved_yaml
+from mrl.config.model import with_cached_folders
 from mrl.loop.main import main
 from mrl.train import train
 from tests.sources import ROOT
@@ -116,7 +117,7 @@ def test_where_the_run_starts_and_what_changed_since_the_last_attempt(said, work
         (run / f"step_{step}").mkdir(parents=True)
         if is_complete:
             (run / f"step_{step}/COMPLETE").write_text("0" * 64)
-    (run / "config.yaml").write_text(resolved_yaml(load_config("grpo_tiny.yaml")))
+    (run / "config.yaml").write_text(resolved_yaml(with_cached_folders(load_config("grpo_tiny.yaml"))))
     output = said("grpo_tiny.yaml")[1]
     assert "run folder    results/grpo_tiny: resumes at step 160 of 160\n" in output and "Changed" not in output
     output = said("grpo_tiny.yaml", "grpo.max_num_steps=200")[1]

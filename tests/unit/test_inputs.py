@@ -122,7 +122,7 @@ MISTAKES = {
             "data.default.env_name=nemo_gym",
             "env.should_use_nemo_gym=true",
             f"env.nemo_gym.command={sys.executable}",
-            "policy.generation.vllm_cfg.expose_http_server=true",
+            "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.enable_auto_tools=false",
         ],
         "Refused",
         f"data.train.data_path={TRAIN}: rows of weather_simple_agent have tools, and engines refuse requests with tools; set policy.",

@@ -110,8 +110,10 @@ def _needing_gpu() -> tuple[dict[str, Foreign], dict[tuple[str, object], Foreign
 
 
 RENAMED: Mapping[str, str] = _TABLES["renamed"]
-VALUES: Mapping[tuple[str, object], object] = {(key, old): new for key, old, new in _TABLES["values"]}
+VALUES: Mapping[tuple[str, object], object] = {(key, old): new for key, old, new, *_ in _TABLES["values"]}
 """(key, old value) -> present value."""
+NOTES: Mapping[tuple[str, object], str] = {(key, old): note for key, old, _, *notes in _TABLES["values"] for note in notes}
+"""(key, old value) -> a clause for those who wrote that value."""
 SAME_VALUE: Mapping[str, str] = _TABLES["same_value"]
 """Key of the DTensor backend -> key of Megatron that takes the same value."""
 BY_RULE: Mapping[str, str] = _TABLES["by_rule"]

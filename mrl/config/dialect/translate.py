@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mrl import env
 from mrl.config.dialect.rules import REWRITTEN, TRANSLATED_SECTIONS, Note, Translation, is_gyms, translate
-from mrl.config.dialect.tables import FOREIGN, GPU_VALUES, NO_EFFECT, RENAMED, TRANSLATED, VALUES, Foreign
+from mrl.config.dialect.tables import FOREIGN, GPU_VALUES, NO_EFFECT, NOTES, RENAMED, TRANSLATED, VALUES, Foreign
 from mrl.config.errors import COMMAND_LINE
 from mrl.config.files import Key, Setting, Settings, describe, packaged_configs, split_key
 from mrl.config.schema.data import DATASETS, DatasetConfig
@@ -253,5 +253,6 @@ def _in_own_words(key: Key, setting: Setting, report: Migration) -> Setting:
             new = str(packaged)
     if new == old:
         return setting
-    report.translated.append(f"{describe(key, setting)} -> {new}")
+    note = NOTES.get((".".join(key), old)) if isinstance(old, Hashable) else None
+    report.translated.append(f"{describe(key, setting)} -> {new}{f': {note}' if note else ''}")
     return Setting(new, setting.origin)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mrl.config.errors import NotKnown, Problems, Unchecked, Unprovided
 from mrl.config.model import ModelSizes, is_hub_id, read_model
+from mrl.config.parsers import check_formats
 from mrl.config.passthrough import check_arguments
 from mrl.config.rules import algorithms, data, layout, models, sockets, tokens, training
 from mrl.config.rules.models import Check, ModelCheck
@@ -161,6 +162,7 @@ ROLLOUT_RULES: dict[str, Check] = {
     "loss and advantages": algorithms.check_algorithm,
     "critic": models.check_critic,
     "HTTP server": layout.check_servers,
+    "formats of tool calls and thoughts": check_formats,
 }
 SUPERVISED_RULES: dict[str, Check] = {"supervised training": algorithms.check_supervised}
 EVALUATION_RULES: dict[str, Check] = {"evaluation": algorithms.check_evaluation}

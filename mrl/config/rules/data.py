@@ -118,9 +118,8 @@ def _check_agents(config: RunConfig, problems: Problems) -> None:
         if not is_right:
             problems.add(f"env.remote.{name}", "an agent's server has an address that begins with http:// or https://", "give its URL")
     if not config.policy.generation.vllm_cfg.expose_http_server:
-        problems.add(
-            "policy.generation.vllm_cfg.expose_http_server", f"{key} names agents, which ask the engines over HTTP", "set it to true"
-        )
+        rule = f"{key} names agents, which ask the engines over HTTP"
+        problems.add("policy.generation.vllm_cfg.expose_http_server", rule, "leave it out, or set it to true")
     generation = config.policy.generation
     is_told_apart = (generation.val_temperature, generation.val_top_p) != (generation.temperature, generation.top_p)
     if config.env.has_gym_servers and generation.val_top_k != generation.top_k and not is_told_apart:

@@ -333,8 +333,6 @@ def check_servers(config: RunConfig, problems: Problems) -> None:
     if not vllm.expose_http_server:
         return
     chat, prefix = vllm.http_server_serving_chat_kwargs, f"{_ENGINE}.http_server_serving_chat_kwargs"
-    if chat.enable_auto_tools and chat.tool_parser is None:
-        problems.add(f"{prefix}.enable_auto_tools", "only a tool_parser finds tool calls", "set one, for example qwen3_coder")
     parsers: tuple[tuple[Library, str | None, str | None], ...] = (
         ("tool_parser", chat.tool_parser, vllm.tool_parser_plugin),
         ("reasoning_parser", chat.reasoning_parser, vllm.reasoning_parser_plugin),

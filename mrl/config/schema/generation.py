@@ -32,12 +32,12 @@ class ServingChatConfig:
     """Template of the conversations that are asked over HTTP, as policy.tokenizer.chat_template."""
     default_chat_template_kwargs: dict[str, Any] | None = None
     """Values for its variables, where a request gives no others; null = policy.tokenizer.chat_template_kwargs."""
-    enable_auto_tools: bool = False
-    """Look for calls of tools in answers to requests that bring tools, by `tool_parser`."""
+    enable_auto_tools: bool | None = None
+    """Look for calls of tools in answers to requests that bring tools, by `tool_parser`; null = true where agents are configured."""
     tool_parser: str | None = None
     """Parser of tool calls: a name of vLLM's, or one that `tool_parser_plugin` registers.
 
-    Environments read calls by it, too; null = `qwen3_coder`, as Nemotron 3 writes.
+    Environments read calls by it, too; null = that of the chat template, which `--check` prints, or `qwen3_coder` if it names none.
     """
     reasoning_parser: str | None = None
     """Parser of thoughts: a name of vLLM's, `nemotron_v3` for Nemotron 3, or the plugin's; null = they stay in the text.
@@ -88,8 +88,11 @@ class VllmConfig:
     """No CUDA graphs. Must be true on hosts without GPUs."""
     load_format: Literal["auto", "safetensors"] = "auto"
     """Source of the engine's first weights for vLLM. NeMo RL's `dummy` means auto here: the first refit must find them right."""
-    expose_http_server: bool = False
-    """Every engine answers OpenAI's Chat Completions and Completions over HTTP, for agents and reward functions: see docs/http.md."""
+    expose_http_server: bool | None = None
+    """Every engine answers OpenAI's Chat Completions and Completions over HTTP, for agents and reward functions: see docs/http.md.
+
+    null = true where agents are configured.
+    """
     http_server_share: ShareAboveZero = 0.25
     """Share of `max_num_seqs`, at least one, that HTTP requests may have at once; more of them wait, and rollouts keep the rest."""
     http_server_serving_chat_kwargs: ServingChatConfig = field(default_factory=ServingChatConfig)

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from mrl.envs.tool_calls import ToolCall, tool_calls
 from tests.stack.rollout.tool_tokenizer import save_tool_tokenizer
+from tests.unit.config.tool_calls import CALLS
 
 if TYPE_CHECKING:
     from vllm.tokenizers import TokenizerLike
@@ -20,6 +22,15 @@ TOOLS = [
     {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": PROPERTIES}}},
     {"type": "function", "function": {"name": "noop", "parameters": {"type": "object", "properties": {}}}},
 ]
+
+
+NEEDED = {
+    "llama3_json": ["<|python_tag|>"],
+    "mistral": ["[TOOL_CALLS]"],
+    "lfm2": ["<|tool_call_start|>", "<|tool_call_end|>"],
+    **dict.fromkeys(("deepseek_v3", "deepseek_v31"), ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"]),
+}
+"""Tokens without which a parser does not start."""
 
 
 def parameter(key: str, value: str) -> str:
@@ -49,6 +60,24 @@ def vllm_s(text: str, tokenizer: TokenizerLike, name: str = "qwen3_coder") -> li
     parser = kind(tokenizer, [*(request.tools or ())])
     found = parser.extract_tool_calls(text, request).tool_calls
     return [(one.function.name, json.loads(one.function.arguments)) for one in found]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_parser_of_a_format_reads_its_call(name: str, tokenizer: TokenizerLike, tmp_path: Path):
+    """The parser that a chat template with these marks gets from `mrl.config.parsers`."""
+    from vllm.tokenizers import get_tokenizer
+
+    from mrl.rollout.http_server import check_tool_parser
+
+    if name in NEEDED:
+        with pytest.raises(RuntimeError, match=f"tool_parser={name} does not work"):
+            check_tool_parser(name, tokenizer)
+        file = save_tool_tokenizer(tmp_path) / "tokenizer.json"
+        for mark, old in zip(NEEDED[name], ("</tool_call>", "<tool_call>"), strict=False):
+            file.write_text(file.read_text().replace(old, mark))
+        tokenizer = get_tokenizer(tmp_path)
+    check_tool_parser(name, tokenizer)
+    assert vllm_s(CALLS[name], tokenizer, name) == [("add", {"a": 2})]
 
 
 def read(calls: list[ToolCall]) -> list[tuple[str, object]]:

@@ -134,7 +134,7 @@ def test_agents_rules_hold_for_servers():
     run.data.default.env_name = "nemo_gym"
     check_environments(run, problems := Problems(run))
     (problem,) = problems.texts
-    assert problem.startswith("policy.generation.vllm_cfg.expose_http_server=false: env.nemo_gym.command names agents")
+    assert problem.startswith("policy.generation.vllm_cfg.expose_http_server=null: env.nemo_gym.command names agents")
 
 
 def test_servers_tell_validation_by_what_they_send():

@@ -148,8 +148,9 @@ def test_a_console_script_finds_modules_of_the_working_directory(tmp_path: Path)
     assert result.stdout == "f\n", result.stderr
 
 
-CHAT = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
-SERVED = "policy.generation.vllm_cfg.expose_http_server=true"
+VLLM = "policy.generation.vllm_cfg"
+CHAT = f"{VLLM}.http_server_serving_chat_kwargs"
+SERVED = f"{VLLM}.expose_http_server=true"
 TWO = "env.own.agents.mine=things_of_mine:two: is no async function; write async def two(client, row) -> float"
 ALONE = "env.own.agents.mine=things_of_mine:alone: takes (row), nothing of client; write async def alone(client, row) -> float"
 
@@ -166,7 +167,11 @@ ALONE = "env.own.agents.mine=things_of_mine:alone: takes (row), nothing of clien
         (["++env.remote.mine=http://host:99999/x", SERVED], ["env.remote.mine=http://host:99999/x: an agent's server has an address"]),
         (["++env.remote.mine=https:///x", SERVED], ["env.remote.mine=https:///x: an agent's server has an address"]),
         (["++env.remote.mine=host:1", SERVED], ["env.remote.mine=host:1: an agent's server has an address that begins with http"]),
-        (["++env.remote.mine=http://host:1"], ["policy.generation.vllm_cfg.expose_http_server=false: env.remote names agents"]),
+        (["++env.remote.mine=http://host:1"], []),
+        (
+            [f"{VLLM}.expose_http_server=false", "++env.remote.mine=http://host:1"],
+            ["policy.generation.vllm_cfg.expose_http_server=false: env.remote names agents"],
+        ),
         (
             [
                 "++env.remote.mine=http://host:1",

@@ -289,7 +289,7 @@ SPECULATE={method: ngram} => SPECULATE -> set num_speculative_tokens, for exampl
 SPECULATE={method: mtp, num_speculative_tokens: 1} => SPECULATE.method=mtp -> the model's num_nextn_predict_layers is 0
 SERVED & CHAT.tool_parser=qwen3_codr -> nearest is qwen3_coder
 SERVED & CHAT.reasoning_parser=nemotron -> nearest is nemotron_v3
-SERVED & CHAT.enable_auto_tools=true -> tool_parser
+SERVED & CHAT.enable_auto_tools=true -> fine
 SERVED & ENGINE.tool_parser_plugin=none.py -> correct the path
 SERVED & GENERATION.port_range_low=4999 -> port_range_high=4999
 CHAT.tool_parser=qwen3_codr -> fine
