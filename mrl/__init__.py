@@ -65,26 +65,41 @@ ENVIRONMENT = Path(__file__).parents[1] / ".venv"
 """Virtual environment that scripts/quickstart.sh makes in a checkout."""
 
 
-def name_python(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Ends a command whose Python lacks a package with code 2 and names the one to type; leaves other errors alone."""
+def lacking(error: BaseException | None) -> str:
+    """Names the package that this Python lacks and the command that installs it; "" for other errors."""
     absent = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
-    if not absent or absent.partition(".")[0] in ("mrl", "conversion") or Path(sys.prefix) == ENVIRONMENT:
-        sys.__excepthook__(kind, error, trace)
-    else:
-        refuse_python(f"has no package {absent!r}, which mrl needs")
+    if not absent or absent.partition(".")[0] in ("mrl", "conversion"):
+        return ""
+    return f"{sys.executable} has no package {absent!r}, which mrl needs; {_way_out()}"
 
 
-def refuse_python(fault: str) -> NoReturn:
-    """Ends the command with code 2: this Python cannot run it; the message names one that can."""
-    way_out = f"type {ENVIRONMENT}/bin/python in place of python, or once: source {ENVIRONMENT}/bin/activate"
-    if not ENVIRONMENT.is_dir():
-        way_out = "install it: bash scripts/quickstart.sh makes .venv, and docs/install.md has the other ways"
-    print(f"{sys.executable} {fault}; {way_out}", file=sys.stderr)
+def _way_out() -> str:
+    checkout = ENVIRONMENT.parent
+    if not (checkout / "scripts/setup.sh").is_file():
+        return f"install your wheel with all that it needs: {sys.executable} -m pip install -U mrl-*.whl"
+    if Path(sys.prefix) == ENVIRONMENT:
+        return f"this checkout is newer than its environment: bash {checkout}/scripts/setup.sh brings it up to date"
+    if ENVIRONMENT.is_dir():
+        return f"type {ENVIRONMENT}/bin/python in place of python, or once: source {ENVIRONMENT}/bin/activate"
+    return "install it: bash scripts/quickstart.sh makes .venv, and docs/install.md has the other ways"
+
+
+def name_python(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Ends a command whose Python lacks a package with code 2 and says what to type; leaves other errors alone."""
+    if text := lacking(error):
+        refuse(text)
+    sys.__excepthook__(kind, error, trace)
+
+
+def refuse(text: str) -> NoReturn:
+    """Ends the command with code 2, as one that this Python cannot run."""
+    print(text, file=sys.stderr)
     sys.exit(2)
 
 
 # The name of the module is not known yet while `python -m` imports its package.
 if sys.argv[:1] == ["-m"]:
     if sys.version_info < (3, 11):  # noqa: UP036 -- a Python that no installer has looked at
-        refuse_python(f"is Python {sys.version_info[0]}.{sys.version_info[1]}, and mrl needs 3.11, 3.12 or 3.13")
+        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        refuse(f"{sys.executable} is Python {version}, and mrl needs 3.11, 3.12 or 3.13; {_way_out()}")
     sys.excepthook = name_python

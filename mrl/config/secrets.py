@@ -25,7 +25,7 @@ from typing import Any, Literal, TextIO
 from urllib.parse import quote
 
 from conversion.files.durable import write_atomic
-from mrl import env
+from mrl import env, lacking
 from mrl.config.errors import REDACTED
 from mrl.config.texts import safe_text
 
@@ -41,6 +41,7 @@ JOB = "job"
 
 OUR_LOGGERS = ("mrl", "conversion", STORY, JOB)
 _FORMAT_WARNING = warnings.formatwarning
+_FRAME = re.compile(r"\s+File \".*\", line \d+|\s*(?:\x1b\[\d+m)?ray::")
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")  # Ray colors the errors of its actors
 _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.{0,9999}?-----END [A-Z ]{0,30}PRIVATE KEY-----", re.DOTALL), REDACTED),
@@ -229,14 +230,32 @@ def start_logging(style: LogStyle = "plain", stream: TextIO | None = None) -> se
 
 
 def run_entry(main: Callable[[], int]) -> int:
-    """Returns `main`'s exit code. A fatal error goes to stderr without secrets, reason first and last, and gives 1."""
+    """Returns `main`'s exit code. A fatal error goes to stderr without secrets, reason first and last, and gives 1.
+
+    A package that is missing in this Python gives 2, and the command that installs it.
+    """
     try:
         return main()
     except Exception as error:
-        reason = f"The attempt ended: {type(error).__name__}: {' '.join(str(error).split())}"
+        if text := lacking(error):
+            sys.stderr.write(text + "\n")
+            return 2
+        reason = f"The attempt ended: {reason_of(error)}"
         for text in (reason, "".join(traceback.format_exception(error)), reason):
             sys.stderr.write(_formatted(text) + "\n")
         return 1
+
+
+def reason_of(error: BaseException) -> str:
+    """Kind and text of an error as one line, without the traceback that Ray writes into its actors' errors."""
+    lines = str(error).strip().splitlines()
+    frames = [number for number, line in enumerate(lines) if _FRAME.match(line)]
+    if not frames:
+        return f"{type(error).__name__}: {' '.join(' '.join(lines).split())}"
+    rest = lines[frames[-1] + 1 :]
+    while rest and rest[0][:1].isspace():  # the line of code, and marks under it
+        rest = rest[1:]
+    return " ".join(" ".join(rest or lines[-1:]).split())
 
 
 def note_traceback(error: Exception, folder: Path) -> None:

@@ -297,7 +297,9 @@ def sort_out(
             except EndlessRow as error:
                 raise ValueError(f"{reader.setting}.data_path={reader.source}: {place}: {error}") from error
             except RowError as error:
-                left_out.bad.append(BadRow(place, f"{error}{reader.hint(fields)}", left_out.lines.add(record.line)))
+                # A key of data.default would change the other data sets, too.
+                reason = f"{error}{reader.hint(fields)}".replace("data.default.", f"{reader.setting}.")
+                left_out.bad.append(BadRow(place, reason, left_out.lines.add(record.line)))
             else:
                 kept.update(record.line)
                 left_out.unshown.update(parsed.unshown)

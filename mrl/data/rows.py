@@ -103,6 +103,9 @@ def _parse_format(fields: Fields, dataset: DatasetConfig) -> ParsedRow:
     name = dataset.dataset_name or ""
     if name in _KEYS:
         question_key, answer_key = _KEYS[name]
+        if fields.get(question_key) is None:
+            setting = f"data.default.dataset_name=null (it is {name}) with data.default.input_key"
+            first_key(fields, (question_key,), setting)
         return _question(fields, (question_key,), (dataset.output_key or answer_key,), needs_answer=True)
     if name in _FORMATS:
         return _FORMATS[name](fields, dataset)
@@ -250,6 +253,7 @@ def _question(fields: Fields, question_keys: Sequence[str], keys: Sequence[str],
     messages = [said("user", question)]
     if answer_key is None and not needs_answer:
         return _row(fields, used, messages, None, "")
+    first_key(fields, keys, "data.default.output_key")
     reply = text_of(fields, keys)
     return _row(fields, (*used, str(answer_key)), messages, said("assistant", reply), reply)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mrl import env
+from mrl import env, lacking
 from mrl.config.secrets import run_entry, start_logging
 from mrl.doctor.findings import Finding, as_json, has_problem, merge_nodes, table
 from mrl.doctor.host import judge_machine
@@ -27,17 +27,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def diagnose(config: RunConfig | None) -> list[Finding]:
-    """Findings about the hosts, then about a run's inputs if there is a config; raises ConfigError if that is wrong."""
+def diagnose(config: RunConfig | None, say: Callable[[str], None] = lambda text: None) -> list[Finding]:
+    """Findings about the hosts, then about a run's inputs if there is a config; raises ConfigError if that is wrong.
+
+    `say` gets the name of each part before it begins.
+    """
     root = env.cache_root()
     folders = {} if root is None else {"the cache": root}
     inputs: list[Finding] = []
     if config is not None:
         from mrl.doctor.run_inputs import check_inputs
 
+        say("the models, data and disks of the run")
         inputs = check_inputs(config)
         if config.checkpointing.enabled:
             folders["checkpoints"] = Path(config.checkpointing.checkpoint_dir).absolute()
+    say("the nodes of the cluster" if env.RAY_ADDRESS.read() else "the libraries, GPUs, memory and network of this host")
     hosts = diagnose_cluster(folders, config) if env.RAY_ADDRESS.read() else _this_host(folders, config)
     return hosts + inputs
 
@@ -89,10 +94,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--refit needs a config, e.g. python -m mrl.doctor grpo_tiny.yaml --refit")
     if options.refit and options.json:
         parser.error("--refit prints a table only; leave out --json")
-    secrets = start_logging()
-    config = None
+    secrets, config = start_logging(), None
+
+    def say(part: str) -> None:
+        if not options.json:
+            logger.info("Looking at %s ...", part)
+
     try:
         if options.config is not None:
+            say("the config, whose libraries take seconds to import")
             from mrl.config.load import load_config
 
             if options.refit:
@@ -100,14 +110,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
                 return run_refit(options.config, options.overrides, secrets)
             config = load_config(options.config, options.overrides, secrets=secrets)
-        findings = diagnose(config)
+        findings = diagnose(config, say)
     except ValueError as error:
         logger.error("%s", error)
         return 2
     except ImportError as error:
         if options.config is None:
             raise
-        findings = [*diagnose(None), Finding("imports", "problem", f"the config cannot be read: {error}", "install what is missing")]
+        text = f"the config cannot be read: {error}"
+        findings = [*diagnose(None, say), Finding("imports", "problem", text, lacking(error) or "install it anew")]
     logger.info("%s", as_json(findings) if options.json else "\n".join(table(findings)))
     return 1 if has_problem(findings) else 0
 

@@ -17,7 +17,7 @@ from mrl.cluster.nodes import watch_hosts
 from mrl.config.files import find_config
 from mrl.config.load import load_run
 from mrl.config.schema.run import RunConfig
-from mrl.config.secrets import note_traceback
+from mrl.config.secrets import TRACEBACK, note_traceback, reason_of
 from mrl.exit_codes import DONE, FAILED, REFUSED
 from mrl.loop import examples, rollouts
 from mrl.loop.run import Budget, Run, Supplier, TooManySkipped, Training
@@ -131,6 +131,11 @@ def main(train: Train, arguments: Sequence[str] | None = None) -> int:
         return FAILED
     except (ActorLost, DeadlineExceeded, NoCluster, TimeoutError) as error:
         logger.error("The attempt ended: %s. Logs of the actors: %s. The same command resumes.", error, folder.log_folder / "actors")
+        return FAILED
+    except Exception as error:  # of a library, of own code, or of this package: its frames go to the logs
+        logs = folder.log_folder / "actors"
+        note_traceback(error, logs)
+        logger.error("The attempt ended: %s. Traceback (%s) and logs of the actors: %s", reason_of(error), TRACEBACK, logs)
         return FAILED
     if not is_done:
         logger.info("Ended before the last step; the same command goes on")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -74,7 +75,7 @@ MISTAKES = {
         "Refused",
         f"data.train.data_path={TRAIN} has 64 bad rows among 64 rows that were looked at; correct or remove them, or set "
         f"data.on_bad_row=skip:\n  {TRAIN}:1: no key question or problem or prompt or input (the row has 'ask', 'reply'); "
-        "data.default.input_key names another",
+        "data.train.input_key names another",
         lambda: write_rows(TRAIN, {"ask": "1+1=", "reply": "2"}, 1200),
     ),
     "no chat template": Mistake([], "Refused", f"policy.tokenizer.name={MODEL} has no chat template; use an", without_template),
@@ -125,7 +126,7 @@ MISTAKES = {
             "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.enable_auto_tools=false",
         ],
         "Refused",
-        f"data.train.data_path={TRAIN}: rows of weather_simple_agent have tools, and engines refuse requests with tools; set policy.",
+        f"data.train.data_path={TRAIN}: rows of weather_simple_agent have tools, and engines refuse requests with tools; leave policy.",
         lambda: write_rows(
             TRAIN,
             {
@@ -345,3 +346,22 @@ def test_rows_are_read_where_the_model_is_not(workplace: Path):
     checked = check.examine("grpo_tiny.yaml", ["policy.model_name=Org/Model"])
     assert any("no key question or problem" in line for line in checked.refused)
     assert "the chat template, and how many tokens rows have: the tokenizer Org/Model is not on this machine" in checked.unseen
+
+
+def test_following_the_advice_about_columns_mends_both_sets(workplace: Path):
+    """Training and validation rows with columns of unlike names: each message names a key of its own set, until nothing is refused."""
+    write_rows(TRAIN, {"aufgabe": "1+1=", "loesung": "2"}, 600)
+    write_rows(Path("validation.jsonl"), {"frage": "1+2=", "resultat": "3"})
+    columns = {"data.train": ("aufgabe", "loesung"), "data.validation": ("frage", "resultat")}
+    words = [f"data.train.data_path={TRAIN}", "data.validation.data_path=validation.jsonl", "data.validation.dataset_name=GSM8K"]
+    advised = []
+    while refused := check.examine("grpo_tiny.yaml", words).refused:
+        for name, (question, answer) in columns.items():
+            for key in re.findall(rf"{name}\.\w+_key(?= names)|{name}\.\w+=null", "\n".join(refused)):
+                advised.append(key if "=" in key else f"{key}={question if key.endswith('input_key') else answer}")
+        assert len(advised) < 9 and set(advised) - set(words), refused
+        words = list(dict.fromkeys([*words, *advised]))
+    assert set(advised) == {
+        *("data.train.input_key=aufgabe", "data.train.output_key=loesung", "data.validation.dataset_name=null"),
+        *("data.validation.input_key=frage", "data.validation.output_key=resultat"),
+    }

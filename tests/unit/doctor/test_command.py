@@ -49,6 +49,16 @@ def test_what_a_run_needs_of_this_machine(tmp_path: Path, monkeypatch: pytest.Mo
     assert findings["imports"][0]["found"] == "json"
 
 
+def test_each_part_is_said_before_it_begins(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    said = []
+    monkeypatch.setattr(doctor, "_this_host", lambda *_: said.append(capsys.readouterr().out) or [])
+    monkeypatch.setattr("mrl.doctor.run_inputs.check_inputs", lambda _: said.append(capsys.readouterr().out) or [])
+    assert doctor.main(["grpo_tiny.yaml"]) == 0
+    assert said[0].splitlines()[-1] == "Looking at the models, data and disks of the run ..." and "the config" in said[0]
+    assert said[1] == "Looking at the libraries, GPUs, memory and network of this host ...\n"
+    assert doctor.main(["--json"]) == 0 and json.loads(capsys.readouterr().out)["is_ok"]
+
+
 @pytest.mark.parametrize("arguments", [["no_such.yaml"], ["grpo_tiny.yaml", "grpo.num_steps=1"], ["grpo_tiny.yaml", "cluster.num_nodes=0"]])
 def test_a_wrong_config_is_the_input_at_fault(arguments: list[str]):
     assert doctor.main(arguments) == 2

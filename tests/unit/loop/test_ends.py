@@ -71,6 +71,37 @@ def test_a_run_folder_that_is_moved_or_removed_is_not_begun_again(ends, tmp_path
             assert ends(one_step) == 0 and (path / f"step_{step}/COMPLETE").exists()
 
 
+# As Ray spells an error of an actor, with its colours.
+OF_RAY = """\x1b[36mray::RefitActor.pull()\x1b[39m (pid=1, ip=10.0.0.1)
+  File "/site/ray/worker.py", line 9, in pull
+    raise ValueError(
+        ~~~~^^^
+ValueError: slot a.b
+  has 3 bytes"""
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [("engine 0 failed in start:\n no room", "RuntimeError: engine 0 failed in start: no room"), (OF_RAY, OF_RAY)]
+)
+def test_a_failed_start_is_one_line_and_its_traceback_is_in_the_logs(
+    ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], text: str, reason: str
+):
+    def attempt(now: Attempt) -> bool:
+        raise RuntimeError(text)
+
+    assert ends(one_step) == 0
+    caplog.clear()
+    assert ends(attempt) == 1
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    logs = tmp_path / "run/logs/exp_002/actors"
+    expected = "ValueError: slot a.b has 3 bytes" if reason == OF_RAY else reason
+    assert said == f"The attempt ended: {expected}. Traceback (traceback.txt) and logs of the actors: {logs}"
+    written = (logs / "traceback.txt").read_text()
+    assert "in attempt" in written and "\x1b" not in written and "Traceback" not in "".join(capsys.readouterr())
+    for _ in range(2):
+        assert ends(one_step) == 0
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG])
 def test_a_last_save_that_fails_says_why_first_and_last(ends, tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int):
     def attempt(now: Attempt) -> bool:
