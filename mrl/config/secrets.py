@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 from urllib.parse import quote
 
+import mrl
 from conversion.files.durable import write_atomic
-from mrl import env, lacking
+from mrl import env
 from mrl.config.errors import REDACTED
 from mrl.config.texts import safe_text
 
@@ -237,7 +238,7 @@ def run_entry(main: Callable[[], int]) -> int:
     try:
         return main()
     except Exception as error:
-        if text := lacking(error):
+        if text := mrl.lacking(error):
             sys.stderr.write(text + "\n")
             return 2
         reason = f"The attempt ended: {reason_of(error)}"
