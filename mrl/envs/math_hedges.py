@@ -16,8 +16,8 @@ _NUMBER = r"(?:[-+]?[\d.,/]*\d%?|\\[dt]?frac\s*\{\d+\}\{\d+\})"
 _COMPARED = "more|less|fewer|greater|larger|smaller|bigger|higher|lower|other|rather"
 _BEFORE = re.compile(
     r"(?i)(?:\b(?:not?|never|cannot|neither|nor|maybe|perhaps|possibly|probably|either|at\s+(?:least|most)|up\s+to|"
-    rf"(?:{_COMPARED})\s+than|between\s.{{1,20}}\band|from\s.{{1,20}}\bto)"
-    r"|n['’]t|[<≤≥≠≮≯±]|(?<![=>-])>|\\(?:neq?|leq?|geq?|lt|gt|pm|leqslant|geqslant)|\.\.\.|…)"
+    rf"(?:{_COMPARED})\s+than|between\s.{{1,20}}\band|from\s.{{1,20}}\bto|between|whether(?:\s.{{1,30}})?)"
+    r"|n['’]t|[<≤≥≠≮≯±]|&(?:lt|gt|le|ge|ne);|(?<![=>-])>|\\(?:neq?|leq?|geq?|lt|gt|pm|leqslant|geqslant)|\.\.\.|…)"
     rf"(?:\s+(?:be|equal(?:\s+to)?|exactly|even))?{_OPEN}$"
 )
 _BEHIND = re.compile(

@@ -17,6 +17,8 @@ _REWRITTEN = tuple(
     for pattern, replacement in (
         (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)(?![A-Za-z])\.?", ""),
         (r"\\(?:boldsymbol|bm|mathbf|mathrm|vec|hat|text|mathit)\s*+\{\s*+([A-Za-z])\s*+\}", r"{\1}"),
+        # `\frac{1}{2} m g`: math-verify takes letters apart from each other for a unit.
+        (r"(?<![A-Za-z\\])([A-Za-z]) (?=[A-Za-z](?![A-Za-z]))", r"\1"),
         (r"\\[lr]brace(?![A-Za-z])", lambda match: "\\{" if "l" in match[0][:2] else "\\}"),
         (r"\\(?:langle|rangle)(?![A-Za-z])", lambda match: "(" if "l" in match[0][:2] else ")"),
         (r"\\varnothing(?![A-Za-z])|\\\{\s*+\\\}|\\text\{\s*+no (?:real )?solutions?\s*+\}|\bno (?:real )?solutions?\b", r"\\emptyset "),

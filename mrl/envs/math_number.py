@@ -68,7 +68,7 @@ _FONT = re.compile(
     r"\{([^{}]*)\}"
 )
 _NOTHING = re.compile(
-    r"\\(?:left|right|displaystyle|textstyle|quad|qquad|[bB]igg?[lr]?)(?![A-Za-z])|\\(?:text)?color\{\w*\}"
+    r"\\(?:left|right|displaystyle|textstyle|small|[lL]arge|[hH]uge|quad|qquad|[bB]igg?[lr]?)(?![A-Za-z])|\\(?:text)?color\{\w*\}"
     r"|\\[()\[\],;:! ]|\\?\$|[~`]|\*\*"
 )
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}\s?|,|,?\\[,!;: ]|[\s~])(?=\d{3}(?!\d))")
@@ -268,6 +268,8 @@ def _unit(text: str) -> tuple[str, int, bool] | None:
     name, factor, power, per = "", 1, "", False
     text = re.sub(r"\}\s*+\{", "/", text.replace("\\frac", ""))
     quoted = set(re.findall("[A-Za-z]+", " ".join(re.findall('"[^"]*"', text))))
+    if text.strip() == "a":
+        return None  # a factor, where `a day` would be a unit
     for word in re.findall(r"[A-Za-z]+|[/°]|[23]", text):
         known = UNITS.get(word) or next((UNITS[word.lower()[:end]] for end in range(len(word), 2, -1) if word.lower()[:end] in UNITS), "")
         if word.lower() in MULTIPLES:
