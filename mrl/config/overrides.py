@@ -8,7 +8,7 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.overrides_visitor import HydraOverrideVisitor
-from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString, Sweep
+from hydra.core.override_parser.types import Glob, Override, OverrideType, Quote, QuotedString, Sweep
 from hydra.errors import HydraException
 from hydra.grammar.gen.OverrideLexer import CommonTokenStream, InputStream, OverrideLexer
 from hydra.grammar.gen.OverrideParser import OverrideParser
@@ -57,7 +57,7 @@ def _apply(settings: Settings, override: str) -> str | None:
     name, value = parsed.key_or_group, parsed.value()
     if not name or parsed.package is not None or parsed.is_value_path or "/" in name:
         return f"override {override}: {FORMS}"
-    if isinstance(value, Sweep):
+    if isinstance(value, Sweep | Glob):
         return f"override {override}: several values, of which Hydra would make several runs; write a list, {name}=[...], or quote the text"
     if parsed.type == OverrideType.EXTEND_LIST:
         return f"override {override}: no list is extended; write the whole list"

@@ -19,16 +19,22 @@ if TYPE_CHECKING:
 
 TEMPLATE_KWARGS = "chat_template_kwargs"
 """Honoured: a row's own values for variables of the chat template, an object or its JSON text (TRL, prime-rl, Gym)."""
+EXTRA_BODY = "extra_body"
+"""Holds what a client of OpenAI's library adds to a request: only `TEMPLATE_KWARGS` of it are honoured."""
+TEMPLATE_COLUMNS = (TEMPLATE_KWARGS, "apply_chat_template_kwargs", "chat_template_args", "template_kwargs")
+"""Columns with such values, under the names of several trainers."""
 VARIABLES = ("enable_thinking", "reasoning_effort")
 """Honoured where the chat template has such a variable: columns of verl and of OpenAI's requests."""
 MARKS = ("weight", "train", "training", "trainable", "loss")
 """Honoured on messages: true or 1 learns it, false or 0 does not (OpenAI `weight`, axolotl `train`, ms-swift `loss`)."""
-UNPAIRED = ("label", "kto_tag")
-"""Refused if false: the row shows a reply that is not to be learned (TRL, LLaMA-Factory)."""
+UNPAIRED = ("label", "kto_tag", "desirable", "is_desirable", "chosen")
+"""Refused if false: the row, or the message, shows a reply that is not to be learned (TRL, LLaMA-Factory)."""
 OTHER_THOUGHTS = ("thinking_blocks", "reasoning_details")
 """Refused on messages to learn: thoughts in a form that no chat template reads, unless they are there as text, too."""
 CONTINUED = ("prefix", "partial")
 """Refused if true on the last message of a prompt: the reply would go on from it (Mistral, Moonshot)."""
+OF_SAMPLING = ("sampling_params", "sampling_args", "sampling_parameters", "generation_kwargs", "generation_config", "gen_kwargs")
+"""Refused in rows of prompts: all rollouts of a run are sampled alike."""
 MARGIN = "margin"
 """Refused by reward models: TRL's loss subtracts it."""
 _EXCLUDES = ("mask", "ignore", "skip", "exclude", "no", "not", "non")
@@ -61,8 +67,13 @@ def template_kwargs_of(fields: Fields, variables: Collection[str] | None) -> Fie
     found = dict[str, object]()
     if isinstance(metadata, dict):
         found |= _object(metadata.get(TEMPLATE_KWARGS), f"metadata.{TEMPLATE_KWARGS}")
-        found |= _object(_object(metadata.get("extra_body"), "metadata.extra_body").get(TEMPLATE_KWARGS), f"extra_body.{TEMPLATE_KWARGS}")
-    found |= _object(fields.get(TEMPLATE_KWARGS), TEMPLATE_KWARGS)
+        found |= _object(
+            _object(metadata.get(EXTRA_BODY), f"metadata.{EXTRA_BODY}").get(TEMPLATE_KWARGS), f"{EXTRA_BODY}.{TEMPLATE_KWARGS}"
+        )
+    body = _object(fields.get(EXTRA_BODY), EXTRA_BODY)
+    found |= _object(body.get(TEMPLATE_KWARGS), f"{EXTRA_BODY}.{TEMPLATE_KWARGS}")
+    for column in reversed(TEMPLATE_COLUMNS):
+        found |= _object(fields.get(column), column)
     if unknown := sorted(key for key in found if variables is not None and key not in variables):
         raise RowError(f"{TEMPLATE_KWARGS}.{unknown[0]}: the chat template has no such variable; correct or remove it")
     columns = {key: fields[key] for key in VARIABLES if fields.get(key) is not None and variables is not None and key in variables}
@@ -86,7 +97,7 @@ def check_request(request: Fields, generation: GenerationConfig) -> None:
     if not isinstance(metadata, dict):
         raise RowError("metadata of the request must be an object")
     beside = {key for key, value in metadata.items() if key.startswith("audio_") and value}
-    beside |= {f"extra_body.{key}" for key in _object(metadata.get("extra_body"), "metadata.extra_body") if key != TEMPLATE_KWARGS}
+    beside |= {f"{EXTRA_BODY}.{key}" for key in _object(metadata.get(EXTRA_BODY), f"metadata.{EXTRA_BODY}") if key != TEMPLATE_KWARGS}
     if beside:
         raise RowError(f"metadata.{min(beside)} of the request has no effect here; remove it")
     for key, value in request.items():
@@ -103,6 +114,13 @@ def check_request(request: Fields, generation: GenerationConfig) -> None:
             raise RowError(f"{key} of the request has no effect here; remove it")
 
 
+def check_asked(fields: Fields) -> None:
+    """Raises RowError if a row of a prompt asks for rollouts that are sampled in a way of its own."""
+    beside = [f"{EXTRA_BODY}.{key}" for key in _object(fields.get(EXTRA_BODY), EXTRA_BODY) if key != TEMPLATE_KWARGS]
+    if asked := [*beside, *(key for key in OF_SAMPLING if fields.get(key))]:
+        raise RowError(f"{asked[0]} has no effect here: all rollouts are sampled by policy.generation; remove it")
+
+
 def check_prompt(messages: Sequence[Message], reply: Message | None) -> None:
     """Raises RowError if the row asks for a reply that goes on from words of its own."""
     last = reply if reply is not None else messages[-1]
@@ -116,7 +134,7 @@ def check_learned(fields: Fields, *, algorithm: str) -> None:
         raise RowError(f"{MARGIN} has no effect on the loss here; remove it")
     if algorithm == "sft":
         for key in UNPAIRED:
-            if fields.get(key) is False or (fields.get(key) == 0 and "completion" in fields):
+            if _is_false(fields.get(key)) or (fields.get(key) == 0 and "completion" in fields):
                 raise RowError(f"{key} is {fields[key]}: the row shows a reply that is not to be learned; remove it")
     for key, value in fields.items():
         words = _words(key)
@@ -125,7 +143,8 @@ def check_learned(fields: Fields, *, algorithm: str) -> None:
         if isinstance(value, bool):
             is_excluded = value is any(word.startswith(_EXCLUDES[:4]) or word in _EXCLUDES for word in words)
         else:
-            is_excluded = (key in MARKS and value == 0) or (isinstance(value, list) and len(value) > 0)
+            is_weight = any(word.startswith("weight") for word in words)
+            is_excluded = ((key in MARKS or is_weight) and value == 0) or (isinstance(value, list) and len(value) > 0)
             is_excluded |= key == "mask" and isinstance(value, str) and value.casefold() not in ("user", "human")
         if is_excluded:
             raise RowError(
@@ -141,7 +160,7 @@ def is_learned(message: Message, name: str) -> bool:
             if value not in (0, 1):
                 raise RowError(f"{name}.{key} is {value!r:.40}; messages are learned (true or 1) or not (false or 0)")
             values.add(bool(value))
-        elif any(word.startswith(_ABOUT_LEARNING) for word in _words(key)):
+        elif any(word.startswith(_ABOUT_LEARNING) for word in _words(key)) or (key in UNPAIRED and _is_false(value)):
             raise RowError(f"{name}.{key} is no mark that mrl knows; use `weight`, 1 if the message is learned and 0 if not, or remove it")
         elif key in OTHER_THOUGHTS and value and not any(message.get(known) for known in ("reasoning_content", "reasoning", "thinking")):
             raise RowError(f"{name}.{key} would not be learned; give the thoughts as a text under reasoning_content")
@@ -150,6 +169,10 @@ def is_learned(message: Message, name: str) -> bool:
     if len(values) > 1:
         raise RowError(f"{name} has marks that contradict each other ({', '.join(key for key in MARKS if key in message)}); keep one")
     return message["role"] == "assistant" and values != {False}
+
+
+def _is_false(value: object) -> bool:
+    return value is False or (isinstance(value, str) and value.strip().casefold() == "false")
 
 
 def _words(name: str) -> list[str]:

@@ -18,7 +18,7 @@ from mrl.config.schema.data import GYM_PROCESSOR, known_dataset
 from mrl.config.schema.env import NEED_ANSWER
 from mrl.config.texts import safe_text
 from mrl.data.chat import load_chat_format, most_tokens, render, template_variables, tokenize, tokenizer_of, with_prompts
-from mrl.data.extras import check_prompt, check_request, template_kwargs_of
+from mrl.data.extras import check_asked, check_prompt, check_request, template_kwargs_of
 from mrl.data.fields import Fields, RowError, first_key
 from mrl.data.files import find_data_files
 from mrl.data.gym import REQUEST, agent_of
@@ -144,6 +144,8 @@ def prompt_reader(key: str, dataset: DatasetConfig, config: RunConfig, tokenizer
         request = fields.get(REQUEST)
         if isinstance(request, dict) and not is_agent(env_name, config.env):
             check_request(request, generation)
+        if not is_agent(env_name, config.env):
+            check_asked(fields)
         check_prompt(row.messages, row.reply)
         own_kwargs = template_kwargs_of(fields, variables)
         text = "" if tokenizer is None else rendered(row, tokenizer, own_kwargs)

@@ -270,7 +270,20 @@ def test_values_of_overrides_are_hydra_s(tmp_path: Path, override: str, value: o
 
 @pytest.mark.parametrize(
     "override",
-    ["x=a #1", "x=one\ntwo", "x=a,b", "x=range(1,3)", "x=extend_list(1)", "x=${mul:${a},2}", "x=[1", "x={a}", "x@y=1", "x/y=1", "x[0]=1"],
+    [
+        "x=a #1",
+        "x=one\ntwo",
+        "x=a,b",
+        "x=range(1,3)",
+        "x=glob(*)",
+        "x=extend_list(1)",
+        "x=${mul:${a},2}",
+        "x=[1",
+        "x={a}",
+        "x@y=1",
+        "x/y=1",
+        "x[0]=1",
+    ],
 )
 def test_an_override_that_hydra_refuses_or_gives_several_values_is_one_problem(tmp_path: Path, override: str):
     (problem,) = problems(tmp_path, REQUIRED, f"logger.wandb.{override}")
