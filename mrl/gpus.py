@@ -185,6 +185,13 @@ def on_gpu() -> bool:
     return env.MRL_DEVICE.read() == "cuda"
 
 
+def check_device(gpus_per_node: int) -> None:
+    """Raises RuntimeError if this process computes on another kind of device than `cluster.gpus_per_node` says."""
+    if on_gpu() != (gpus_per_node > 0):
+        device = "a GPU" if on_gpu() else "the CPU"
+        raise RuntimeError(f"this process computes on {device}, but cluster.gpus_per_node={gpus_per_node}")
+
+
 def require_cuda() -> None:
     """Raises RuntimeError if torch can use no GPU in this process, which is to compute on one."""
     import torch

@@ -29,7 +29,7 @@ from conversion.tensors import box_view
 from mrl import spans
 from mrl.config.schema.run import RunConfig
 from mrl.data.packing import PackedRow, pack_row, tensors_by_sequence, token_samples
-from mrl.gpus import on_gpu
+from mrl.gpus import check_device, on_gpu
 from mrl.phases import ModelName, Phase
 from mrl.policy import checkpoint, parallel
 from mrl.policy.batch import RankBatch, answers_for_rows, check_equal_counts, finish_batches, global_batch_size
@@ -77,7 +77,7 @@ class PolicyRank:
         Weights are random until `load_hf`, `load_mcore` or `load_checkpoint`. `timeout_s` bounds every wait for another rank. A model
         other than the policy has no arena, because no engine maps it, and a teacher nothing to train with.
         """
-        _check_device(config.cluster.gpus_per_node)
+        check_device(config.cluster.gpus_per_node)
         vocab_size = vocab_size_of(config, model)
         self._config = config = config.of_model(model)
         self._role = role_for(model)
@@ -473,9 +473,3 @@ class PolicyRank:
     def _arena_tensors(self, tensors: Mapping[Slot, Tensor]) -> Mapping[Slot, Tensor]:
         """The weights in the arena. With adapters these are the frozen ones, to which `Lora.merge` adds them."""
         return tensors if self._lora.description is None else {slot: tensors[slot] for slot in self._layout}
-
-
-def _check_device(gpus_per_node: int) -> None:
-    if on_gpu() != (gpus_per_node > 0):
-        device = "a GPU" if on_gpu() else "the CPU"
-        raise RuntimeError(f"this process computes on {device}, but cluster.gpus_per_node={gpus_per_node}")

@@ -267,23 +267,37 @@ def test_every_field_of_a_wrong_type_is_named(engine: Engine, base_url: str):
     from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest
 
     said = {"messages": [{"role": "user", "content": "hi"}]}
-    kinds = [("/v1/chat/completions", ChatCompletionRequest, said | {"max_completion_tokens": 1}),
-             ("/v1/completions", CompletionRequest, {"prompt": "a", "max_tokens": 1}),
-             ("/tokenize", TokenizeChatRequest, said), ("/tokenize", TokenizeCompletionRequest, {"prompt": "a"})]  # fmt: skip
+    kinds = [
+        ("/v1/chat/completions", ChatCompletionRequest, said | {"max_completion_tokens": 1}),
+        ("/v1/completions", CompletionRequest, {"prompt": "a", "max_tokens": 1}),
+        ("/tokenize", TokenizeChatRequest, said),
+        ("/tokenize", TokenizeCompletionRequest, {"prompt": "a"}),
+    ]
     own = ("session_id", "record", "required_prefix_token_ids", "required_prefix_messages")
     parts = ("role", "content", "tool_calls", "name", "tool_call_id", "prompt_token_ids")
-    bodies = [(path, kind, name, base | {name: value}) for path, kind, base in kinds for name in (*kind.model_fields, *own)
-              for value in ("x", 1.5, ["x"], {"a": 1}, "half \ud800")]  # fmt: skip
-    bodies += [("/v1/chat/completions", ChatCompletionRequest, "messages", {"messages": [{"role": role, "content": "a", part: value}]})
-               for role in ("user", "assistant", "tool", "system") for part in parts for value in (1.5, ["x"], [{}], {"a": 1})]  # fmt: skip
+    bodies = [
+        (path, kind, name, base | {name: value})
+        for path, kind, base in kinds
+        for name in (*kind.model_fields, *own)
+        for value in ("x", 1.5, ["x"], {"a": 1}, "half \ud800")
+    ]
+    bodies += [
+        ("/v1/chat/completions", ChatCompletionRequest, "messages", {"messages": [{"role": role, "content": "a", part: value}]})
+        for role in ("user", "assistant", "tool", "system")
+        for part in parts
+        for value in (1.5, ["x"], [{}], {"a": 1})
+    ]
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     with httpx.Client(headers=headers, timeout=TIMEOUT_S) as plain:
 
         def ask(path: str, body: dict) -> httpx.Response:
             return plain.post(base_url.removesuffix("/v1") + path, content=json.dumps(body))
 
-        answers = [answer for start in range(0, len(bodies), 16)
-                   for answer in served(engine, *(lambda one=one: ask(one[0], one[3]) for one in bodies[start : start + 16]))]  # fmt: skip
+        answers = [
+            answer
+            for start in range(0, len(bodies), 16)
+            for answer in served(engine, *(lambda one=one: ask(one[0], one[3]) for one in bodies[start : start + 16]))
+        ]
     num_wrong = 0
     for (_, kind, name, body), answer in zip(bodies, answers, strict=True):
         said_back = (name, body[name], answer.text)

@@ -52,13 +52,41 @@ def test_nothing_else_is_served(address: str, path: str):
     assert get(f"{address}/token/{path}")[0] == 404
 
 
-HOSTILE = ["9" * 5000, "-1", "+1", "1_0", "٣", "²", "0x1", "1e3", "1.0", " 1", "nan", "inf", "None", "..", "%00", "%ff", "%0d%0aX:1", "<b>",
-           "%2e%2e%2fconfig", "$(id)", "a" * 20_000]  # fmt: skip
+HOSTILE = [
+    "9" * 5000,
+    "-1",
+    "+1",
+    "1_0",
+    "٣",
+    "²",
+    "0x1",
+    "1e3",
+    "1.0",
+    " 1",
+    "nan",
+    "inf",
+    "None",
+    "..",
+    "%00",
+    "%ff",
+    "%0d%0aX:1",
+    "<b>",
+    "%2e%2e%2fconfig",
+    "$(id)",
+    "a" * 20_000,
+]
 
 
 @pytest.mark.attack("a run folder of a stranger")
-@pytest.mark.parametrize("query", [f"{kind}/{index}/{name}" for kind, good in (("rollouts", "train_data_step2"), ("timeline", "3"))
-                                   for index, name in (("{}", good), ("1", "{}"), ("{}", "{}"))] + ["{}", "{}/1/2"])  # fmt: skip
+@pytest.mark.parametrize(
+    "query",
+    [
+        f"{kind}/{index}/{name}"
+        for kind, good in (("rollouts", "train_data_step2"), ("timeline", "3"))
+        for index, name in (("{}", good), ("1", "{}"), ("{}", "{}"))
+    ]
+    + ["{}", "{}/1/2"],
+)
 def test_hostile_values_of_a_query_are_not_found(address: str, query: str):
     for value in HOSTILE:
         text = urllib.parse.quote(value, safe="%/:.$()+<>")
