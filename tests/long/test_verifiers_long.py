@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments of verifiers, behind a URL, in real steps: ids trained are ids sampled.
+"""Environments of verifiers, run by `examples/verifiers_agent.py`, in real steps: ids trained are ids sampled.
 
 `VERIFIERS_PYTHON` names the Python of an environment of its own: `pip install verifiers==0.4.0 uv`. Its programs are prepared by uv, which
 takes a network the first time.
@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from tests.long.calling_model import CHAT, Steps, save_calling_model
+from tests.sources import ROOT
 from tests.stack.loop.conftest import LiveRun, live_run
 from tests.stack.loop.test_agents import watch
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 PYTHON = os.environ.get("VERIFIERS_PYTHON", "")
 pytestmark = [
@@ -27,7 +28,9 @@ pytestmark = [
     pytest.mark.timeout(3600),
     pytest.mark.skipif(not PYTHON, reason="VERIFIERS_PYTHON names no Python"),
 ]
-AGENTS = {"capital": "CapitalTaskset", "weather": "WeatherTaskset"}
+AGENTS = ("capital", "weather")
+PROGRAM = ROOT / "examples" / "verifiers_agent.py"
+TASKS = Path(__file__).with_name("verifiers_tasks")
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +38,24 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
     folder = tmp_path_factory.mktemp("verifiers")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    program = Path(__file__).with_name("verifiers_server.py")
     path = os.pathsep.join((str(Path(PYTHON).parent), os.environ["PATH"]))
-    variables = os.environ | {"PATH": path, "PYTHONPATH": str(program.parent)}
-    server = subprocess.Popen([PYTHON, str(program), str(port)], env=variables)
+    variables = os.environ | {"PATH": path, "PYTHONPATH": os.pathsep.join((str(TASKS), str(PROGRAM.parent)))}
+
+    def lines(taskset: str) -> list[str]:
+        command = [PYTHON, str(PROGRAM), "rows", taskset]
+        return subprocess.run(command, env=variables, check=True, capture_output=True, text=True, timeout=HANG_S).stdout.splitlines()
+
+    # The example's own taskset has rows, too.
+    assert json.loads(lines("verifiers_sums")[0]) == {
+        "question": "10+80=",
+        "answer": "",
+        "env_name": "verifiers_sums",
+        "taskset": "verifiers_sums",
+        "index": 0,
+    }
+    server = subprocess.Popen([PYTHON, str(PROGRAM), "serve", str(port)], env=variables)
     rows = folder / "rows.jsonl"
-    fields = [{"taskset": AGENTS[name], "index": index, "agent_ref": {"name": name}} for index in range(10) for name in AGENTS]
-    rows.write_text(
-        "".join(
-            json.dumps(one | {"responses_create_params": {"input": [{"role": "user", "content": "see the task"}]}}) + "\n" for one in fields
-        )
-    )
+    rows.write_text("".join(f"{line}\n" for pair in zip(*map(lines, AGENTS), strict=True) for line in pair))
 
     def answers() -> bool:
         assert server.poll() is None
@@ -63,9 +73,6 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
             f"data.train.data_path={rows}",
             f"data.validation.data_path={rows}",
             "data.shuffle=false",
-            "data.default.processor=nemo_gym_data_processor",
-            "data.default.env_name=nemo_gym",
-            "env.should_use_nemo_gym=true",
             "grpo.num_prompts_per_step=2",
             "policy.train_global_batch_size=8",
             "cluster.cpu_units_per_node=2",

@@ -22,12 +22,17 @@ def test_a_page_is_short(page: Path):
 
 def test_every_example_stands_on_a_page_as_it_is():
     shown = dict(re.findall(r"```(?:python|toml)\n# (\S+)\n(.*?)```", "\n".join(page.read_text() for page in PAGES), re.DOTALL))
-    files = [path for path in EXAMPLES.rglob("*") if path.suffix in (".py", ".toml")]
+    files = [path for path in EXAMPLES.rglob("*") if path.suffix in (".py", ".toml") and "own_" in path.as_posix()]
     # The licence of a file is not what its page is about. `# ...` stands for lines that a page leaves to the file.
     whole = {path.relative_to(EXAMPLES).as_posix(): re.sub(r"\A(# SPDX.*\n)+\n*", "", path.read_text()) for path in files}
     assert shown.keys() == whole.keys()
     for name, text in shown.items():
         assert all(part in whole[name] for part in text.split("# ...\n")) and (text == whole[name] or "# ...\n" in text), name
+
+
+def test_every_other_example_stands_on_a_page():
+    text = "".join((ROOT / "docs" / name).read_text() for name in ("environments.md", "examples.md"))
+    assert [path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("own_") and path.stem not in text] == []
 
 
 def test_the_loop_of_ones_own_fits_a_notebook():

@@ -48,6 +48,7 @@ def test_the_wheel_holds_packages_configs_licence_and_command(tmp_path: Path):
     page = {f"mrl/view/{path.name}" for path in (ROOT / "mrl/view").iterdir() if path.suffix in (".js", ".css", ".LICENSE")}
     assert len(page) > 6 and page <= members
     assert {f"mrl/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")} <= members
+    assert {f"mrl/examples/{path.name}" for path in (ROOT / "examples").glob("*.py")} <= members
     assert not [member for member in members if not member.startswith(("mrl/", "conversion/", "mrl-"))]
     assert "License-Expression: Apache-2.0\n" in wheel.read(f"{information}/METADATA").decode()
     assert wheel.read(f"{information}/entry_points.txt").decode() == "[console_scripts]\nmrl = mrl.__main__:main\n"

@@ -1,18 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent at a URL that runs environments of verifiers, in whose Python it runs: `python verifiers_server.py PORT`."""
+# pyright: basic, reportMissingImports=false
+"""Any taskset of verifiers as an agent, in the Python where verifiers is installed.
 
+`python verifiers_agent.py rows NAME > rows.jsonl` writes a row for each of its tasks, `python verifiers_agent.py serve PORT`
+runs them. NAME is a package, or a file NAME.py in PYTHONPATH.
+"""
+
+import functools
+import json
 import os
 import sys
+from typing import Any
 
 import uvicorn
 import verifiers.v1 as vf
-import verifiers_tasks
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-TASKS = {name: list(getattr(verifiers_tasks, name)(vf.TasksetConfig(id=name))) for name in ("CapitalTaskset", "WeatherTaskset")}
+MAX_TURNS = 16
+
+
+@functools.cache
+def tasks_of(name: str) -> list[Any]:
+    """All tasks of a taskset, in its own order."""
+    return list(vf.load_taskset(vf.EnvConfig(taskset={"id": name}).taskset))
+
+
+def rows(name: str) -> list[str]:
+    return [
+        json.dumps({"question": str(task.data.prompt), "answer": "", "env_name": name, "taskset": name, "index": index})
+        for index, task in enumerate(tasks_of(name))
+    ]
 
 
 async def run(request: Request) -> JSONResponse:
@@ -25,12 +45,12 @@ async def run(request: Request) -> JSONResponse:
             client=vf.EvalClientConfig(base_url=asked["base_url"], api_key_var=variable),
             runtime=vf.SubprocessConfig(),
             harness=vf.HarnessConfig(id="null"),
-            max_turns=3,
+            max_turns=MAX_TURNS,
             timeout={"rollout": asked["deadline_s"]},
         )
     )
     try:
-        trace = await agent.run(TASKS[asked["row"]["taskset"]][asked["row"]["index"]])
+        trace = await agent.run(tasks_of(asked["row"]["taskset"])[asked["row"]["index"]])
     finally:
         del os.environ[variable]
     if not trace.ok:
@@ -39,4 +59,7 @@ async def run(request: Request) -> JSONResponse:
 
 
 if __name__ == "__main__":
-    uvicorn.run(Starlette(routes=[Route("/", run, methods=["POST"])]), host="127.0.0.1", port=int(sys.argv[1]))
+    if sys.argv[1] == "rows":
+        print(*rows(sys.argv[2]), sep="\n")
+    else:
+        uvicorn.run(Starlette(routes=[Route("/", run, methods=["POST"])]), host="127.0.0.1", port=int(sys.argv[2]))

@@ -1,20 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments of verifiers, run in its Python: one single-turn, one with a tool. As a program, the tool's server."""
-
-import zlib
+"""A taskset of verifiers, in whose Python this runs: tasks with a tool. As a program it is the tool's server."""
 
 import verifiers.v1 as vf
 
-
-class CapitalTask(vf.Task[vf.TaskData]):
-    @vf.reward
-    async def is_lucky(self, trace: vf.Trace) -> float:
-        return float(zlib.crc32(trace.last_reply.encode()) % 2)
-
-
-class CapitalTaskset(vf.Taskset[CapitalTask]):
-    def load(self):
-        return [CapitalTask(vf.TaskData(prompt=f"capital of {number}?"), self.config.task) for number in range(10, 20)]
+__all__ = ["WeatherTaskset"]
 
 
 class WeatherTools(vf.Toolset[vf.ToolsetConfig]):
