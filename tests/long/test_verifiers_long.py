@@ -48,7 +48,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
     # The example's own taskset has rows, too.
     assert json.loads(lines("verifiers_sums")[0]) == {
         "question": "10+80=",
-        "answer": "",
+        "answer": "judged by verifiers",
         "env_name": "verifiers_sums",
         "taskset": "verifiers_sums",
         "index": 0,
