@@ -53,8 +53,8 @@ async def run(request: Request) -> JSONResponse:
         trace = await agent.run(tasks_of(asked["row"]["taskset"])[asked["row"]["index"]])
     finally:
         del os.environ[variable]
-    if not trace.ok:
-        return JSONResponse({"error": str(trace.errors[-1])})
+    if not trace.ok or not trace.num_turns:
+        return JSONResponse({"error": str(trace.errors[-1]) if trace.errors else "the model has said nothing"})
     return JSONResponse({"reward": trace.reward, "metrics": {"turns": trace.num_turns, **trace.metrics}})
 
 
