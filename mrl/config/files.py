@@ -127,7 +127,7 @@ def overlay(settings: Settings, top: Settings) -> None:
         if key[-1] == REPLACES:
             continue
         below = [other for other in settings if other[: len(key)] == key]
-        if setting.value == {} and below:
+        if setting.value == {} and any(len(other) > len(key) for other in below):
             continue
         above = [other for other in settings if len(other) < len(key) and key[: len(other)] == other]
         for other in (*below, *above):

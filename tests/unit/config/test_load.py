@@ -354,3 +354,11 @@ def test_a_file_beside_nemo_rl_s_own_inherits_it(tmp_path: Path):
     text = "defaults: grpo_math_8B.yaml\ndata: {train: {data_path: d}}\npolicy: {dtensor_cfg: {tensor_parallel_size: 2}}\n"
     config = load(tmp_path, text)
     assert (config.grpo.num_prompts_per_step, config.policy.megatron_cfg.tensor_model_parallel_size) == (64, 2)
+
+
+@pytest.mark.parametrize(
+    "key", ["cluster.num_nodes", "policy.model_name", "policy.megatron_cfg.optimizer.lr", "policy.generation.stop_strings"]
+)
+def test_an_empty_mapping_is_no_value_of_another_type(key: str):
+    with pytest.raises(ValueError, match=re.escape(f"{key}={{}} (command line): must be a ")):
+        load_config("grpo_tiny.yaml", [f"{key}={{}}"])
