@@ -360,5 +360,5 @@ def test_a_file_beside_nemo_rl_s_own_inherits_it(tmp_path: Path):
     "key", ["cluster.num_nodes", "policy.model_name", "policy.megatron_cfg.optimizer.lr", "policy.generation.stop_strings"]
 )
 def test_an_empty_mapping_is_no_value_of_another_type(key: str):
-    with pytest.raises(ValueError, match=re.escape(f"{key}={{}} (command line): must be a ")):
+    with pytest.raises(ValueError, match=rf"{key}=\{{\}} \(command line\): must be a "):
         load_config("grpo_tiny.yaml", [f"{key}={{}}"])
