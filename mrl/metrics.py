@@ -21,7 +21,7 @@ class Metric(NamedTuple):
     """NeMo RL's name, under which loggers get it."""
 
 
-ACCURACY, KL, PHASES, HIDDEN = "Held-out accuracy", "KL", "Seconds by phase", "Seconds hidden behind other phases"
+ACCURACY, KL, PHASES, HIDDEN = "Held-out accuracy, or mean reward", "KL", "Seconds by phase", "Seconds hidden behind other phases"
 STACKED = (PHASES, HIDDEN)
 
 METRICS: dict[str, Metric] = {

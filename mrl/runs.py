@@ -26,7 +26,7 @@ from mrl.view.advisories import number
 from mrl.view.rows import METRIC_KEYS, METRICS, Row, read_rows
 from mrl.view.run_data import Json, about_lines, checkpoints_of, owner_state, progress_lines, read_config, read_json, setting
 
-RESULTS = ("val/accuracy", "val/val_loss", "val/validation-default_loss", "train/reward", "train/loss")
+RESULTS = ("val/reward", "val/accuracy", "val/val_loss", "val/validation-default_loss", "train/reward", "train/loss")
 """Metrics of a run's result; the first that it has counts."""
 NOTHING = "-"
 

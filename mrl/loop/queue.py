@@ -186,8 +186,9 @@ class RolloutQueue:
             clock.overlap("generation", busy_s)
         num_ready = sum(asked.num_missing == 0 for asked in self._asked.values()) + len(self._surplus)
         num_regenerated, self._num_regenerated = self._num_regenerated, 0
+        if busy_s > 0:  # agents ask over HTTP, which is not counted here
+            metrics["rollout/engine_idle_fraction"] = max(0.0, 1.0 - busy_s / seconds)
         metrics |= {
-            "rollout/engine_idle_fraction": max(0.0, 1.0 - busy_s / seconds),
             "train/buffer_size": float(num_ready),
             "rollout/regenerated_groups": float(num_regenerated),
         }

@@ -155,7 +155,8 @@ class RolloutSupplier:
             return {}
         self.folder.log_samples(state.step, "validation", groups)
         metrics = validation_metrics(groups)
-        logger.info("[Validate] step %d: accuracy %.3f over %d prompts", state.step, metrics["val/accuracy"], len(groups))
+        what = "reward" if "val/reward" in metrics else "accuracy"
+        logger.info("[Validate] step %d: %s %.3f over %d prompts", state.step, what, metrics["val/accuracy"], len(groups))
         return metrics
 
 

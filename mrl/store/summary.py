@@ -177,13 +177,19 @@ def environment_metrics(groups: Sequence[RolloutGroup], *, stage: Literal["rollo
 
 
 def validation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Mean reward over held-out rollouts, and pass@k. A rollout without a reward counts as wrong, and as failed."""
+    """Mean reward over held-out rollouts, and pass@k. A rollout without a reward counts as wrong, and as failed.
+
+    The mean is an accuracy where every reward is 0 or 1; elsewhere it is `val/reward`, too, and is shown as that.
+    """
     verdicts = [verdict for group in groups for verdict in group.verdicts]
+    rewards = [verdict.reward if verdict.has_reward else 0.0 for verdict in verdicts]
+    mean = float(np.mean(rewards))
     solved = [[verdict.has_reward and verdict.reward > 0 for verdict in group.verdicts] for group in groups]
     num_rollouts = min(map(len, solved))
     fewer = (2**power for power in range(num_rollouts.bit_length()) if 2**power < num_rollouts)
     return {
-        "val/accuracy": float(np.mean([verdict.reward if verdict.has_reward else 0.0 for verdict in verdicts])),
+        "val/accuracy": mean,
+        **({} if set(rewards) <= {0.0, 1.0} else {"val/reward": mean}),
         "val/mean_length": float(np.mean([rollout.num_trained for group in groups for rollout in group.rollouts])),
         "val/failed": float(sum(not verdict.is_valid for verdict in verdicts)),
         "val/num_samples": float(len(verdicts)),

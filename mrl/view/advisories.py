@@ -130,7 +130,7 @@ RULES = (
     Advice("not_finite", "stop", "numbers of this step that are not finite", _not_finite, 0.0,
          "the loss diverged", "policy.megatron_cfg.optimizer.lr down; policy.max_grad_norm down"),
     Advice("engines_die", "stop", "engine restarts in 10 steps", _restarts, 2.0,
-         "an engine runs out of memory or crashes", "logs/exp_NNN/actors/engine-*.log; vllm_cfg.gpu_memory_utilization down"),
+         "an engine runs out of memory or crashes", "logs/exp_*/actors/engine-*.log; vllm_cfg.gpu_memory_utilization down"),
     Advice("no_signal", "stop", "groups with equal rewards, share of all, for 3 steps",
          _over("rollout/groups_without_signal", "num_prompts", steps=3), 0.99,
          "every prompt is solved or none is, or the reward is broken", "the Rollouts tab; other data; grpo.use_dynamic_sampling=true"),
@@ -151,7 +151,7 @@ RULES = (
     Advice("truncated", "look", "truncated share, 3 steps,", _mean("rollout/truncated_fraction", steps=3), 0.2,
          "answers do not end in time", "policy.generation.max_new_tokens up; grpo.overlong_filtering"),
     Advice("masked", "look", "masked share of the worst environment", _worst_masked, 0.1,
-         "its reward function fails or times out", "the Rollouts tab, filter masked; logs/exp_NNN/actors/rewards*.log"),
+         "its reward function fails or times out", "the Rollouts tab, filter masked; logs/exp_*/actors/rewards*.log, of agents gateway.log"),
     Advice("router", "look", "unused experts of the worst layer, 3 steps,", _mean("train/moe/unused_experts_worst", steps=3), 0.5,
          "the router collapses", "policy.megatron_cfg.moe_router_bias_update_rate; policy.megatron_cfg.optimizer.lr down"),
     Advice("idle", "look", "engine idle share, 5 steps,", _mean("rollout/engine_idle_fraction", steps=5), 0.5,
@@ -193,7 +193,7 @@ def silence(rows: Sequence[Row], *, silent_s: float) -> Advisory | None:
         return None
     seen = f"no new metrics for {number(silent_s)} s (above {number(limit)} s)"
     step = int(rows[-1]["step"] or 0) if rows else 0
-    return Advisory("silent", "stop", step, seen, "a rank, an engine or a reward hangs, or a start takes long", "logs/exp_NNN/actors/*.log")
+    return Advisory("silent", "stop", step, seen, "a rank, an engine or a reward hangs, or a start takes long", "logs/exp_*/actors/*.log")
 
 
 class Advisor:

@@ -240,7 +240,9 @@ def progress_lines(rows: Sequence[Row], config: Json, folder: Path, state: State
             lines.append(("time left", f"about {left}, until {end:%Y-%m-%d %H:%M %Z}"))
     saved = checkpoints_of(folder)
     lines.append(("last checkpoint", f"step {saved[-1]['step']}" if saved else "none"))
-    for what, name in (("accuracy", "val/accuracy"), ("loss", "val/val_loss"), ("loss", "val/validation-default_loss")):
+    has_rewards = any(row.get("val/reward") is not None for row in rows)
+    mean = ("reward", "val/reward") if has_rewards else ("accuracy", "val/accuracy")
+    for what, name in (mean, ("loss", "val/val_loss"), ("loss", "val/validation-default_loss")):
         points = [(int(row["step"] or 0), value) for row in rows if (value := row.get(name)) is not None]
         if points:
             text = f"{points[0][1]:.3f} at step {points[0][0]}, {points[-1][1]:.3f} at step {points[-1][0]}"

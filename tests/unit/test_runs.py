@@ -45,6 +45,16 @@ def test_runs_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert second.startswith(f"{tmp_path / 'b'} ended 1 of 3 grpo m 2 val/accuracy 0.25 -> 0.75 2")
 
 
+def test_a_mean_of_other_rewards_than_0_and_1_is_called_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = run(tmp_path / "a", 0.001, losses=(2.0, 1.5, 1.0), accuracy=0.5)
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"val/accuracy": 0.5', '"val/accuracy": 0.5, "val/reward": 0.5'))
+    (line,) = said(capsys, tmp_path)[1:]
+    assert "val/reward 0.5" in line and "accuracy" not in line
+    shown = "\n".join(said(capsys, "show", folder))
+    assert "held-out reward" in shown and "held-out accuracy" not in shown
+
+
 def test_the_story_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = run(tmp_path / "a", 0.001, 0.002, losses=(2.0, 1.5), accuracy=0.5)
     ledger = Ledger(folder / "ledger.jsonl")

@@ -67,7 +67,8 @@ def test_validation_of_several_rollouts_tells_what_the_best_of_them_does():
     failed = Verdict(1.0, False, "timeout", "", "")
     groups = [group("math", good(1.0), good(0.0), good(0.0), good(0.0)), group("math", good(0.5), good(1.0), failed, failed)]
     metrics = validation_metrics(groups)
-    assert metrics["val/accuracy"] == 2.5 / 8
+    assert metrics["val/accuracy"] == metrics["val/reward"] == 2.5 / 8
+    assert "val/reward" not in validation_metrics([group("math", good(1.0), good(0.0), failed)])
     # One and two of four rollouts have a reward.
     assert metrics["val/pass_at_1"] == (1 / 4 + 2 / 4) / 2
     assert metrics["val/pass_at_2"] == (3 / 6 + 5 / 6) / 2
