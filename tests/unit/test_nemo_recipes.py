@@ -64,7 +64,7 @@ def test_files_are_counted_by_what_they_are(outcomes: list[Outcome]):
 
 
 def test_files_that_need_a_gpu_are_counted_once():
-    gpu = ["policy.quant_cfg: training with quantised weights needs a GPU to be built honestly", "policy.fp8: training in FP8 " + NEEDS_GPU]
+    gpu = ["policy.quant_cfg: training with quantised weights is not built", "policy.fp8: training in FP8 " + NEEDS_GPU]
     found = [Outcome("a", "grpo", "megatron", "m", refused) for refused in (gpu, [*gpu, "a.b: is required"], ["a.b: is required"], [])]
     assert count_row("grpo", "megatron", found)["refused, needing a GPU"] == 2
 

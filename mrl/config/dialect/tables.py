@@ -94,7 +94,7 @@ def _foreign(title: str) -> dict[str, Foreign]:
     return found
 
 
-NEEDS_GPU = "needs a GPU to be built honestly"
+NEEDS_GPU = "is not built"
 """Reason of refusal for the keys of the table `needs_gpu`."""
 
 
