@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -171,8 +172,13 @@ def hold_port(ports: range, host: str) -> socket.socket:
         try:
             held.bind((host, port))
             return held
-        except OSError:
+        except OSError as error:
             held.close()
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise RuntimeError(
+                    f"this node's address in the Ray cluster, {host}, is that of none of its network interfaces; start "
+                    "its Ray with --node-ip-address=ADDRESS of one that the other nodes reach"
+                ) from error
     where = f"from {ports.start} to {ports.stop - 1} on {host}"
     raise RuntimeError(f"no free port {where} (cluster.master_port_range_low and _high); widen the range")
 

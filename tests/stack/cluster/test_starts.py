@@ -237,5 +237,7 @@ def test_the_store_of_ranks_is_heard_at_the_address_of_its_node_alone():
     for other in ("127.0.0.1", "127.0.0.3"):
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((other, port), timeout=HANG_S)
+    with pytest.raises(RuntimeError, match=r"192\.0\.2\.1, is that of none of its network interfaces; start its Ray"):
+        hold_port(range(0), "192.0.2.1")  # RFC 5737: nobody's
     reader = dist.TCPStore("127.0.0.2", port, is_master=False, wait_for_workers=False)
     assert dist.PrefixStore("default_pg", reader).get("key") == b"value"
