@@ -114,9 +114,9 @@ an entry is on disk before it is published | unit/conversion/test_cache.py::test
 conversion/cache.py: sync_tree(aside) >>> pass
 # confinement and graders
 a program starts no processes | unit/envs/test_confine.py::test_the_filter_of_programs
-mrl/envs/confine.py: CLONE_THREAD | CLONE_NEW, (CLONE_THREAD,), EPERM >>> CLONE_NEW, (0,), EPERM
+mrl/envs/confine.py: CLONE_THREAD, mask=CLONE_THREAD | CLONE_NEW >>> 0, mask=CLONE_NEW
 a worker without network opens no socket | hostile/test_workers.py::test_a_worker_that_is_taken_over_does_no_harm
-mrl/envs/confine.py: {"socket": EPERM, "socketpair" >>> {"socketpair"
+mrl/envs/confine.py: [NETWORK_CALLS] * has_network >>> [NETWORK_CALLS]
 a program sees no variable of its grader | unit/envs/test_code.py::test_nothing_of_the_parent_reaches_a_program
 mrl/envs/code.py: env={"TMPDIR": str(folder), **ONE_THREAD} >>> env={**os.environ, "TMPDIR": str(folder)}
 the last code block is the program | unit/envs/test_code.py::test_the_last_block_counts

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import cast
 
 from mrl.envs.confine import Allowance, Unconfined, confine_worker
+from mrl.envs.sandbox import keep_modes
 from mrl.envs.task import LENGTH_BYTES, RowFault, Score, Task, encode
 from mrl.signals import die_with_parent, shield_process
 
@@ -42,8 +43,11 @@ def main() -> None:
     module_name, _, factory_name = entry_point.partition(":")
     score: Score = getattr(importlib.import_module(module_name), factory_name)(**json.loads(options))
     # After the function is loaded: imports probe their host, and models write caches. The parent has warned if the host cannot confine.
+    allowed = cast(list[Allowance], allowances.split(","))
     with suppress(Unconfined):
-        confine_worker(tempfile.gettempdir(), cast(list[Allowance], allowances.split(",")))
+        confine_worker(tempfile.gettempdir(), allowed)
+    if not {"files", "processes"} & set(allowed):
+        keep_modes(tempfile.gettempdir())
     with socket.socket(fileno=int(socket_fd)) as connection:
         connection.sendall(encode({"is_ready": True}))
         serve(connection, score)

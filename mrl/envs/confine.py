@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Confines the caller with Landlock (files) and seccomp (system calls): programs tightly, reward workers loosely.
 
+Both may use the system calls of a list, and no others.
+
 Standard library only: PyPI's landlock is one author's alpha, and pyseccomp (last release 2021) needs a libseccomp on every host.
 It imports nothing of mrl: `mrl.envs.sandbox` loads this file by its path in a fresh interpreter, once per test.
 """
@@ -48,24 +50,71 @@ socketpair 53 199, setpriority 141 140
 """
 """Calls that are allowed by their arguments; see `_checks`."""
 
+WORKER_CALLS = """
+mincore 27 232, mlock 149 228, munlock 150 229, mlock2 325 284, mlockall 151 230, munlockall 152 231, mbind 237 235,
+get_mempolicy 239 236, set_mempolicy 238 237, pkey_alloc 330 289, pkey_free 331 290, pkey_mprotect 329 288,
+memfd_create 319 279, membarrier 324 283, preadv 295 69, pwritev 296 70, preadv2 327 286, pwritev2 328 287,
+statfs 137 43, fstatfs 138 44, getxattr 191 8, lgetxattr 192 9, fgetxattr 193 10, flistxattr 196 13, listxattr 194 11,
+llistxattr 195 12, readahead 187 213, fallocate 285 47, sync_file_range 277 84, splice 275 76, tee 276 77, vmsplice 278 75,
+creat 85 -, link 86 -, linkat 265 37, symlink 88 -, symlinkat 266 36, mknod 133 -, mknodat 259 33, signalfd 282 -,
+signalfd4 289 74, timerfd_create 283 85, timerfd_settime 286 86, timerfd_gettime 287 87, timer_create 222 107,
+timer_settime 223 110, timer_gettime 224 108, timer_getoverrun 225 109, timer_delete 226 111, epoll_create 213 -,
+epoll_pwait2 441 441, eventfd 284 -, futex_waitv 449 449, sched_getattr 315 275, sched_rr_get_interval 148 127,
+ioprio_get 252 31, accept 43 202, accept4 288 242, setsockopt 54 208, sendmmsg 307 269, recvmmsg 299 243, io_setup 206 0,
+io_submit 209 2, io_getevents 208 4, io_pgetevents 333 292, io_cancel 210 3, io_destroy 207 1, capget 125 90
+"""
+"""Calls that every reward worker may use besides those of programs: memory, time and files of its own, as far as Landlock lets it."""
+
+MODE_CALLS = """
+chmod 90 -, fchmod 91 52, fchmodat 268 53, chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54, utime 132 -, utimes 235 -,
+futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15,
+fremovexattr 199 16, flock 73 32
+"""
+"""Changes of files that Landlock does not see: of a worker with `files`, or with `processes`, as compilers make programs of files."""
+
+FILE_CALLS = """
+inotify_init 253 -, inotify_init1 294 26, inotify_add_watch 254 27, inotify_rm_watch 255 28, name_to_handle_at 303 264,
+sync 162 81, syncfs 306 267
+"""
+"""Calls that a worker with `files` may use besides."""
+
+PATH_CALLS = """
+open 2 -, openat 257 56, openat2 437 437, truncate 76 45
+"""
+"""Calls by which a file may be truncated, which Landlock sees from its third version on."""
+
 PROCESS_CALLS = """
 fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
-pidfd_send_signal 424 424
+pidfd_send_signal 424 424, pidfd_open 434 434, setpgid 109 154, setsid 112 157, sched_setattr 314 274,
+sched_setparam 142 118, sched_setscheduler 144 119, ioprio_set 251 30, personality 135 92, setuid 105 146, setgid 106 144,
+setreuid 113 145, setregid 114 143, setresuid 117 147, setresgid 119 149, setgroups 116 159, setfsuid 122 151,
+setfsgid 123 152, kill 62 129, tgkill 234 131, prlimit64 302 261, setpriority 141 140, prctl 157 167,
+sched_setaffinity 203 122, seccomp 317 277, capset 126 91, landlock_create_ruleset 444 444, landlock_add_rule 445 445,
+landlock_restrict_self 446 446
 """
-"""Calls that a worker without `processes` may not use, besides `clone`, `kill`, `tgkill` and `prlimit64` of others."""
+"""Calls that a worker with `processes` may use besides; the last ones only take rights away."""
 
-NEVER_CALLS = """
-ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, process_madvise 440 440, pidfd_getfd 438 438, kcmp 312 272,
-io_uring_setup 425 425, userfaultfd 323 282, bpf 321 280, perf_event_open 298 241, add_key 248 217, request_key 249 218, keyctl 250 219,
-unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, move_mount 429 429, open_tree 428 428, fsopen 430 430, pivot_root 155 41,
-chroot 161 51, init_module 175 105, finit_module 313 273, kexec_load 246 104, kexec_file_load 320 294, open_by_handle_at 304 265
+NETWORK_CALLS = """
+socket 41 198, socketpair 53 199, connect 42 203, bind 49 200, listen 50 201
 """
-"""Calls that no worker may use: memory of others, namespaces, and ways around this filter."""
+"""Calls that a worker with `network` may use besides."""
 
 OTHER_CALLS = """
-socket 41 198, truncate 76 45, listxattr 194 11, llistxattr 195 12, clone3 435 435, seccomp 317 277, capget 125 90, capset 126 91,
-landlock_create_ruleset 444 444, landlock_add_rule 445 445, landlock_restrict_self 446 446
+clone3 435 435
 """
+
+TABLES = (
+    PROGRAM_CALLS,
+    CHECKED_CALLS,
+    WORKER_CALLS,
+    MODE_CALLS,
+    FILE_CALLS,
+    PATH_CALLS,
+    PROCESS_CALLS,
+    NETWORK_CALLS,
+    OTHER_CALLS,
+)
+"""All calls that some process of ours may use, or is answered otherwise than by EPERM."""
 
 LAST_CALL = 450
 """The filter answers later calls, which libc may try first, as an old kernel does, so that libc falls back."""
@@ -87,8 +136,18 @@ O_ACCMODE, O_TRUNC, O_TMPFILE_BIT = 3, 0o1000, 0o20000000
 FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)
 # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: what Python asks of files that it opens.
 IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+# Of fcntl for workers: record locks, by which SQLite reads, seals of their own memory, and hints.
+WORKER_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1031, 1032, 1033, 1034, 1035, 1036, 1037, 1038)
+FILE_FCNTL = (*WORKER_FCNTL, 36, 37, 38, 1024, 1025, 1026)
+# NVIDIA's driver by the type of its calls, 0x46, and its unified memory by numbers below 256; FIGETBSZ is among these.
+GPU_IOCTL = ((0xFF00, (0x4600,)), (0xFFFFFF00, (0,)), (0xFFFFFFFF, (0x30000001, 0x30000002)))
+# Of sockets (interfaces, 0x89); of files (flags, 0x66; copies, 0x94; attributes, 0x58).
+NETWORK_IOCTL, FILE_IOCTL = (0xFF00, (0x8900,)), (0xFF00, (0x6600, 0x9400, 0x5800))
 # PR_SET_NAME and PR_GET_NAME of threads, PR_SET_VMA of allocators.
 PRCTL = (15, 16, 0x53564D41)
+# PR_GET_DUMPABLE, _GET_SECCOMP, _CAPBSET_READ, timer slack, _NO_NEW_PRIVS, huge pages.
+WORKER_PRCTL = (*PRCTL, 3, 21, 23, 29, 30, 38, 39, 41, 42)
+ALL = 0xFFFFFFFF
 AF_UNIX, SOCK_STREAM, SOCK_TYPE = 1, 1, 0xF
 PRIO_PROCESS = 0
 
@@ -100,8 +159,10 @@ RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: 1 << 13, 3: TRUNCATE, 5: 1 << 15}
 CREATE, ADD, RESTRICT, RULE_PATH, VERSION = "landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self", 1, 1
 TCP_BIND_CONNECT, SCOPE_ABSTRACT_SOCKETS, SCOPE_SIGNALS = 3, 1, 2
 
-Check = tuple[int, int, tuple[int, ...], int]
-"""Index of an argument, a mask, the allowed masked values, and the answer to all others."""
+Choice = tuple[int, tuple[int, ...]]
+"""A mask, and the values that pass behind it."""
+Check = tuple[int, tuple[Choice, ...], int]
+"""Index of an argument, choices of which one must fit, and the answer to all other values."""
 Action = int | tuple[Check, ...]
 """The answer to a system call, or the checks that its arguments must all pass."""
 
@@ -131,21 +192,44 @@ def program_actions() -> dict[str, Action]:
 
 
 def confine_worker(folder: str, allowances: Iterable[Allowance]) -> None:
-    """Forbids this process's threads for good what `allowances` omits: sockets, processes, writes outside `folder`.
+    """Forbids all threads of this process for good what neither graders need nor `allowances` names.
 
-    Threads that run already keep their file rights: Landlock cannot take them.
+    Without allowances it computes, reads, keeps time, and writes in `folder`. Threads that run already keep their file rights: Landlock
+    cannot take them.
     """
     allowed = set(allowances)
-    actions: dict[str, Action] = dict.fromkeys(call_numbers(NEVER_CALLS), EPERM)
-    if "processes" not in allowed:
-        actions |= dict.fromkeys(call_numbers(PROCESS_CALLS), EPERM) | {"clone3": ENOSYS}
-        actions |= {name: check for name, check in _checks().items() if name in ("clone", "kill", "tgkill", "prlimit64")}
-    if "network" not in allowed:
-        actions |= {"socket": EPERM, "socketpair": _checks()["socketpair"]}
     rights = 0 if "files" in allowed else _all_rights() & ~(1 | READ_FILE | READ_DIR | 1 << 15)
     # multiprocessing keeps its locks in /dev/shm.
     writable = [folder, "/dev/null", *(["/dev/shm"] if "processes" in allowed else [])]
-    _apply(rights, dict.fromkeys(writable, rights), actions, default=ALLOW, privileges=FILE_PRIVILEGES, has_network="network" in allowed)
+    grants, has_network = dict.fromkeys(writable, rights), "network" in allowed
+    _apply(rights, grants, worker_actions(allowed), default=EPERM, privileges=FILE_PRIVILEGES, has_network=has_network)
+
+
+def worker_actions(allowed: set[Allowance]) -> dict[str, Action]:
+    """The answers to the system calls of a worker with these allowances; all other calls get EPERM.
+
+    No worker shares memory, semaphores or queues by number (System V) or name (POSIX), which outlive it.
+    """
+    checks, tables = _checks(), [PROGRAM_CALLS, WORKER_CALLS]
+    has_files, has_processes, has_network = (name in allowed for name in ("files", "processes", "network"))
+    fcntl, ioctl = FILE_FCNTL if has_files or has_processes else WORKER_FCNTL, [(ALL, IOCTL), *GPU_IOCTL]
+    ioctl += [NETWORK_IOCTL] * has_network + [FILE_IOCTL] * has_files
+    checks |= {
+        "clone3": ENOSYS,
+        "fcntl": (_one_of(1, *fcntl),),
+        "ioctl": ((1, tuple(ioctl), ENOTTY),),
+        "prctl": (_one_of(0, *WORKER_PRCTL),),
+        "sched_setaffinity": (_one_of(0, 0, os.getpid()),),
+        "flock": EPERM,
+    }
+    if has_processes:
+        # In no namespace of its own.
+        checks["clone"] = (_one_of(0, 0, mask=CLONE_NEW),)
+    tables += [MODE_CALLS] * (has_files or has_processes) + [FILE_CALLS] * has_files
+    tables += [PROCESS_CALLS] * has_processes + [NETWORK_CALLS] * has_network
+    tables += [PATH_CALLS] * (has_files or landlock_abi() >= 3)
+    given = dict.fromkeys(call_numbers(*tables), ALLOW)
+    return given | {name: check for name, check in checks.items() if name not in call_numbers(*tables[2:])}
 
 
 def landlock_abi() -> int:
@@ -158,7 +242,7 @@ def filter_program(actions: Mapping[str, Action], default: int) -> bytes:
 
     Numbers of later kernels get ENOSYS, x32's EPERM; the 32-bit entry ends the process.
     """
-    numbers = call_numbers(PROGRAM_CALLS, CHECKED_CALLS, PROCESS_CALLS, NEVER_CALLS, OTHER_CALLS)
+    numbers = call_numbers(*TABLES)
     code = [_op(LOAD, 4), _op(EQUAL, AUDIT_ARCH[MACHINE], 1, 0), _op(RETURN, KILL), _op(LOAD, 0)]
     code += [_op(AT_LEAST, X32_BIT, 0, 1), _op(RETURN, EPERM), _op(AT_LEAST, LAST_CALL + 1, 0, 1), _op(RETURN, ENOSYS)]
     for name, action in actions.items():
@@ -168,10 +252,16 @@ def filter_program(actions: Mapping[str, Action], default: int) -> bytes:
             body = [_op(RETURN, action)]
         else:
             body = []
-            for index, mask, values, refusal in action:
-                # The low half of the argument: all of these are of type int. An allowed value jumps over the refusal.
-                equals = [_op(EQUAL, value, len(values) - at, 0) for at, value in enumerate(values)]
-                body += [_op(LOAD, 16 + 8 * index), _op(AND, mask), *equals, _op(RETURN, refusal)]
+            for index, choices, refusal in action:
+                length = sum(2 + len(values) for _, values in choices)
+                for mask, values in choices:
+                    # The low half of the argument: all of these are of type int. An allowed value jumps over the refusal.
+                    body += [_op(LOAD, 16 + 8 * index), _op(AND, mask)]
+                    length -= 2
+                    for value in values:
+                        body.append(_op(EQUAL, value, length, 0))
+                        length -= 1
+                body.append(_op(RETURN, refusal))
             body.append(_op(RETURN, ALLOW))
         code += [_op(EQUAL, number, 0, len(body)), *body]
     return b"".join([*code, _op(RETURN, default)])
@@ -247,21 +337,24 @@ def _checks() -> dict[str, Action]:
     # Truncating what is opened for reading needs no right of Landlock's older versions.
     flags = O_TMPFILE_BIT | O_TRUNC | O_ACCMODE
     modes = (os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_WRONLY | O_TRUNC, os.O_RDWR | O_TRUNC)
-    every = 0xFFFFFFFF
     return {
-        "open": ((1, flags, modes, EPERM),),
-        "openat": ((2, flags, modes, EPERM),),
-        "fcntl": ((1, every, FCNTL, EPERM),),
-        "ioctl": ((1, every, IOCTL, ENOTTY),),
-        "prctl": ((0, every, PRCTL, EPERM),),
-        "prlimit64": ((0, every, (0,), EPERM),),
-        "clone": ((0, CLONE_THREAD | CLONE_NEW, (CLONE_THREAD,), EPERM),),
-        "kill": ((0, every, (os.getpid(),), EPERM),),
-        "tgkill": ((0, every, (os.getpid(),), EPERM),),
+        "open": (_one_of(1, *modes, mask=flags),),
+        "openat": (_one_of(2, *modes, mask=flags),),
+        "fcntl": (_one_of(1, *FCNTL),),
+        "ioctl": (_one_of(1, *IOCTL, refusal=ENOTTY),),
+        "prctl": (_one_of(0, *PRCTL),),
+        "prlimit64": (_one_of(0, 0),),
+        "clone": (_one_of(0, CLONE_THREAD, mask=CLONE_THREAD | CLONE_NEW),),
+        "kill": (_one_of(0, os.getpid()),),
+        "tgkill": (_one_of(0, os.getpid()),),
         # asyncio wakes itself through a pair of streams, which reaches nobody else.
-        "socketpair": ((0, every, (AF_UNIX,), EPERM), (1, SOCK_TYPE, (SOCK_STREAM,), EPERM)),
-        "setpriority": ((0, every, (PRIO_PROCESS,), EPERM), (1, every, (0,), EPERM)),
+        "socketpair": (_one_of(0, AF_UNIX), _one_of(1, SOCK_STREAM, mask=SOCK_TYPE)),
+        "setpriority": (_one_of(0, PRIO_PROCESS), _one_of(1, 0)),
     }
+
+
+def _one_of(index: int, *values: int, mask: int = ALL, refusal: int = EPERM) -> Check:
+    return index, ((mask, values),), refusal
 
 
 def _op(code: int, operand: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -278,7 +371,7 @@ def call_numbers(*tables: str) -> dict[str, int]:
 
 
 def _call(name: str, *arguments: bytes | ctypes.Array[ctypes.c_char] | int | None) -> int:
-    return int(_libc().syscall(call_numbers(OTHER_CALLS)[name], *arguments))
+    return int(_libc().syscall(call_numbers(*TABLES)[name], *arguments))
 
 
 @cache

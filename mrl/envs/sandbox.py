@@ -46,7 +46,7 @@ def main() -> None:
     confine(paths.split(os.pathsep), may_escape=may_escape == "1")
     sys.setrecursionlimit(MAX_RECURSION)
     sys.set_int_max_str_digits(MAX_DIGITS)
-    os.chmod, os.utime = of_own_files(os.chmod), of_own_files(os.utime)
+    keep_modes(os.getcwd())
     os.write(int(started_fd), b"1")
     os.close(int(started_fd))
     if not function:
@@ -114,16 +114,23 @@ def confine(paths: list[str], *, may_escape: bool) -> None:
             sys.exit(str(error))
 
 
-def of_own_files(call: Callable[..., None]) -> Callable[..., None]:
-    """`call` doing nothing for the program's regular files: the kernel refuses it, and `shutil.copy` ends with it."""
-    own = os.path.realpath(os.getcwd()) + os.sep
+def keep_modes(folder: str) -> None:
+    """Lets `os.chmod` and `os.utime` do nothing in `folder`: the kernel refuses them, and `shutil.copy` ends with them."""
+    os.chmod, os.utime = of_own_files(os.chmod, folder), of_own_files(os.utime, folder)
+
+
+def of_own_files(call: Callable[..., None], folder: str) -> Callable[..., None]:
+    """`call`, which does nothing for files and folders in `folder` that the kernel refuses it."""
+    own = os.path.realpath(folder) + os.sep
 
     @functools.wraps(call)
     def instead(path: str | bytes | os.PathLike[str] | int, *arguments: object, **options: object) -> None:
         try:
             call(path, *arguments, **options)
         except PermissionError:
-            if isinstance(path, int) or not os.path.isfile(path) or not os.path.realpath(os.fsdecode(path)).startswith(own):
+            if isinstance(path, int) or not (os.path.isfile(path) or os.path.isdir(path)):
+                raise
+            if not os.path.realpath(os.fsdecode(path)).startswith(own):
                 raise
 
     return instead

@@ -25,6 +25,7 @@ from mrl.envs import confine
 from mrl.envs.task import Task
 from tests.hostile.attacks import GRADING, GROUPS, PRELUDE, READS, SHARE, programs
 from tests.hostile.benign import program as usual_programs
+from tests.hostile.calls import NEVER_CALLS
 from tests.unit.envs.pools import build_environment
 from tests.waiting import HANG_S, SOON_S
 
@@ -168,7 +169,7 @@ def outside_of(name: str, folder: Path, listener: Listener, answer: str, *, is_t
     (folder / "empty").mkdir()
     shared = Path(f"/dev/shm/mrl-hostile-{os.getpid()}-{folder.name}")
     shared.write_text(answer)
-    tables = (confine.CHECKED_CALLS, confine.PROCESS_CALLS, confine.NEVER_CALLS, confine.OTHER_CALLS)
+    tables = (*confine.TABLES, NEVER_CALLS)
     # An attack calls what this machine lacks by number -1.
     calls = dict.fromkeys((row.split()[0] for table in tables for row in table.split(",")), -1) | confine.call_numbers(*tables)
     outside = Outside(

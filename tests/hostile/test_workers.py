@@ -29,8 +29,14 @@ DEEDS = {
     **dict.fromkeys(("connect", "datagram", "packet"), "network"),
     **dict.fromkeys(("run", "fork", "kill"), "processes"),
     **dict.fromkeys(("write", "delete", "link"), "files"),
-    **dict.fromkeys(("memory", "environment"), ""),
+    **dict.fromkeys(("mode", "time", "attribute", "lock"), "files"),
+    **dict.fromkeys(("niceness", "affinity", "scheduler"), "processes"),
+    **dict.fromkeys(("memory", "environment", "semaphores", "shared memory", "messages"), ""),
 }
+CHANGES = ("write", "delete", "mode", "time", "attribute", "lock")
+"""Deeds to a file that is there."""
+REACHING = ("kill", "niceness", "affinity", "scheduler")
+"""Deeds to this process, which as root's the kernel refuses to a worker without its privileges."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,7 @@ def target(deed: str, folder: Path, listener: socket.socket) -> str:
     (folder / "victim").write_text("untouched")
     if deed in ("connect", "packet"):
         return str(listener.getsockname()[1])
-    return "1" if deed == "kill" else str(folder / ("victim" if deed in ("write", "delete") else "new"))
+    return "1" if deed == "kill" else str(folder / ("victim" if deed in CHANGES else "new"))
 
 
 def do(pool: Pool, deed: str, folder: Path) -> tuple[Verdict, list[str], bool]:
@@ -79,7 +85,7 @@ def test_a_worker_that_is_taken_over_does_no_harm(deed: str, pools: dict[str, Po
     assert (tmp_path / "victim").read_text() == "untouched" and not heard
 
 
-@pytest.mark.parametrize("deed", [deed for deed, allow in DEEDS.items() if allow and deed != "kill"])
+@pytest.mark.parametrize("deed", [deed for deed, allow in DEEDS.items() if allow and deed not in REACHING])
 def test_what_the_config_allows_works(deed: str, pools: dict[str, Pool], tmp_path: Path):
     pool = pools[DEEDS[deed]]
     if deed == "run":
@@ -95,6 +101,11 @@ def test_what_the_config_allows_works(deed: str, pools: dict[str, Pool], tmp_pat
 
 def test_a_worker_computes_reads_and_writes_its_own_folder(pools: dict[str, Pool]):
     assert [pool.score([Task(("work",))])[0].reward for pool in pools.values()] == [1.0] * 4
+
+
+def test_libraries_of_graders_work_in_a_worker_that_is_confined(pools: dict[str, Pool]):
+    (verdict,) = pools[""].score([Task(("libraries",))])
+    assert verdict.reward == 1.0, verdict.reason
 
 
 @pytest.mark.attack(SHARE)

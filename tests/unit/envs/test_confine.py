@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from mrl.envs import confine
+from tests.hostile.calls import NEVER_CALLS
 
-TABLES = (confine.PROGRAM_CALLS, confine.CHECKED_CALLS, confine.PROCESS_CALLS, confine.NEVER_CALLS, confine.OTHER_CALLS)
+TABLES = (*confine.TABLES, NEVER_CALLS)
 HEADERS = {"x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), "aarch64": Path("/usr/include/asm-generic/unistd.h")}
 ALLOWED, REFUSED, UNKNOWN, NO_DEVICE, KILLED = 0x7FFF0000, 0x00050001, 0x00050026, 0x00050019, 0x80000000
 
@@ -93,6 +94,69 @@ def test_the_filter_of_programs(machine: str, arch: int, monkeypatch: pytest.Mon
     assert decide(code, numbers["read"], arch=0x40000003) == KILLED  # the 32-bit entry
     assert decide(code, 0x40000000, arch=arch) == REFUSED  # x32
     assert decide(code, 463, arch=arch) == UNKNOWN
+
+
+# What it needs of a worker's allowances (None: nothing gives it), a call, and its arguments.
+WORKER_CASES = [
+    ("", "mmap", ()),
+    ("", "memfd_create", ()),
+    ("", "fcntl", (3, 6)),
+    ("", "ioctl", (3, 0x5401)),
+    ("", "ioctl", (3, 0xC0204627)),  # NVIDIA's driver
+    ("", "ioctl", (3, 0x30000001)),
+    ("", "clone", (0x3D0F00,)),
+    ("", "kill", (os.getpid(),)),
+    ("", "sched_setaffinity", (0,)),
+    ("", "setpriority", (0, 0)),
+    ("processes", "clone", (17,)),
+    ("processes", "kill", (1,)),
+    ("processes", "setpriority", (0, 1)),
+    ("processes", "sched_setaffinity", (1,)),
+    ("processes", "ioprio_set", (1, 1)),
+    ("processes", "prlimit64", (1,)),
+    ("processes", "execve", ()),
+    ("processes files", "fchmodat", ()),
+    ("processes files", "utimensat", ()),
+    ("processes files", "setxattr", ()),
+    ("processes files", "flock", ()),
+    ("files", "inotify_add_watch", ()),
+    ("network", "socket", (2, 1)),
+    ("network", "connect", ()),
+    ("network", "socketpair", (1, 2)),
+    (None, "fcntl", (3, 8)),  # F_SETOWN
+    (None, "clone", (0x10000000 | 17,)),  # CLONE_NEWUSER
+    (None, "ptrace", ()),
+    (None, "shmget", ()),
+    (None, "mq_open", ()),
+    (None, "keyctl", ()),
+    (None, "unshare", ()),
+    (None, "io_uring_setup", ()),
+]
+ALLOWANCES = [set(), {"network"}, {"processes"}, {"files"}, {"network", "processes", "files"}]
+
+
+@pytest.mark.parametrize("allowed", ALLOWANCES, ids=lambda allowed: ",".join(sorted(allowed)) or "none")
+@pytest.mark.parametrize(("machine", "arch"), [("x86_64", 0xC000003E), ("aarch64", 0xC00000B7)])
+def test_the_filter_of_workers(machine: str, arch: int, allowed: set, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(confine, "MACHINE", machine)
+    numbers = confine.call_numbers(*TABLES)
+    code = confine.filter_program(confine.worker_actions(allowed), confine.EPERM)
+    for needed, name, arguments in WORKER_CASES:
+        is_allowed = needed is not None and (not needed or bool(allowed & {*needed.split()}))
+        assert decide(code, numbers[name], *arguments, arch=arch) == (ALLOWED if is_allowed else REFUSED), (name, arguments)
+    assert decide(code, numbers["ioctl"], 3, 0x5412, arch=arch) == NO_DEVICE  # TIOCSTI types into a terminal
+    assert (decide(code, numbers["ioctl"], 3, 0x40086602, arch=arch) == ALLOWED) == ("files" in allowed)  # FS_IOC_SETFLAGS
+
+
+@pytest.mark.parametrize("abi", [0, 2, 3])
+def test_a_file_is_not_truncated_where_landlock_does_not_see_it(abi: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(confine, "landlock_abi", lambda: abi)
+    numbers, arch = confine.call_numbers(*TABLES), confine.AUDIT_ARCH[confine.MACHINE]
+    code = confine.filter_program(confine.worker_actions(set()), confine.EPERM)
+    answers = {decide(code, numbers["openat"], 3, 0, os.O_RDONLY | os.O_TRUNC, arch=arch)}
+    answers |= {decide(code, numbers[name], arch=arch) for name in ("truncate", "openat2")}
+    assert answers == {ALLOWED if abi >= 3 else REFUSED}
+    assert decide(code, numbers["openat"], 3, 0, os.O_RDWR | os.O_CREAT | os.O_TRUNC, arch=arch) == ALLOWED
 
 
 def test_another_machine_confines_nothing(monkeypatch: pytest.MonkeyPatch):
