@@ -79,15 +79,6 @@ def _put_aside(path: Path, prefix: str) -> Path:
     return aside
 
 
-def remove_any(path: Path) -> None:
-    """Removes a folder, or what stands in its place, as far as it can."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
-
-
 def make_folder(path: Path) -> None:
     """Makes a private folder, and those above it. One that is there keeps its mode. TimeoutError: as `write_atomic`."""
     within(WRITE_TIMEOUT_S, f"mkdir of {path}", path.mkdir, mode=0o700, parents=True, exist_ok=True)

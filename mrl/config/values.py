@@ -32,12 +32,8 @@ MAX_CHARACTERS = 1 << 20
 MAX_EXPRESSION = 2000
 """Characters of a value with an interpolation in it. The grammar of interpolations takes seconds for more."""
 
-_ABSENT = object()
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _REFERENCE_OR_SELECT = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)")
-_WORD = re.compile(r"[A-Za-z_][\w.]*")
-_INDIRECT = re.compile(r"\$\{\s*\.|\$\{[^{}:]*\$\{|\[")
-"""A reference that is relative, has another inside its name, or an index."""
 _NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{0,30})?([eE][-+]?\d{1,3})?")
 
 _MESSAGES = {

@@ -26,11 +26,8 @@ class EngineNodes:
     port: int
 
 
-def engine_environment(*, has_gpu: bool, num_threads: int = 1) -> dict[str, str]:
-    """Variables that vLLM and torch must find when an engine process starts, by name.
-
-    `num_threads` is the size of torch's thread pool in each engine worker on CPU hosts.
-    """
+def engine_environment(*, has_gpu: bool) -> dict[str, str]:
+    """Variables that vLLM and torch must find when an engine process starts, by name."""
     common = {
         **device_variables(has_gpu=has_gpu),
         # The engine core lives in the actor, so that refits and aborts happen between two of its steps.
@@ -52,7 +49,7 @@ def engine_environment(*, has_gpu: bool, num_threads: int = 1) -> dict[str, str]
         "VLLM_CPU_ATTN_SPLIT_KV": "0",
         # Binding workers to NUMA nodes refuses more workers than nodes.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(num_threads),
+        "OMP_NUM_THREADS": "1",
         # The n-gram proposer's pool is OpenMP's, too: with a thread a core, each of torch's operations waits for them all.
-        "NUMBA_NUM_THREADS": str(num_threads),
+        "NUMBA_NUM_THREADS": "1",
     }
