@@ -1,28 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as a Kubernetes Indexed Job: one pod per node, each with all its GPUs, the head found by a headless service."""
+"""A run as a Kubernetes Indexed Job: one pod per node, each with all GPUs of its node, the head found by a headless service."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from string import Template
 
 import yaml
 
 NAME, MAX_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?"), 63
 SIZE = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTP]i|[kMGTP])?")
-GPU, EFA = "nvidia.com/gpu", "vpc.amazonaws.com/efa"
-SECRET_KEY = "token"
-
-NETWORK = {
-    "NCCL_DEBUG": "WARN",
-    "NCCL_SOCKET_IFNAME": "^lo,docker,veth,eni",
-    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "7200",
-    "NCCL_TIMEOUT": "7200",
-    # Workers of large images take minutes to import their libraries.
-    "RAY_worker_register_timeout_seconds": "1800",
-}
 EFA_NETWORK = {
     "NCCL_NET_PLUGIN": "ofi",
     "FI_PROVIDER": "efa",
@@ -30,6 +20,76 @@ EFA_NETWORK = {
     "FI_EFA_FORK_SAFE": "1",
     "RDMAV_FORK_SAFE": "1",
 }
+
+# Nodes look for the head before it is ready. Workers of large images take minutes to import their libraries. Memory of the
+# network card is pinned; nothing else of the host is needed. Capabilities do not reach the image's own user, who can read
+# neither the mounted token nor most claims.
+MANIFEST = """
+apiVersion: v1
+kind: Service
+metadata: {name: $name, namespace: $namespace, labels: {app: $name}}
+spec:
+  clusterIP: None
+  selector: {app: $name}
+  publishNotReadyAddresses: true
+  ports: [{name: ray, port: 6379}]
+---
+apiVersion: batch/v1
+kind: Job
+metadata: {name: $name, namespace: $namespace, labels: {app: $name}}
+spec:
+  completionMode: Indexed
+  completions: $num_nodes
+  parallelism: $num_nodes
+  backoffLimit: 0
+  template:
+    metadata: {labels: {app: $name}}
+    spec:
+      restartPolicy: Never
+      subdomain: $name
+      hostNetwork: true
+      dnsPolicy: ClusterFirstWithHostNet
+      terminationGracePeriodSeconds: 600
+      nodeSelector: $node_selector
+      tolerations: [{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]
+      affinity:
+        podAntiAffinity:
+          requiredDuringSchedulingIgnoredDuringExecution:
+          - labelSelector: {matchLabels: {app: $name}}
+            topologyKey: kubernetes.io/hostname
+      containers:
+      - name: trainer
+        image: $image
+        securityContext: {runAsUser: 0, capabilities: {add: [IPC_LOCK, SYS_RESOURCE]}}
+        command: [/bin/bash, /opt/mrl/scripts/ray_node.sh]
+        env:
+        - {name: COMMAND, value: $command}
+        - {name: NUM_NODES, value: "$num_nodes"}
+        - {name: GPUS_PER_NODE, value: "$gpus_per_node"}
+        - {name: UNITS_PER_NODE, value: "$slots_per_node"}
+        - {name: HEAD_HOST, value: $head}
+        - {name: RAY_TOKEN_FILE, value: /run/secrets/ray/token}
+        - {name: HF_HOME, value: $hub}
+        - {name: HF_DATASETS_CACHE, value: $datasets}
+        - {name: NCCL_DEBUG, value: WARN}
+        - {name: NCCL_SOCKET_IFNAME, value: "^lo,docker,veth,eni"}
+        - {name: TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, value: "7200"}
+        - {name: NCCL_TIMEOUT, value: "7200"}
+        - {name: RAY_worker_register_timeout_seconds, value: "1800"}
+        $efa_variables
+        - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: $hub_secret, key: token, optional: true}}}
+        resources:
+          limits: {nvidia.com/gpu: "$gpus_per_node", $efa_devices memory: $memory}
+          requests: {nvidia.com/gpu: "$gpus_per_node", $efa_devices memory: $memory, cpu: "$cpus"}
+        volumeMounts:
+        - {name: shared, mountPath: $mount_path}
+        - {name: shm, mountPath: /dev/shm}
+        - {name: ray-token, mountPath: /run/secrets/ray, readOnly: true}
+      volumes:
+      - {name: shared, persistentVolumeClaim: {claimName: $claim}}
+      - {name: shm, emptyDir: {medium: Memory, sizeLimit: $shared_memory}}
+      - {name: ray-token, secret: {secretName: $join_secret, items: [{key: token, path: token}], defaultMode: 256}}
+"""
 
 
 @dataclass(frozen=True)
@@ -71,85 +131,21 @@ def in_bytes(size: str) -> float:
 
 
 def render(job: KubernetesJob) -> str:
-    """The service by which nodes find the head, and the job; with commands in a comment that create needed secrets."""
-    labels = {"app": job.name}
-    metadata = {"name": job.name, "namespace": job.namespace, "labels": labels}
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata,
-        # Nodes look for the head before it is ready.
-        "spec": {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True, "ports": [{"name": "ray", "port": 6379}]},
-    }
-    join_secret, hub_secret = f"{job.name}-ray", f"{job.name}-hf"
-    indexed = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": metadata,
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": job.num_nodes,
-            "parallelism": job.num_nodes,
-            "backoffLimit": 0,
-            "template": {"metadata": {"labels": labels}, "spec": _pod(job, labels, join_secret, hub_secret)},
-        },
-    }
+    """The service by which nodes find the head, and the job; with commands in a comment that create the secrets they need."""
+    places = {"hub": f"{job.mount_path}/huggingface", "datasets": f"{job.mount_path}/huggingface/datasets"}
+    names = {"head": f"{job.name}-0.{job.name}", "join_secret": f"{job.name}-ray", "hub_secret": f"{job.name}-hf"}
+    node_selector = {"node.kubernetes.io/instance-type": job.instance_type} if job.instance_type else {}
+    # JSON is YAML, whatever signs a value has.
+    values = {name: json.dumps(value) for name, value in (asdict(job) | places | names | {"node_selector": node_selector}).items()}
+    values |= {"command": json.dumps(shlex.join(job.command)), "efa_variables": "", "efa_devices": ""}
+    if job.num_efa:
+        values["efa_devices"] = f'vpc.amazonaws.com/efa: "{job.num_efa}",'
+        values["efa_variables"] = "\n        ".join(f'- {{name: {name}, value: "{value}"}}' for name, value in EFA_NETWORK.items())
+    manifests = yaml.safe_load_all(Template(MANIFEST).substitute(values))
     create = f"kubectl -n {job.namespace} create secret generic"
     head = (
-        f"# Before: {create} {join_secret} --from-literal={SECRET_KEY}=$(openssl rand -hex 32)\n"
-        f"# For gated models: {create} {hub_secret} --from-literal={SECRET_KEY}=HF_TOKEN\n"
+        f"# Before: {create} {job.name}-ray --from-literal=token=$(openssl rand -hex 32)\n"
+        f"# For gated models: {create} {job.name}-hf --from-literal=token=HF_TOKEN\n"
         f"# Logs: kubectl -n {job.namespace} logs -f -l app={job.name},batch.kubernetes.io/job-completion-index=0\n"
     )
-    # JSON knows no references, so YAML writes no anchors for values that occur twice.
-    return head + yaml.safe_dump_all(json.loads(json.dumps([service, indexed])), sort_keys=False, width=140)
-
-
-def _pod(job: KubernetesJob, labels: dict[str, str], join_secret: str, hub_secret: str) -> dict[str, object]:
-    same_node = {"labelSelector": {"matchLabels": labels}, "topologyKey": "kubernetes.io/hostname"}
-    devices = {GPU: job.gpus_per_node} | ({EFA: job.num_efa} if job.num_efa else {})
-    resources = {name: str(count) for name, count in devices.items()} | {"memory": job.memory}
-    variables = {
-        "COMMAND": shlex.join(job.command),
-        "NUM_NODES": str(job.num_nodes),
-        "GPUS_PER_NODE": str(job.gpus_per_node),
-        "UNITS_PER_NODE": str(job.slots_per_node),
-        "HEAD_HOST": f"{job.name}-0.{job.name}",
-        "RAY_TOKEN_FILE": f"/run/secrets/ray/{SECRET_KEY}",
-        "HF_HOME": f"{job.mount_path}/huggingface",
-        "HF_DATASETS_CACHE": f"{job.mount_path}/huggingface/datasets",
-        **NETWORK,
-        **(EFA_NETWORK if job.num_efa else {}),
-    }
-    hub_token = {"secretKeyRef": {"name": hub_secret, "key": SECRET_KEY, "optional": True}}
-    container = {
-        "name": "trainer",
-        "image": job.image,
-        # Memory of the network card is pinned; nothing else of the host is needed. Capabilities do not reach the image's own user, who
-        # can read neither the mounted token nor most claims.
-        "securityContext": {"runAsUser": 0, "capabilities": {"add": ["IPC_LOCK", "SYS_RESOURCE"]}},
-        "command": ["/bin/bash", "/opt/mrl/scripts/ray_node.sh"],
-        "env": [*({"name": name, "value": value} for name, value in variables.items()), {"name": "HF_TOKEN", "valueFrom": hub_token}],
-        "resources": {"limits": resources, "requests": resources | {"cpu": str(job.cpus)}},
-        "volumeMounts": [
-            {"name": "shared", "mountPath": job.mount_path},
-            {"name": "shm", "mountPath": "/dev/shm"},
-            {"name": "ray-token", "mountPath": "/run/secrets/ray", "readOnly": True},
-        ],
-    }
-    token_file = {"secretName": join_secret, "items": [{"key": SECRET_KEY, "path": SECRET_KEY}], "defaultMode": 0o400}
-    return {
-        "restartPolicy": "Never",
-        "subdomain": job.name,
-        "hostNetwork": True,
-        "dnsPolicy": "ClusterFirstWithHostNet",
-        "terminationGracePeriodSeconds": 600,
-        "nodeSelector": {"node.kubernetes.io/instance-type": job.instance_type} if job.instance_type else {},
-        "tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}],
-        "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [same_node]}},
-        "containers": [container],
-        "volumes": [
-            {"name": "shared", "persistentVolumeClaim": {"claimName": job.claim}},
-            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": job.shared_memory}},
-            {"name": "ray-token", "secret": token_file},
-        ],
-    }
+    return head + yaml.safe_dump_all(manifests, sort_keys=False, width=140)
