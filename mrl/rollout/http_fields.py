@@ -74,7 +74,9 @@ def printable(text: str) -> str:
 
 @cache
 def _adapters(kind: type[BaseModel]) -> dict[str, TypeAdapter[Any]]:
-    return {name: TypeAdapter(Annotated[field.annotation, field]) for name, field in kind.model_fields.items()}
+    fields = kind.model_fields.items()
+    # Annotations that are known at run time alone.
+    return {name: TypeAdapter(Annotated[field.annotation, field]) for name, field in fields}  # pyright: ignore[reportInvalidTypeForm, reportArgumentType]
 
 
 def _mistake_of(name: str, value: object, adapter: TypeAdapter[Any]) -> str:
