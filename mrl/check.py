@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from typing import TypeVar
 
 from mrl.cluster.daemons import obstacles_of
 from mrl.config.dialect.translate import Migration
-from mrl.config.errors import ConfigError, NotKnown, Unchecked, Unprovided
+from mrl.config.errors import ConfigError, NotKnown, Problem, told
 from mrl.config.files import find_config
 from mrl.config.load import changes_since, read_run
 from mrl.config.model import find_missing_weights, find_wrong_weights, with_cached_folders
@@ -44,8 +43,6 @@ NEVER_SEEN = (
     "values of weights, of which only the files' headers are read; what own functions do; ports, other hosts and the network",
     "GPUs and drivers, which `python -m mrl.doctor` looks at",
 )
-MODEL_KEY = re.compile(r"[\w., ]*\bmodel_name=")
-"""Beginning of the problem of a model that is not known."""
 WIDTH = 14
 
 
@@ -110,7 +107,7 @@ class Checked:
     config: RunConfig | None
     """None if not even the algorithm is known. Reading a value that is not known raises NotKnown."""
     migration: Migration
-    problems: list[str]
+    problems: list[Problem]
     path: Path | None = None
     doubts: Sequence[str] = ()
     """Values that are probably slips."""
@@ -120,25 +117,26 @@ class Checked:
     """Parts of data, model and run folder that nobody looked at."""
 
     @property
-    def refused(self) -> list[str]:
+    def refused(self) -> list[Problem]:
         """Faults of the config itself."""
-        return [problem for problem in self.problems if not isinstance(problem, Unprovided)]
+        return [problem for problem in self.problems if problem.kind == "refused"]
 
     @property
-    def unchecked(self) -> list[str]:
+    def unchecked(self) -> list[Problem]:
         """Rules that could not be applied, and what they lack."""
-        return [problem for problem in self.problems if isinstance(problem, Unchecked)]
+        return [problem for problem in self.problems if problem.kind == "not checked"]
 
     @property
     def unknown_models(self) -> list[str]:
         """A line that names the models without a config.json here, if there are any."""
-        lacking = [str(problem).partition(": ")[0] for problem in self.unchecked if MODEL_KEY.match(problem)]
+        unread = [problem for problem in self.unchecked if problem.key.endswith("model_name") and problem.value is not None]
+        lacking = [f"{problem.key}={problem.value}" for problem in unread]
         return [f"the model: no config.json of {', '.join(lacking)} is here, which says what it can run"] if lacking else []
 
     @property
-    def provided(self) -> list[str]:
+    def provided(self) -> list[Problem]:
         """Files and disks that this machine lacks, though no rule needs them."""
-        return [problem for problem in self.problems if isinstance(problem, Unprovided) and not isinstance(problem, Unchecked)]
+        return [problem for problem in self.problems if problem.kind == "to be provided"]
 
 
 def examine(
@@ -173,7 +171,7 @@ def examine_config(
     problems += _known(lambda: find_wrong_weights(config), [])
     if not to_evaluate:
         lost = _known(lambda: find_lost_run(Path(config.checkpointing.checkpoint_dir)), None)
-        problems += [*find_few_rows(config), *([lost] if lost else [])]
+        problems += [*(told(text, "rows") for text in find_few_rows(config)), *([told(lost, "run-folder")] if lost else [])]
     look = _known(lambda: look_at_inputs(config, is_strict=is_strict, to_evaluate=to_evaluate), Look())
     lacks, slower = _known(lambda: look_at_environment(config), ([], []))
     problems = list(dict.fromkeys([*problems, *lacks, *look.problems]))
@@ -184,7 +182,7 @@ def examine_config(
             here = local_gpu() if gpu is None else None
             return replace(checked, prediction=prediction(config, gpu or here, local_memory() if here else None))
         except ValueError as error:
-            problems.append(str(error))
+            problems.append(told(error, "memory"))
     return checked
 
 
@@ -196,7 +194,7 @@ def _known(step: Callable[[], Found], default: Found) -> Found:
         return default
 
 
-def look_at_environment(config: RunConfig) -> tuple[list[str], list[str]]:
+def look_at_environment(config: RunConfig) -> tuple[list[Problem], list[str]]:
     """Reasons why this host's installation would be refused at a start, and the kernels that it lacks.
 
     A host without GPUs says nothing of a run on GPUs: it is a login node.
@@ -209,7 +207,7 @@ def look_at_environment(config: RunConfig) -> tuple[list[str], list[str]]:
     except ValueError as error:
         fault = str(error)
     if faults := [*([fault] if fault is not None else []), *obstacles_of(config)]:
-        return [Unprovided(fault) for fault in faults], []
+        return [told(fault, "machine", "to be provided") for fault in faults], []
     return [], [text] if gpus and (text := describe_missing(missing_kernels())) else []
 
 
@@ -232,7 +230,7 @@ def check_run(
 
 def tell(checked: Checked, *, to_evaluate: bool = False, strict: bool = False) -> int:
     """Logs the findings of a check, and returns the exit code."""
-    groups: dict[str, Sequence[str]] = {}
+    groups: dict[str, Sequence[Problem | str]] = {}
     if checked.path is not None:
         described = [] if checked.config is None else describe_run(checked.config)
         groups[f"Config: {checked.path}"] = [*described, *([checked.prediction] if checked.prediction else [])]
@@ -252,7 +250,7 @@ def tell(checked: Checked, *, to_evaluate: bool = False, strict: bool = False) -
         groups[f"Behaves differently from NeMo RL: {len(different)}"] = different
     for title, lines in groups.items():
         logger.info("%s", title)
-        for line in "\n".join(lines).splitlines():
+        for line in "\n".join(map(str, lines)).splitlines():
             logger.info("  %s", line)
     return 2 if checked.refused or (strict and checked.problems) else 0
 

@@ -107,8 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config, migration = load_run(find_config(target.config), [*model, *overrides], to_evaluate=True, secrets=options.secrets)
             migration.log()
             check_evaluation(config, problems := Problems(config))
-            if problems.texts:
-                raise ConfigError(problems.texts)
+            if problems.merged:
+                raise ConfigError(problems.merged)
             config = with_template_date(check_start(config, trains=False))
             data = load_prompts(config)
             folder = Path(config.eval.save_path or Path(config.checkpointing.checkpoint_dir) / "evaluations").absolute()

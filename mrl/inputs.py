@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from mrl.config.errors import ConfigError, Unchecked, Unprovided
+from mrl.config.errors import ConfigError, Problem, told
 from mrl.config.model import is_hub_id
 from mrl.config.rules.data import is_agent
 from mrl.config.schema.data import DatasetConfig
@@ -41,7 +41,7 @@ REPLIES = {"math": "\\boxed{{{answer}}}", "mcqa": "Answer: {answer}\n\\boxed{{{a
 class Look:
     """The complaints about the data of a run."""
 
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
     """Parts of the data that nobody looked at."""
@@ -64,7 +64,7 @@ def look_at_inputs(config: RunConfig, *, is_strict: bool, to_evaluate: bool) -> 
         try:
             check_loggers(config.logger)
         except ValueError as error:
-            look.problems.append(Unprovided(str(error)))
+            look.problems.append(told(error, "loggers", "to be provided"))
     if to_evaluate or not os.path.isdir(config.checkpointing.checkpoint_dir):
         return look
     from mrl.store.resuming import look_at_folder
@@ -86,9 +86,8 @@ def look_at_data(config: RunConfig, *, is_strict: bool) -> Look:
         if not is_here(dataset, setting=key):
             look.unseen.append(f"{key}: the rows of {dataset.source}, which is not on this machine")
             if is_hub_id(dataset.source):
-                look.problems.append(
-                    Unprovided(f"{key}: the data set {dataset.source} is not in the local Hugging Face cache; a start downloads it")
-                )
+                rule = f"the data set {dataset.source} is not in the local Hugging Face cache"
+                look.problems.append(Problem("data/cache", key, None, rule, "a start downloads it", "to be provided"))
         elif lacks:
             look.unseen.append(f"{key}: the rows of {dataset.source}, without {lacks[0]}")
         else:
@@ -111,7 +110,8 @@ def tokenizer_of(config: RunConfig, look: Look) -> PreTrainedTokenizerBase | Non
         look.unseen.append(f"{what}: the tokenizer {name} is not on this machine")
         return None
     if not any(os.path.isfile(Path(name) / file) for file in TOKENIZERS):
-        look.problems.append(Unprovided(f"{key}={name}: no tokenizer in this folder; put it there, or give the folder of the model's"))
+        rule, way_out = "no tokenizer in this folder", "put it there, or give the folder of the model's"
+        look.problems.append(Problem("tokenizer/files", key, name, rule, way_out, "to be provided"))
         return None
     from mrl.data.chat import load_tokenizer, use_chat_template
     from mrl.data.prompts import sampling_params
@@ -124,10 +124,11 @@ def tokenizer_of(config: RunConfig, look: Look) -> PreTrainedTokenizerBase | Non
         if config.has_engines:
             sampling_params(config.policy, tokenizer)
     except ImportError as error:
-        look.problems.append(Unchecked(f"{key}={name}: its chat template; this machine lacks a library: {error}"))
+        rule, way_out = "its chat template", f"this machine lacks a library: {error}"
+        look.problems.append(Problem("tokenizer/template", key, name, rule, way_out, "not checked"))
         return None
     except ValueError as error:
-        look.problems.append(str(error))
+        look.problems.append(told(error, "tokenizer"))
         return None
     return tokenizer
 
@@ -177,7 +178,7 @@ def _read_all(config: RunConfig, look: Look) -> None:
     except ConfigError as error:
         look.problems += error.problems
     except ValueError as error:
-        look.problems.append(str(error))
+        look.problems.append(told(error, "data"))
 
 
 def _look_at_sets(
@@ -210,7 +211,7 @@ def _look_at_rows(
         chosen = _spread(reader.files)
         ids, positions, left_out = sort_out(replace(reader, files=chosen), Names(), spool, read)
     except ValueError as error:
-        return Look([] if only_judge else [str(error)])
+        return Look([] if only_judge else [told(error, "data")])
     logging.disable(logging.CRITICAL)  # math-verify warns of what the run's pool takes care of
     judged = _judge(name, config, dict(zip(positions, ids, strict=True)), spool) if config.has_engines else look
     logging.disable(logging.NOTSET)
@@ -218,9 +219,10 @@ def _look_at_rows(
         return judged
     is_whole = len(chosen) == len(reader.files) and all(found.is_whole for found in excerpts.values())
     refused, said = complaints(left_out, name, config.data, is_whole=is_whole)
-    look.problems, look.doubts = refused, said
+    look.problems, look.doubts = [told(text, "data/rows") for text in refused], said
     if is_whole and not ids and not refused:
-        look.problems.append(f"{name} has no rows" + (" that can be used" if left_out.num_rows else ""))
+        text = f"{name} has no rows" + (" that can be used" if left_out.num_rows else "")
+        look.problems.append(told(text, "data/rows"))
     if config.has_engines:
         look.add(judged)
     if not is_whole:
@@ -282,7 +284,8 @@ def _look_at_agents_row(name: str, row: Rendered, config: RunConfig, look: Look)
     chooses = isinstance(request, dict) and request.get("tools") and request.get("tool_choice") in (None, "auto")
     if chooses and not has_parser:
         rule = f"rows of {row.env_name} have tools, and engines refuse requests with tools"
-        look.problems.append(f"{name}: {rule}; leave {generation}.enable_auto_tools out, or set it to true")
+        way_out = f"leave {generation}.enable_auto_tools out, or set it to true"
+        look.problems.append(told(f"{name}: {rule}; {way_out}", "data/tools"))
 
 
 def _score(env_name: str, config: RunConfig, look: Look) -> Score | None:
@@ -296,7 +299,7 @@ def _score(env_name: str, config: RunConfig, look: Look) -> Score | None:
     except (ImportError, OSError, RuntimeError) as error:
         look.unseen.append(f"expected answers of env.{env_name}: {error}")
     except ValueError as error:
-        look.problems.append(f"env.{env_name}: {error}")
+        look.problems.append(told(f"env.{env_name}: {error}", "environments"))
     return None
 
 

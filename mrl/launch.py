@@ -20,7 +20,6 @@ from pathlib import Path
 
 from mrl import env
 from mrl.check import examine
-from mrl.config.errors import Unchecked
 from mrl.config.files import find_config
 from mrl.config.load import has_automatic_gpus, load_config
 from mrl.config.model import with_cached_folders
@@ -147,7 +146,7 @@ def check_nodes(config: RunConfig, options: argparse.Namespace) -> list[str]:
             f"of --instance-type {options.instance_type}, which has {node.num_gpus} GPUs and {node.memory_gib} GiB"
         )
     gpu, local = GPUS[node.gpu] if node else None, with_cached_folders(config)
-    if not config.cluster.gpus_per_node or any(isinstance(problem, Unchecked) for problem in find_problems(local)):
+    if not config.cluster.gpus_per_node or any(problem.kind == "not checked" for problem in find_problems(local)):
         return ["Memory is not compared with the nodes: the run has no GPUs, or the config.json of its model is not on this host"]
     try:
         said = prediction(local, gpu, limit)
@@ -298,7 +297,7 @@ def _runs(
 def _run_checked(run: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> None:
     """Runs a command for a config that a start would not refuse; ValueError: it would."""
     if refused := examine(options.config, options.overrides).refused:
-        raise ValueError("; ".join([*refused, f"python -m mrl.train {options.config} ... --check says more"]))
+        raise ValueError("; ".join([*map(str, refused), f"python -m mrl.train {options.config} ... --check says more"]))
     run(options)
 
 

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems of a config: their texts and keys, the error that raises them, and values that they leave unknown."""
+"""Problems of a config as data, the error that raises them, and values that they leave unknown."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
+from mrl.config.schema.run import KEYS
 from mrl.env import is_hidden
 from mrl.phases import ModelName
 
 Config = TypeVar("Config")
+Kind = Literal["refused", "to be provided", "not checked"]
 
 REDACTED = "<redacted>"
 COMMAND_LINE = "command line"
@@ -21,24 +23,80 @@ COMMAND_LINE = "command line"
 _MENTIONED = re.compile(r"\b[a-z_]+(?:\.\w+)+(?==)")
 _PART = re.compile(r"[^.\[\]]+")
 _KEY_OF_POLICY = re.compile(r"(?<![\w./=-])policy\.")
+_PLACE = re.compile(r"(.+?):(\d+)(?=,|$)")
 
 
-class Unprovided(str):
-    """A problem with this machine, not with the config: a file, a folder or a disk is still to be provided."""
+@dataclass(frozen=True)
+class Problem:
+    """A fault of a config, its files or this machine. `str` gives what users read: `key=value: rule; way out`."""
+
+    id: str = field(compare=False)
+    """Stable name of the rule: its group and the key of the schema, such as `batches/grpo.num_prompts_per_step`."""
+    key: str
+    """The key as it was written; "" if the fault is none of a key."""
+    value: str | None
+    """The value as YAML writes it; None if it is not told."""
+    rule: str
+    """What is wrong; the text begins with it if it begins with the key."""
+    way_out: str = ""
+    kind: Kind = "refused"
+    """to be provided: this machine lacks a file, a folder or a disk. not checked: something is unknown that rules need."""
+    origin: str = field(default="", compare=False)
+    """Place where the key was set: `file:line`, or the command line."""
+    says_origin: bool = False
+    also: tuple[Problem, ...] = ()
+    """Other faults that the same setting causes."""
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.rule}; {self.way_out}" if self.way_out else self.rule
+
+    def __str__(self) -> str:
+        value = "" if self.value is None else f"={self.value}"
+        origin = f" ({self.origin})" if self.says_origin and self.origin else ""
+        is_named = not self.key or self.rule.startswith(f"{self.key} ")
+        start = "" if is_named else f"{self.key}{value}{origin}: "
+        others = [other.sentence if other.key == self.key else str(other) for other in self.also]
+        return ". Also: ".join([start + self.sentence, *others])
+
+    def as_json(self) -> dict[str, object]:
+        """The problem as `--check --json` prints it; `file` and `line` are null where no file sets the key."""
+        place = _PLACE.match(self.origin)
+        names = ("id", "kind", "key", "value", "rule", "way_out")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "file": place and place[1],
+            "line": place and int(place[2]),
+            "text": str(self),
+            "also": [other.as_json() for other in self.also],
+        }
+
+    def with_keys(self, rename: Callable[[str], str]) -> Problem:
+        """A copy with `rename` applied to the key and to the sentences, which mention other keys."""
+        also = tuple(other.with_keys(rename) for other in self.also)
+        return replace(self, key=rename(self.key), rule=rename(self.rule), way_out=rename(self.way_out), also=also)
 
 
-class Unchecked(Unprovided):
-    """A problem that leaves rules unapplied: a model, or a value of the config, is not known."""
+def told(text: object, id: str, kind: Kind = "refused") -> Problem:
+    """A problem of no single key, such as an exception that says all of it."""
+    return Problem(id, "", None, str(text), kind=kind)
+
+
+def is_required(key: str) -> Problem:
+    """The problem of a key that has to be set and is not."""
+    rule = f"{key} is required and has no default"
+    return Problem("required", key, None, rule, f"set it in the config file or as {key}=VALUE")
 
 
 class ConfigError(ValueError):
     """A config is wrong. The text has one problem a line."""
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("\n".join(self.problems))
+    def __init__(self, problems: Iterable[Problem | str]) -> None:
+        """Texts are problems of no single key."""
+        self.problems = tuple(told(problem, "run") if isinstance(problem, str) else problem for problem in problems)
+        super().__init__("\n".join(map(str, self.problems)))
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...]]]:
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
         return ConfigError, (self.problems,)
 
 
@@ -51,48 +109,66 @@ class NotKnown(Exception):
 
 
 class Problems:
-    """Collects the problems of a config. Every text has the same form: `key=value: rule; way out`."""
+    """Collects the problems of a config."""
 
     def __init__(self, config: object, origins: Mapping[str, str] = MappingProxyType({})) -> None:
         """`config` is a RunConfig, whose values texts quote. `origins`: where keys were set, inherited files first."""
         self._config = config
         self._origins = origins
-        places = dict.fromkeys(origin.partition(":")[0] for origin in origins.values() if not origin.startswith(COMMAND_LINE))
-        self._ranks = {place: rank for rank, place in enumerate(reversed(places), start=1)}
-        self._texts: dict[str, str | None] = {}
+        files = (origin.partition(":")[0] for origin in origins.values() if not origin.startswith(COMMAND_LINE))
+        self._ranks = {place: rank for rank, place in enumerate(reversed(dict.fromkeys(files)), start=1)}
+        self._causes: dict[Problem, str | None] = {}
+        self.group = ""
+        """Name of the rules that are applied at present, with which ids begin."""
 
-    def add(self, key: str, rule: str, way_out: str, kind: type[str] = str, *, others: Sequence[str] = ()) -> None:
-        """Adds a problem with a dotted key's value. `kind` is Unprovided or Unchecked if the config itself is right.
+    def add(self, key: str, rule: str, way_out: str, kind: Kind = "refused", *, others: Sequence[str] = ()) -> None:
+        """Adds a problem with the value of a dotted key.
 
-        With `others`, keys that break the rule as well as `key`, the rule says by itself what is wrong, and the text begins with the key
-        that the user set last: on the command line, in the file, in a file that it inherits.
+        With `others`, keys that break the rule as well as `key`, the rule says by itself what is wrong, and the text
+        begins with the key that the user set last: on the command line, in the file, in a file that it inherits.
         """
-        key = self._set_last([key, *others])
-        value = value_at(self._config, key)
-        if is_hidden(key) and isinstance(value, str):
-            value = REDACTED
-        text = kind(f"{key}={spell(value)}: {rule}; {way_out}")
-        self._texts.setdefault(text, self._set_last([key, *_MENTIONED.findall(rule)]) if kind is str else None)
+        last = self._set_last([key, *others])
+        value = value_at(self._config, last)
+        shown = REDACTED if is_hidden(last) and isinstance(value, str) else spell(value)
+        problem = Problem(self._id(key), last, shown, rule, way_out, kind, self._origins.get(last, ""))
+        cause = self._set_last([last, *_MENTIONED.findall(rule)]) if kind == "refused" else None
+        self._causes.setdefault(problem, cause)
 
-    def extend(self, texts: Sequence[str]) -> None:
-        """Adds problems that are texts already. One that is there stays once."""
-        self._texts |= dict.fromkeys(texts)
+    def tell(self, key: str, value: object, rule: object, way_out: str = "", kind: Kind = "refused") -> None:
+        """Adds a problem with a `value` that is told apart, or none; other problems are not joined to it.
+
+        `rule` may be an error whose text has the way out, too.
+        """
+        shown = None if value is None else str(value)
+        if not way_out:
+            rule, _, way_out = str(rule).partition("; ")
+        self.extend([Problem(self._id(key), key, shown, str(rule), way_out, kind, self._origins.get(key, ""))])
+
+    def extend(self, problems: Iterable[Problem]) -> None:
+        """Adds problems that are complete. One that is there stays once."""
+        self._causes |= dict.fromkeys(problems)
 
     @property
-    def texts(self) -> list[str]:
+    def merged(self) -> list[Problem]:
         """The problems in the order in which they were added; those that one setting causes are one.
 
         Joins the reasons of a setting that breaks several rules. Omits what it breaks for other keys.
         """
-        groups: dict[str, list[str]] = {}
-        for text, cause in self._texts.items():
-            groups.setdefault(cause or text, []).append(text)
-        return [self._joined(cause, texts) for cause, texts in groups.items()]
+        groups: dict[object, list[Problem]] = {}
+        for problem, cause in self._causes.items():
+            groups.setdefault(cause or problem, []).append(problem)
+        merged = []
+        for cause, problems in groups.items():
+            first, *rest = [problem for problem in problems if problem.key == cause] or problems
+            merged.append(replace(first, also=tuple(rest)) if rest else first)
+        return merged
 
-    def _joined(self, cause: str, texts: list[str]) -> str:
-        own = [text for text in texts if text.startswith(f"{cause}=")]
-        first, *rest = own or texts
-        return ". Also: ".join([first, *(text.partition(": ")[2] if own else text for text in rest)]) if rest else first
+    def _id(self, key: str) -> str:
+        """The id of a rule about `key`, without indices and names that users give."""
+        parts = re.sub(r"\[\d+\]", "", key).split(".")
+        beginnings = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        known = next((beginning for beginning in beginnings if beginning in KEYS), ".".join(parts))
+        return "/".join([*self.group.replace(" ", "-").replace("'", "").split(), known])
 
     def _set_last(self, keys: Sequence[str]) -> str:
         return min(keys, key=lambda key: self._rank(self._origins.get(key, "")))
@@ -123,20 +199,32 @@ def hide(config: Config, faults: Mapping[str, str]) -> Config:
 
     Below a section that is null, reading that section raises it. A key that the schema lacks hides nothing.
     """
-    hidden = copy.deepcopy(config) if faults else config
+    values, below = dict(vars(config)), dict[str, dict[str, str]]()
     for key, fault in faults.items():
-        section: object = hidden
-        name, *rest = key.split(".")
-        while rest and dataclasses.is_dataclass(inner := vars(section).get(name)):
-            section, name = inner, rest.pop(0)
+        name, _, rest = key.partition(".")
+        below.setdefault(name, {})[rest] = fault
+    unknown: dict[str, str] = {}
+    for name in below.keys() & values.keys():
+        if dataclasses.is_dataclass(values[name]) and "" not in below[name]:
+            values[name] = hide(values[name], below[name])
+        else:
+            *_, unknown[name] = below[name].values()
+    return _masked(type(config), values, unknown)
 
-        def read(_: object, fault: str = fault) -> NoReturn:
+
+def _masked(kind: type[Config], values: Mapping[str, object], unknown: Mapping[str, str]) -> Config:
+    """A config of these values; reading an `unknown` one raises NotKnown."""
+
+    def reader(fault: str) -> property:
+        def read(_: object) -> NoReturn:
             raise NotKnown(fault)
 
-        if name in vars(section):
-            kind = type(section)
-            object.__setattr__(section, "__class__", type(kind.__name__, (kind,), {name: property(read)}))
-    return hidden
+        return property(read)
+
+    mask = type(kind.__name__, (kind,), {name: reader(fault) for name, fault in unknown.items()}) if unknown else kind
+    masked: Config = object.__new__(mask)
+    vars(masked).update(values)
+    return masked
 
 
 def prefix_of(model: ModelName) -> str:
@@ -145,8 +233,11 @@ def prefix_of(model: ModelName) -> str:
     return f"on_policy_distillation, teacher {name}: " if name else {"critic": "value."}.get(role, f"{role}.")
 
 
-def in_section(text: str, model: ModelName) -> str:
+def in_section(problem: Problem, model: ModelName) -> Problem:
     """A problem of section `policy` as one of a model's section: begins with a key of that, and names others of it."""
     prefix = prefix_of(model)
     inside = prefix if prefix.endswith(".") else ""
-    return type(text)(_KEY_OF_POLICY.sub(lambda match: inside if match.start() else prefix, text))
+    moved = problem.with_keys(lambda text: _KEY_OF_POLICY.sub(inside, text))
+    is_own = problem.key.startswith("policy.")
+    key = prefix + problem.key.removeprefix("policy.") if is_own else moved.key
+    return replace(moved, key=key, also=tuple(in_section(other, model) for other in problem.also))

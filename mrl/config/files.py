@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 import mrl
 from conversion.files.reading import read_file
 from mrl.config.dialect.tables import RENAMED, SAFE_LOADER
-from mrl.config.errors import REDACTED, ConfigError, spell
+from mrl.config.errors import REDACTED, ConfigError, Problem, spell, told
 from mrl.env import is_hidden
 
 logger = logging.getLogger(__name__)
@@ -84,14 +84,16 @@ def find_config(name: str | Path) -> Path:
         logger.info("Config: %s is not here; taking %s, which comes with mrl", name, packaged_config)
         return packaged_config.absolute()
     packaged = ", ".join(sorted(path.name for path in packaged_configs().glob("*.yaml"))) or "none"
-    raise ConfigError([f"config {name}: no such file in {Path.cwd()}, and no packaged config of that name; packaged are {packaged}"])
+    raise ConfigError(
+        [told(f"config {name}: no such file in {Path.cwd()}, and no packaged config of that name; packaged are {packaged}", "file")]
+    )
 
 
 def read_settings(path: Path, inherited_by: tuple[Path, ...] = ()) -> Settings:
     """Settings of a config file over those of its `defaults`, one or more file names relative to it; later ones win."""
     if path in inherited_by:
         chain = " -> ".join(file.name for file in (*inherited_by, path))
-        raise ConfigError([f"{path}: defaults={path.name} leads back to itself ({chain}); remove one of them"])
+        raise ConfigError([told(f"{path}: defaults={path.name} leads back to itself ({chain}); remove one of them", "file")])
     content, places = _read_yaml(path)
     defaults = content.pop("defaults", None)
     own: Settings = {}
@@ -103,7 +105,7 @@ def read_settings(path: Path, inherited_by: tuple[Path, ...] = ()) -> Settings:
             key = (*name.split("."), *key[1:])
             own[key] = setting
             if key[-1] == REPLACES and not isinstance(setting.value, bool):
-                raise ConfigError([f"{describe(key, setting)}: it marks a section to replace; set it to true or false"])
+                raise ConfigError([wrong("value", key, setting, "it marks a section to replace", "set it to true or false")])
     own = rename(own)
     settings: Settings = {}
     for base in [] if defaults is None else defaults if isinstance(defaults, list) else [defaults]:
@@ -137,9 +139,20 @@ def overlay(settings: Settings, top: Settings) -> None:
 
 def describe(key: Key, setting: Setting) -> str:
     """A setting as a message names it: key, value and origin."""
-    text = REDACTED if is_hidden(".".join(key)) and setting.value not in (None, {}) else shorten(setting.value)
     origin = f" ({setting.origin})" if setting.origin else ""
-    return f"{setting.written_as or '.'.join(key)}={text}{origin}"
+    return f"{setting.written_as or '.'.join(key)}={_shown(key, setting)}{origin}"
+
+
+def wrong(id: str, key: Key, setting: Setting, rule: object, way_out: str = "") -> Problem:
+    """A problem of a setting, which it names as `describe` does. `rule` may be an error whose text has the way out, too."""
+    if not way_out:
+        rule, _, way_out = str(rule).partition("; ")
+    name, shown = setting.written_as or ".".join(key), _shown(key, setting)
+    return Problem(id, name, shown, str(rule), way_out, origin=setting.origin, says_origin=True)
+
+
+def _shown(key: Key, setting: Setting) -> str:
+    return REDACTED if is_hidden(".".join(key)) and setting.value not in (None, {}) else shorten(setting.value)
 
 
 def shorten(value: object) -> str:
@@ -158,9 +171,11 @@ def _read_yaml(path: Path) -> tuple[dict[str, object], dict[Key, tuple[int, obje
         loaded = loader.construct_document(node) if node else {}
         content = OmegaConf.to_container(OmegaConf.create(loaded), resolve=False) if isinstance(loaded, dict) else loaded
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError([f"{path}: not readable as a config ({one_line(error)}); correct or replace the file"]) from error
+        text = f"{path}: not readable as a config ({one_line(error)}); correct or replace the file"
+        raise ConfigError([told(text, "file")]) from error
     if not isinstance(content, dict):
-        raise ConfigError([f"{path}: a config is a mapping of sections, this is a {type(content).__name__}; see the packaged configs"])
+        text = f"{path}: a config is a mapping of sections, this is a {type(content).__name__}; see the packaged configs"
+        raise ConfigError([told(text, "file")])
     places: dict[Key, tuple[int, object]] = {}
     nodes: list[tuple[Key, yaml.Node | None]] = [((), node)]
     while nodes:
@@ -226,9 +241,10 @@ def rename(flat: Settings) -> Settings:
     return renamed
 
 
-def two_names(key: Key, first: Setting, second: Setting) -> str:
+def two_names(key: Key, first: Setting, second: Setting) -> Problem:
     """The problem of a key that is set by two of its names."""
-    return f"{describe(key, first)} and {describe(key, second)}: two names of {'.'.join(key)} with two values; keep one of them"
+    both, name = f"{describe(key, first)} and {describe(key, second)}", ".".join(key)
+    return told(f"{both}: two names of {name} with two values; keep one of them", "two-names")
 
 
 def flatten(value: object, key: Key, origin: str, text: object = None) -> Settings:

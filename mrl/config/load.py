@@ -21,7 +21,7 @@ from omegaconf.errors import MissingMandatoryValue
 
 from conversion.files.reading import read_file
 from mrl.config.dialect.translate import DIALECT_KEYS, Migration, is_evaluation, is_foreign, migrate, place_evaluation, use_own_forms
-from mrl.config.errors import ConfigError, NotKnown, hide, value_at
+from mrl.config.errors import ConfigError, NotKnown, Problem, hide, told, value_at
 from mrl.config.files import (
     Key,
     Setting,
@@ -33,6 +33,7 @@ from mrl.config.files import (
     sections_of,
     shorten,
     split_key,
+    wrong,
 )
 from mrl.config.model import with_value
 from mrl.config.parsers import CHAT
@@ -84,7 +85,7 @@ def load_run(
 
 def read_run(
     name: str | Path, overrides: Sequence[str] = (), *, to_evaluate: bool = False, secrets: set[str] | None = None
-) -> tuple[RunConfig | None, Migration, list[str]]:
+) -> tuple[RunConfig | None, Migration, list[Problem]]:
     """`load_run` returning its problems. Reading a value they leave unknown raises NotKnown; None: unknown algorithm.
 
     Raises:
@@ -101,7 +102,8 @@ def read_run(
         return None, Migration(), [*problems, *unclear]
     if is_evaluation(settings):
         if not to_evaluate:
-            raise ConfigError([f"{name} is a file for evaluations, without training; run `python -m mrl.evaluate {name}`"])
+            text = f"{name} is a file for evaluations, without training; run `python -m mrl.evaluate {name}`"
+            raise ConfigError([told(text, "file")])
         place_evaluation(settings)
     if to_evaluate:
         settings[("algorithm",)] = Setting("grpo", "python -m mrl.evaluate")
@@ -122,7 +124,7 @@ def read_run(
     return config, migration, list(dict.fromkeys(problems))
 
 
-def _apply(settings: Settings, overrides: Sequence[str]) -> list[str]:
+def _apply(settings: Settings, overrides: Sequence[str]) -> list[Problem]:
     if not overrides:
         return []
     from mrl.config.overrides import apply_overrides  # imports Hydra
@@ -138,7 +140,7 @@ def resolve_gpus(settings: Settings) -> None:
         try:
             settings[key] = Setting(host_gpus(), f"{setting.origin}{_AUTOMATIC}")
         except ValueError as error:
-            raise ConfigError([f"{describe(key, setting)}: {error}"]) from error
+            raise ConfigError([wrong("value", key, setting, error)]) from error
 
 
 def has_automatic_gpus(config: RunConfig) -> bool:
@@ -146,9 +148,9 @@ def has_automatic_gpus(config: RunConfig) -> bool:
     return config.facts.origins.get("cluster.gpus_per_node", "").endswith(_AUTOMATIC)
 
 
-def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None, Migration, list[str]]:
+def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None, Migration, list[Problem]]:
     """The config without its teachers, the report of NeMo RL's keys, and the problems; no config: unknown algorithm."""
-    problems: list[str] = []
+    problems: list[Problem] = []
     elsewhere = {key: setting for key, setting in settings.items() if key[0] in SAME_KEYS}
     known, unknown, misplaced = _sort_out({key: setting for key, setting in settings.items() if key not in elsewhere}, problems)
     written = known | unknown | elsewhere
@@ -159,10 +161,10 @@ def _interpret(settings: Settings, secrets: set[str]) -> tuple[RunConfig | None,
             return tree.value(dotted)
         except (MissingMandatoryValue, Unresolved) as error:
             if isinstance(error, Unresolved) and (key := split_key(dotted)) in written:
-                problems.append(f"{describe(key, written[key])}: {error}")
+                problems.append(wrong("expression", key, written[key], error))
             return None
 
-    refused: list[str] = []
+    refused: list[Problem] = []
     translated, migration = migrate(known, value_of, refused)
     notes = {key: setting for key, setting in unknown.items() if key[0].startswith(SCRATCH)}
     migration.without_effect += [(key, setting, "read only where another key refers to it") for key, setting in notes.items()]
@@ -215,14 +217,15 @@ def changes_since(file: Path, config: RunConfig) -> list[str]:
     return lines
 
 
-def choose_algorithm(settings: Settings) -> list[str]:
+def choose_algorithm(settings: Settings) -> list[Problem]:
     """Sets `algorithm`, if nothing sets it, to the one whose section is there; ppo wins, then grpo, then distillation.
 
     Returns the problem if two others are, or the section of an algorithm that mrl has not.
     """
     for key, setting in settings.items():
         if key[0] in MISSING_ALGORITHMS and setting.value not in (None, {}):
-            return [f"{key[0]} ({setting.origin}): mrl has no {MISSING_ALGORITHMS[key[0]]}; algorithms are {', '.join(ALGORITHMS)}"]
+            rule, way_out = f"mrl has no {MISSING_ALGORITHMS[key[0]]}", f"algorithms are {', '.join(ALGORITHMS)}"
+            return [Problem("algorithm", key[0], None, rule, way_out, origin=setting.origin, says_origin=True)]
     sections = sections_of(settings)
     given = ["ppo"] if "ppo" in sections else [name for name in ALGORITHMS if name in sections]
     if ("algorithm",) in settings and settings["algorithm",].value == "distillation":
@@ -234,12 +237,13 @@ def choose_algorithm(settings: Settings) -> list[str]:
     if not given or ("algorithm",) in settings or "grpo" in given:
         return []
     if len(given) > 1:
-        return [f"algorithm is not set, and there are sections of {' and '.join(given)}; set algorithm to one of them"]
+        rule = f"algorithm is not set, and there are sections of {' and '.join(given)}"
+        return [Problem("algorithm", "algorithm", None, rule, "set algorithm to one of them")]
     settings[("algorithm",)] = Setting(given[0], f"section {given[0]}")
     return []
 
 
-def _sort_out(settings: Settings, problems: list[str]) -> tuple[Settings, Settings, set[str]]:
+def _sort_out(settings: Settings, problems: list[Problem]) -> tuple[Settings, Settings, set[str]]:
     """Splits settings into those of known and unknown keys, and known keys where a section and a value are mixed up."""
     known: Settings = {}
     unknown: Settings = {}
@@ -252,7 +256,7 @@ def _sort_out(settings: Settings, problems: list[str]) -> tuple[Settings, Settin
             known[key] = setting
         elif at:
             misplaced.add(at)
-            problems.append(f"{describe(key, setting)}: {fault}")
+            problems.append(wrong("section", key, setting, fault))
         elif key[0].startswith(SCRATCH):
             unknown[key] = setting
         else:
@@ -263,9 +267,11 @@ def _sort_out(settings: Settings, problems: list[str]) -> tuple[Settings, Settin
         first, nearest = settings[keys[0]], nearest_key(start)
         hint = f"; the nearest is {nearest}" if nearest else ", and none that is spelt alike; docs/config.md lists them"
         if len(keys) == 1:
-            problems.append(f"{describe(keys[0], first)}: no such key{hint}")
+            problems.append(wrong("unknown-key", keys[0], first, f"no such key{hint}"))
         else:
-            problems.append(f"{'.'.join(start)} ({first.origin}): no such section, with {len(keys)} keys{hint}")
+            rule, _, way_out = f"no such section, with {len(keys)} keys{hint}".partition("; ")
+            name = ".".join(start)
+            problems.append(Problem("unknown-section", name, None, rule, way_out, origin=first.origin, says_origin=True))
     return known, unknown, misplaced
 
 

@@ -27,7 +27,7 @@ from conversion.files.durable import give_new_modes
 from conversion.files.hf_folder import COMPANIONS, INDEX_FILE, SINGLE_FILE, files_to_hide, read_config, weight_files
 from conversion.files.hf_weights import check_hf, read_model_config
 from conversion.files.reading import read_json
-from mrl.config.errors import NotKnown, Unprovided, prefix_of, spell, value_at
+from mrl.config.errors import NotKnown, Problem, prefix_of, spell, value_at
 from mrl.config.parsers import TOOL_PARSER, tool_parser_of
 from mrl.config.schema.policy import PolicyConfig
 from mrl.config.schema.ppo import ValueConfig
@@ -151,12 +151,12 @@ def download_weights(config: RunConfig) -> None:
             raise ValueError(f"{prefix_of(model)}model_name={error}") from error
 
 
-def find_missing_weights(config: RunConfig) -> list[str]:
+def find_missing_weights(config: RunConfig) -> list[Problem]:
     """A problem per model whose config.json is here and weights are incomplete. Rules report a missing config.json.
 
     `config` has the names as they were given: `is_downloaded` tells which problems a start of the run solves.
     """
-    found: dict[Path, str] = {}
+    found: dict[Path, Problem] = {}
     for model, section in config.sections.items():
         name = section.model_name
         folder, reason = Path(name), "give a folder that has them"
@@ -169,13 +169,14 @@ def find_missing_weights(config: RunConfig) -> list[str]:
         except ValueError as error:
             missing = [str(error).removeprefix(f"{folder}: ")]
         if missing:
-            found[folder] = Unprovided(f"{prefix_of(model)}model_name={name}: the weights are not all here ({missing[0]}); {reason}")
+            key, rule = f"{prefix_of(model)}model_name", f"the weights are not all here ({missing[0]})"
+            found[folder] = Problem("weights/missing", key, name, rule, reason, "to be provided")
     return list(found.values())
 
 
-def find_wrong_weights(config: RunConfig) -> list[str]:
+def find_wrong_weights(config: RunConfig) -> list[Problem]:
     """A problem for each model whose weights do not fit its config.json, by the headers of their files."""
-    found: dict[Path, str] = {}
+    found: dict[Path, Problem] = {}
     for model, section in config.sections.items():
         folder = Path(section.model_name)
         try:
@@ -187,13 +188,14 @@ def find_wrong_weights(config: RunConfig) -> list[str]:
         try:
             check_hf(folder)
         except ValueError as error:
-            found[folder] = f"{prefix_of(model)}model_name={folder}: {error}"
+            rule, _, way_out = str(error).partition("; ")
+            found[folder] = Problem("weights/wrong", f"{prefix_of(model)}model_name", str(folder), rule, way_out)
     return list(found.values())
 
 
-def is_downloaded(problem: str) -> bool:
+def is_downloaded(problem: Problem) -> bool:
     """Tells whether a problem is a model of the Hub that is not here, which the start of a run downloads."""
-    return is_hub_id(problem.partition("=")[2].partition(": ")[0])
+    return is_hub_id(problem.value or "")
 
 
 def with_value(section: Section, key: str, value: object) -> Section:
@@ -377,8 +379,8 @@ def _rope(source: Mapping[str, object]) -> dict[str, object]:
     return rope
 
 
-def find_override_problems(folder: Path, overrides: Mapping[str, object]) -> list[str]:
-    """A problem for every override that nothing here reads, and for every one that does not fit the checkpoint."""
+def find_override_problems(folder: Path, overrides: Mapping[str, object]) -> list[tuple[str, str | None, str]]:
+    """Key, value and rule for every override that nothing here reads, and for every one that does not fit the checkpoint."""
     hf_config = read_config(folder / "config.json")
     merged = _Reads(overridden_config(hf_config, overrides))
     try:
@@ -386,12 +388,14 @@ def find_override_problems(folder: Path, overrides: Mapping[str, object]) -> lis
         found.megatron_arguments(merged)
         is_same = found.canonical(merged) == family(hf_config).canonical(hf_config)
     except ValueError as error:
-        return [f"{KEY}: with these, {error}"]
+        return [(KEY, None, f"with these, {error}")]
     if not is_same:
-        return [f"{KEY}={spell(dict(overrides))}: with these, the tensors of the checkpoint are not the model's; override no sizes"]
+        rule = "with these, the tensors of the checkpoint are not the model's; override no sizes"
+        return [(KEY, spell(dict(overrides)), rule)]
     read = merged.names | (set(_ROPE) if merged.names & set(_ROPE) else set())
     unread = sorted(overrides.keys() - read)
-    return [f"{KEY}.{name}={spell(overrides[name])}: nothing here reads it of this model's config.json; remove it" for name in unread]
+    rule = "nothing here reads it of this model's config.json; remove it"
+    return [(f"{KEY}.{name}", spell(overrides[name]), rule) for name in unread]
 
 
 def overridden_folder(folder: Path, overrides: Mapping[str, object], *, beside: Path) -> Path:

@@ -15,7 +15,7 @@ from hydra.grammar.gen.OverrideParser import OverrideParser
 from omegaconf.errors import OmegaConfBaseException
 
 from mrl.config.dialect.tables import RENAMED
-from mrl.config.errors import COMMAND_LINE, ConfigError
+from mrl.config.errors import COMMAND_LINE, ConfigError, Problem, told
 from mrl.config.files import Settings, flatten, one_line, overlay, rename, split_key, two_names
 
 MAX_CHARACTERS = 10_000
@@ -25,23 +25,25 @@ FORMS = "write key=value, +key=value, ++key=value or ~key, with dots between the
 _PARSER = OverridesParser.create()
 
 
-def apply_overrides(settings: Settings, overrides: Sequence[str]) -> list[str]:
+def apply_overrides(settings: Settings, overrides: Sequence[str]) -> list[Problem]:
     """Applies `a.b=c`, `+a.b=c` (new key), `++a.b=c` (new or not), `~a.b` (back to the default) in order, in place.
 
     Returns the problems found. Whether a key exists at all is the schema's business.
     """
-    problems = []
+    problems: list[Problem] = []
     for override in overrides:
+        problem = None
         try:
             problem = _apply(settings, override)
         except ConfigError as error:
-            problem = str(error)
+            problems += error.problems
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             quoted = "; put a text with other signs than Hydra's in quotes, as in key='a text, #1'"
             problem = f"override {override}: Hydra's grammar does not take it ({one_line(error)}); {FORMS}{quoted}"
         except RecursionError:
             problem = f"override {override[:80]}...: nested too deep; write it flatter"
-        problems += [problem] if problem else []
+        if problem is not None:
+            problems.append(told(problem, "override") if isinstance(problem, str) else problem)
     return problems
 
 
@@ -50,7 +52,7 @@ def quoted(value: object) -> str:
     return QuotedString(str(value), Quote.single).with_quotes()
 
 
-def _apply(settings: Settings, override: str) -> str | None:
+def _apply(settings: Settings, override: str) -> Problem | str | None:
     if len(override) > MAX_CHARACTERS:
         return f"override {override[:80]}...: {len(override):,} characters; write at most {MAX_CHARACTERS:,}, or the value into a file"
     parsed = _PARSER.parse_override(override)

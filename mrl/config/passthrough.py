@@ -92,12 +92,12 @@ def check_arguments(config: RunConfig, problems: Problems) -> None:
     for prefix, variables in (("policy.megatron_cfg", megatron.env_vars), (_ENGINE, vllm.env_vars)):
         for name, value in (variables or {}).items():  # the problems are without values, which may be secrets
             if RESERVED_VARIABLES.fullmatch(name):
-                problems.extend([f"{prefix}.env_vars.{name}: mrl sets this variable itself; remove it"])
+                problems.tell(f"{prefix}.env_vars.{name}", None, "mrl sets this variable itself", "remove it")
             elif not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                problems.extend([f"{prefix}.env_vars.{name}: not a name of an environment variable; correct it"])
+                problems.tell(f"{prefix}.env_vars.{name}", None, "not a name of an environment variable", "correct it")
             elif value == REDACTED:
-                key = f"{prefix}.env_vars.{name}"
-                problems.extend([f"{key}={value}: the value was hidden when this config was saved; give it again, or remove it: '~{key}'"])
+                key, rule = f"{prefix}.env_vars.{name}", "the value was hidden when this config was saved"
+                problems.tell(key, value, rule, f"give it again, or remove it: '~{key}'")
     _check_remote_code("", config, problems)
 
 
@@ -123,7 +123,7 @@ def _check_remote_code(key: str, value: object, problems: Problems) -> None:
         dotted = f"{key}.{name}".lstrip(".")
         if str(name).replace("-", "_") == "trust_remote_code" and setting not in (None, False):
             rule = "mrl runs no Python files of a model's folder; transformers and vLLM have all model types that it trains"
-            problems.extend([f"{dotted}={spell(setting)}: {rule}; remove the key"])
+            problems.tell(dotted, spell(setting), rule, "remove the key")
         _check_remote_code(dotted, setting, problems)
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from omegaconf.errors import MissingMandatoryValue
 
-from mrl.config.errors import COMMAND_LINE, NotKnown, in_section, prefix_of
-from mrl.config.files import Key, Setting, Settings, describe, flatten, split_key
+from mrl.config.errors import COMMAND_LINE, NotKnown, Problem, in_section, prefix_of
+from mrl.config.files import Key, Setting, Settings, flatten, split_key, wrong
 from mrl.config.model import with_value
 from mrl.config.schema.run import RunConfig
 from mrl.config.values import Tree, Unresolved
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mrl.config.schema.policy import PolicyConfig
 
 TEACHER, STUDENT, SEVERAL = "teacher", "policy", "on_policy_distillation."
-Interpret = Callable[[Settings, set[str]], "tuple[RunConfig | None, Migration, list[str]]"]
+Interpret = Callable[[Settings, set[str]], "tuple[RunConfig | None, Migration, list[Problem]]"]
 
 SIZES = tuple(f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model"))
 ELSEWHERE = {"precision": "precision", "micro_batch_size": "logprob_batch_size", "hf_config_overrides": "hf_config_overrides"}
@@ -45,10 +45,10 @@ class Own:
 
 
 def read_teachers(
-    config: RunConfig, settings: Settings, secrets: set[str], *, known: list[str], interpret: Interpret
-) -> tuple[RunConfig, list[str]]:
+    config: RunConfig, settings: Settings, secrets: set[str], *, known: list[Problem], interpret: Interpret
+) -> tuple[RunConfig, list[Problem]]:
     """The config with its teachers, and what is wrong with them. `known` are its problems without them."""
-    problems: list[str] = []
+    problems: list[Problem] = []
     origins, teachers = dict(config.facts.origins), {}
 
     def read(own: Own) -> PolicyConfig | None:
@@ -68,7 +68,7 @@ def read_teachers(
     return config.with_facts(replace(config.facts, origins=origins, teachers=teachers)), problems
 
 
-def _written(settings: Settings, secrets: set[str], problems: list[str]) -> Settings:
+def _written(settings: Settings, secrets: set[str], problems: list[Problem]) -> Settings:
     """Section `teacher` as keys of the policy; adds expressions that cannot be resolved to `problems`."""
     tree, own = Tree(settings, secrets), Settings()
     for key, setting in settings.items():
@@ -78,7 +78,7 @@ def _written(settings: Settings, secrets: set[str], problems: list[str]) -> Sett
             # Its references mean keys of the whole config, not of a policy.
             own[(STUDENT, *key[1:])] = replace(setting, value=tree.value(".".join(key)), written_as="")
         except (MissingMandatoryValue, Unresolved) as error:
-            problems.append(f"{describe(key, setting)}: {error}")
+            problems.append(wrong("expression", key, setting, error))
     return own
 
 
@@ -106,7 +106,13 @@ def _described(given: OnPolicyDistillationConfig, splits_sequences: bool, origin
 
 
 def _read(
-    own: Own, settings: Settings, secrets: set[str], known: list[str], interpret: Interpret, problems: list[str], origins: dict[str, str]
+    own: Own,
+    settings: Settings,
+    secrets: set[str],
+    known: list[Problem],
+    interpret: Interpret,
+    problems: list[Problem],
+    origins: dict[str, str],
 ) -> PolicyConfig | None:
     """A teacher's section, in which keys left out have the policy's values; None, and problems, if it is not known."""
     tree, never_shared = Tree(settings, secrets), [("model_name",), ("tokenizer",)]
@@ -130,7 +136,7 @@ def _read(
         if key[0] != TEACHER and not (key[0] == STUDENT and is_own(key))
     }
     inner, _, found = interpret(shared | own.settings, secrets)
-    found = [problem for problem in found if problem not in known and problem.startswith(f"{STUDENT}.")]
+    found = [problem for problem in found if problem not in known and problem.key.startswith(f"{STUDENT}.")]
     problems += [in_section(problem, own.model) for problem in found]
     if inner is None or found:
         return None

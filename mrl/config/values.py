@@ -20,7 +20,8 @@ from omegaconf.resolvers import oc
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from mrl import env
-from mrl.config.files import MAX_DEPTH, Key, Setting, Settings, describe, split_key
+from mrl.config.errors import Problem, is_required
+from mrl.config.files import MAX_DEPTH, Key, Setting, Settings, split_key, wrong
 from mrl.config.schema.run import KEYS, LIKE_POLICY, SAME_KEYS, RunConfig, fields_of, section_of
 from mrl.config.secrets import note_texts
 
@@ -89,7 +90,7 @@ class Unresolved(ValueError):
     """An expression cannot be resolved. The text says why."""
 
 
-def find_long_expressions(values: Mapping[str, object]) -> list[str]:
+def find_long_expressions(values: Mapping[str, object]) -> list[Problem]:
     """A problem for every key whose value has too long an expression, or grows too long with references written out."""
     texts = {key: str(value) for key, value in values.items()}
     known: dict[str, int] = {}
@@ -107,9 +108,11 @@ def find_long_expressions(values: Mapping[str, object]) -> list[str]:
     problems = []
     for key, text in texts.items():
         if "${" in text and len(text) > MAX_EXPRESSION:
-            problems.append(f"{key}: an expression of {len(text):,} characters; write at most {MAX_EXPRESSION:,}")
+            rule = f"an expression of {len(text):,} characters"
+            problems.append(Problem("expression", key, None, rule, f"write at most {MAX_EXPRESSION:,}"))
         elif "${" in text and length(key, ()) > MAX_CHARACTERS:
-            problems.append(f"{key}: with its references written out, a value of more than {MAX_CHARACTERS:,} characters; refer to fewer")
+            rule = f"with its references written out, a value of more than {MAX_CHARACTERS:,} characters"
+            problems.append(Problem("expression", key, None, rule, "refer to fewer"))
     return problems
 
 
@@ -165,7 +168,7 @@ class ValueReader:
     def __init__(self, tree: Tree, settings: Settings, misplaced: set[str]) -> None:
         """`settings` has the origins of the values. Keys in `misplaced` have problems already."""
         self._tree, self._settings, self._misplaced = tree, settings, misplaced
-        self._problems: dict[str, str] = {}
+        self._problems: dict[str, Problem] = {}
 
     def section(self, kind: type[Section], prefix: str = "") -> Section:
         """The section whose keys begin with `prefix`. Values that are not known are left at their defaults."""
@@ -187,14 +190,14 @@ class ValueReader:
                     value = {"true": True, "false": False}.get(value.lower(), value)
                 values[name] = _adapter(hint).validate_python(value)
             except MissingMandatoryValue:
-                self._problems[dotted] = f"{dotted} is required and has no default; set it in the config file or as {dotted}=VALUE"
+                self._problems[dotted] = is_required(dotted)
             except Unresolved as error:
-                self._problems[dotted] = f"{self._described(dotted, self._tree.written(dotted))}: {error}"
+                self._add("expression", dotted, self._tree.written(dotted), error)
             except ValidationError as error:
-                self._problems[dotted] = f"{self._described(dotted, self._tree.value(dotted))}: {_message(error)}"
+                self._add("value", dotted, self._tree.value(dotted), _message(error))
         return kind(**values)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[Problem]:
         """Lists the problems, except those that another key causes."""
         faults = self.faults()
         causes = [
@@ -217,20 +220,20 @@ class ValueReader:
     def _item(self, kind: type[Section], dotted: str, value: object) -> Section:
         names = fields_of(kind)
         if not isinstance(value, dict):
-            self._problems[dotted] = f"{self._described(dotted, value)}: a section; set one of its keys: {', '.join(names)}"
+            self._add("section", dotted, value, f"a section; set one of its keys: {', '.join(names)}")
             return kind()
         for name in value.keys() - names.keys():
             key, nearest = f"{dotted}.{name}", difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)[0]
-            self._problems[key] = f"{self._described(key, value[name])}: no such key; the nearest is {dotted}.{nearest}"
+            self._add("unknown-key", key, value[name], f"no such key; the nearest is {dotted}.{nearest}")
         return self.section(kind, f"{dotted}.")
 
-    def _described(self, dotted: str, value: object) -> str:
-        """Describes a key as set, with its origin. A list's item has the list's origin; a default has none."""
+    def _add(self, id: str, dotted: str, value: object, rule: object) -> None:
+        """Adds a problem of a key as set, with its origin. A list's item has the list's origin; a default has none."""
         setting = self._settings.get(split_key(dotted))
         if setting is None:
             above = self._settings.get(split_key(dotted.partition("[")[0]))
             setting = Setting(value, above.origin if above else "")
-        return describe(split_key(dotted), setting)
+        self._problems[dotted] = wrong(id, split_key(dotted), setting, rule)
 
 
 @functools.cache

@@ -80,8 +80,8 @@ def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of a run, with its chat template. ValueError: the policy has no embedding of some of its tokens."""
     tokenizer = load_tokenizer(config.policy.tokenizer.name)
     use_chat_template(tokenizer, config.policy.tokenizer)
-    if problem := beyond_vocabulary(config, 1 + max(tokenizer.get_vocab().values())):
-        raise ValueError(problem)
+    if rule := beyond_vocabulary(config, 1 + max(tokenizer.get_vocab().values())):
+        raise ValueError(f"policy.tokenizer.name={config.policy.tokenizer.name}: {rule}")
     return tokenizer
 
 

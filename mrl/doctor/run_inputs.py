@@ -7,7 +7,7 @@ from pathlib import Path
 
 from conversion.files.hf_folder import weight_files
 from mrl import env
-from mrl.config.errors import ConfigError, Unprovided
+from mrl.config.errors import ConfigError
 from mrl.config.model import is_downloaded, read_model, with_cached_folders
 from mrl.config.rules.checks import checkpoint_demand, existing_parent, find_problems
 from mrl.config.schema.run import RunConfig
@@ -21,16 +21,16 @@ def check_inputs(config: RunConfig) -> list[Finding]:
     """Findings about models, data and disks on this machine; raises ConfigError if the config itself is wrong."""
     config = with_cached_folders(config)
     problems = find_problems(config)
-    if refused := [problem for problem in problems if not isinstance(problem, Unprovided)]:
+    if refused := [problem for problem in problems if problem.kind == "refused"]:
         raise ConfigError(refused)
-    findings = [Finding("to be provided", "note" if is_downloaded(problem) else "problem", problem) for problem in problems]
+    findings = [Finding("to be provided", "note" if is_downloaded(problem) else "problem", str(problem)) for problem in problems]
     folders = {Path(section.model_name): None for section in config.sections.values()}
     present = [folder for folder in folders if (folder / "config.json").is_file()]
     of_models = [finding for folder in present for finding in check_model(folder)]
     findings += of_models
     if len(present) == len(folders) and not has_problem(of_models):
         findings += _disks(config, present)
-    if not any(problem.startswith(("policy.model_name=", "policy.tokenizer.name=", "data.")) for problem in problems):
+    if not any(problem.key.startswith(("policy.model_name", "policy.tokenizer.name", "data.")) for problem in problems):
         # Both import transformers, which may be the broken library.
         from mrl.data.prompts import load_prompts
         from mrl.data.supervised import load_examples

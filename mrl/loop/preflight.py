@@ -9,7 +9,7 @@ from pathlib import Path
 from conversion.cache import open_cache
 from mrl import env
 from mrl.cluster.daemons import obstacles_of
-from mrl.config.errors import ConfigError, Unprovided
+from mrl.config.errors import ConfigError
 from mrl.config.model import (
     download_weights,
     find_missing_weights,
@@ -50,7 +50,7 @@ def check_environment(config: RunConfig) -> None:
 def check_start(config: RunConfig, *, trains: bool = True) -> RunConfig:
     """The config the run starts with, folders in place of Hub names; ValueError names every key or file at fault."""
     problems = find_problems(with_cached_folders(config))
-    if problems and all(isinstance(problem, Unprovided) for problem in problems):
+    if problems and all(problem.kind != "refused" for problem in problems):
         problems = find_problems(with_local_folders(config))
     if problems:
         raise ConfigError(problems)

@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from conversion.schedule import Link
-from mrl.config.errors import Unprovided
+from mrl.config.errors import Problem
 from mrl.config.model import model_folder, with_value
 from mrl.config.rules.checks import find_problems
 from mrl.config.schema.run import RunConfig
@@ -73,9 +73,9 @@ def with_config_json(config: RunConfig) -> RunConfig:
     return with_value(config, "policy.model_name", str(model_folder(config.policy.model_name, with_weights=False)))
 
 
-def problems_of(config: RunConfig) -> list[str]:
+def problems_of(config: RunConfig) -> list[Problem]:
     """Lists the rules that a config breaks, except those about files that this machine lacks."""
-    return [problem for problem in find_problems(config) if not isinstance(problem, Unprovided)]
+    return [problem for problem in find_problems(config) if problem.kind == "refused"]
 
 
 def make_plan(config: RunConfig, gpu: Gpu, *, mean_tokens: float | None = None, node_memory: float | None = None) -> Plan:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mrl.config.errors import Problems, spell, value_at
+from mrl.config.errors import Problem, Problems, spell, value_at
 from mrl.config.model import ModelSizes, with_value
 from mrl.config.rules import algorithms, layout, training
 from mrl.config.schema.run import RunConfig
@@ -198,7 +198,7 @@ def _illegal(config: RunConfig, sizes: ModelSizes, prefix: str) -> str | None:
     problems = Problems(config)
     layout.check_cluster(config, problems)
     layout.check_layout(config, sizes, problems)
-    mine = [problem for problem in problems.texts if problem.startswith(prefix)]
+    mine = [problem for problem in problems.merged if problem.key.startswith(prefix)]
     return _short(mine[0]) if mine else None
 
 
@@ -210,7 +210,7 @@ def _refused(config: RunConfig, sizes: ModelSizes) -> str | None:
     training.check_dispatch(config, sizes, problems)
     if config.has_engines:
         algorithms.check_batch(config, problems)
-    return _short(problems.texts[0]) if problems.texts else None
+    return _short(problems.merged[0]) if problems.merged else None
 
 
 def _settings(values: dict[str, object]) -> dict[str, object]:
@@ -231,6 +231,5 @@ def _applied(config: RunConfig, values: dict[str, object]) -> RunConfig:
     return config
 
 
-def _short(problem: str) -> str:
-    key, _, rest = problem.partition("=")
-    return f"{key.rpartition('.')[2]}: {rest.partition(': ')[2].partition(';')[0]}"
+def _short(problem: Problem) -> str:
+    return f"{problem.key.rpartition('.')[2]}: {problem.rule}"

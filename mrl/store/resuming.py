@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from conversion.files.reading import content_hash, known_hash
-from mrl.config.errors import Unprovided
+from mrl.config.errors import Problem, told
 from mrl.config.schema.run import RunConfig
 from mrl.store.checkpoints import (
     LEDGER,
@@ -38,7 +38,7 @@ Data = Callable[[], dict[str, str] | None]
 class Folder:
     """State of a run folder before a start."""
 
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
 
@@ -54,9 +54,10 @@ def look_at_folder(config: RunConfig, data: Sequence[Data], *, is_strict: bool) 
     key = f"checkpointing.checkpoint_dir={config.checkpointing.checkpoint_dir}"
     try:
         if (holder := Ownership(path / OWNER).holder()) is not None:
-            found.problems.append(Unprovided(f"{key} is in use by {holder}; wait for it, stop it, or choose another folder"))
+            text = f"{key} is in use by {holder}; wait for it, stop it, or choose another folder"
+            found.problems.append(told(text, "run-folder/in-use", "to be provided"))
     except (OSError, ValueError) as error:
-        found.problems.append(str(error))
+        found.problems.append(told(error, "run-folder"))
     try:
         ledger = Ledger(path / LEDGER, mends=False)
         run = find_run(path, ledger.state.saved)
@@ -65,7 +66,7 @@ def look_at_folder(config: RunConfig, data: Sequence[Data], *, is_strict: bool) 
             lambda: find_gone(path, ledger, allowed=config.checkpointing.allow_changes),
         )
         if refusal := next(filter(None, (look() for look in refusals)), ""):
-            found.problems.append(refusal)
+            found.problems.append(told(refusal, "run-folder"))
             return found
         newest, step = _newest_whole(path, key, found), newest_step(path)
         if newest is None and ledger.state.trained:
@@ -76,11 +77,11 @@ def look_at_folder(config: RunConfig, data: Sequence[Data], *, is_strict: bool) 
             _compare(config, path / IDENTITY, step, data, found, is_strict=is_strict)
         place = (newest.step, newest.ledger) if newest is not None else (0, None)
         if obstacle := ledger.find_obstacle(*place):
-            found.problems.append(obstacle)
+            found.problems.append(told(obstacle, "run-folder"))
         elif ledger.damage:
             found.doubts.append(f"{key}: {ledger.damage}; a start restores it from the checkpoint, or begins anew")
     except (OSError, ValueError) as error:
-        found.problems.append(str(error))
+        found.problems.append(told(error, "run-folder"))
     return found
 
 
@@ -122,5 +123,5 @@ def _compare(config: RunConfig, file: Path, step: int, data: Sequence[Data], fou
         found.unseen += [f"whether the run in {file.parent} had these rows"] if part is None else []
         if not any(changes):
             break
-    found.problems += refused + changes[0]
+    found.problems += [told(text, "run-folder/identity") for text in refused + changes[0]]
     found.doubts += said + changes[1]

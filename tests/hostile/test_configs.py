@@ -89,14 +89,14 @@ PASS_THROUGH = {
 def test_no_key_lets_a_library_run_code_of_a_model_folder(override: str):
     problems = Problems(config := load_config("grpo_tiny.yaml", [f"++{override}"]))
     check_arguments(config, problems)
-    assert [problem for problem in problems.texts if problem.startswith(f"{PASS_THROUGH[override]}: mrl runs no Python files")]
+    assert [problem for problem in problems.merged if str(problem).startswith(f"{PASS_THROUGH[override]}: mrl runs no Python files")]
 
 
 @pytest.mark.parametrize("value", ["false", "null"])
 def test_code_of_a_model_folder_may_be_switched_off(value: str):
     config = load_config("grpo_tiny.yaml", [f"++policy.generation.vllm_kwargs.trust_remote_code={value}"])
     check_arguments(config, problems := Problems(config))
-    assert not [problem for problem in problems.texts if "Python files" in problem]
+    assert not [problem for problem in problems.merged if "Python files" in problem.rule]
 
 
 @REMOTE_CODE

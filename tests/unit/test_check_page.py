@@ -30,6 +30,6 @@ def test_a_common_mistake_gets_the_line_that_the_page_quotes(workplace: Path, ov
         words[0] = "mine.yaml"
     checked = check.examine(words[0], words[1:])
     found = {"Refused": checked.refused, "Warning": checked.doubts, "To be provided": [*checked.provided, *checked.unchecked]}
-    lines = [line for line in found[kind] if "checkpointing.checkpoint_dir" not in line and "policy.tokenizer" not in line]
+    lines = [line for line in map(str, found[kind]) if "checkpointing.checkpoint_dir" not in line and "policy.tokenizer" not in line]
     assert len(lines) == 1 and re.match(".*".join(map(re.escape, quoted.split("…"))), lines[0]), lines
     assert all(not found[other] for other in found.keys() - {kind, "To be provided"}), found

@@ -192,7 +192,7 @@ def test_the_config_of_the_tutorial_is_a_run(tmp_path: Path, monkeypatch: pytest
     checked = examine("my_run.yaml")
     assert checked.refused == []
     # The model is on the Hub; all else is there.
-    assert {text.partition("=")[0] for text in checked.problems} == {"policy.model_name", "policy.tokenizer.name"}
+    assert {problem.key for problem in checked.problems} == {"policy.model_name", "policy.tokenizer.name"}
     assert checked.config is not None and checked.config.num_engines == 8
 
 

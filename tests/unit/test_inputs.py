@@ -156,10 +156,10 @@ def test_a_newcomer_s_mistake_is_said_before_anything_starts(workplace: Path, mi
     mistake.spoil()
     checked = check.examine(mistake.config, mistake.words)
     groups = {
-        "Refused": checked.refused,
+        "Refused": list(map(str, checked.refused)),
         "Warnings": checked.doubts,
-        "To be provided": checked.provided,
-        "Not checked": checked.unchecked,
+        "To be provided": list(map(str, checked.provided)),
+        "Not checked": list(map(str, checked.unchecked)),
     }
     assert any(line.startswith(mistake.said) for line in groups[mistake.group]), groups
 
@@ -168,7 +168,7 @@ def test_the_launcher_says_the_same(workplace: Path, caplog: pytest.LogCaptureFi
     """TP that does not fit the cluster, and rows of another kind, before a job is printed."""
     write_rows(TRAIN, {"ask": "1+1="})
     words = ["policy.megatron_cfg.tensor_model_parallel_size=8"]
-    refused = check.examine("grpo_tiny.yaml", words).refused
+    refused = list(map(str, check.examine("grpo_tiny.yaml", words).refused))
     assert len(refused) == 2 and refused[0].startswith(words[0]) and refused[1].startswith("data.train.data_path=")
     assert launch.main(["slurm", "grpo_tiny.yaml", *words]) == 2
     printed = capsys.readouterr().out
@@ -188,7 +188,7 @@ def test_another_run_s_folder_is_refused_in_the_words_of_the_start(workplace: Pa
 
     def look(*words: str) -> tuple[list[str], list[str]]:
         checked = check.examine(sft[0], [*sft[1:], *words])
-        return checked.refused, list(checked.doubts)
+        return list(map(str, checked.refused)), list(checked.doubts)
 
     def said_by_the_start(*words: str) -> list[str]:
         other = load_config(sft[0], [*sft[1:], *words])
@@ -215,7 +215,7 @@ def test_another_run_s_folder_is_refused_in_the_words_of_the_start(workplace: Pa
     )
     assert look("sft.seed=7")[0] == said_by_the_start("sft.seed=7")
     ppo = check.examine("ppo_tiny.yaml", ["checkpointing.checkpoint_dir=run"])
-    assert any("holds no critic, and a run of algorithm=ppo resumes" in line for line in ppo.refused)
+    assert any("holds no critic, and a run of algorithm=ppo resumes" in str(line) for line in ppo.refused)
     (run / "identity.json").write_text("{}")
     assert look()[0][0].startswith(f"{run}/identity.json is damaged")
 
@@ -231,7 +231,7 @@ def test_damaged_checkpoints_are_said_and_left_alone(workplace: Path):
         "checkpointing.checkpoint_dir=results/grpo_tiny: a start passes over step_10: training_info.json has 2 bytes"
     )
     (run / "step_5/COMPLETE").unlink()
-    refused = check.examine("grpo_tiny.yaml").refused
+    refused = list(map(str, check.examine("grpo_tiny.yaml").refused))
     assert any("none of its checkpoints is whole" in line and "step_10: training_info.json has 2 bytes" in line for line in refused)
     assert sorted(path for path in run.rglob("*")) == [path for path in before if path != run / "step_5/COMPLETE"]
 
@@ -242,7 +242,7 @@ def test_a_folder_in_use_is_said(workplace: Path):
     hold = Ownership(run / "owner.json")
     hold.take()
     try:
-        (said,) = check.examine("grpo_tiny.yaml").provided
+        (said,) = map(str, check.examine("grpo_tiny.yaml").provided)
     finally:
         hold.give_back()
     assert said.startswith(f"checkpointing.checkpoint_dir=results/grpo_tiny is in use by process {os.getpid()} on ")
@@ -268,7 +268,7 @@ def test_a_folder_in_use_is_said(workplace: Path):
 )
 def test_damaged_files_of_a_model_are_named(workplace: Path, file: str, content: str, said: str):
     (workplace / MODEL / file).write_text(content)
-    refused = check.examine("grpo_tiny.yaml").refused
+    refused = list(map(str, check.examine("grpo_tiny.yaml").refused))
     assert refused and refused[0].startswith(said), refused
 
 
@@ -279,7 +279,7 @@ def test_strict_reads_every_row(workplace: Path):
     loose = check.examine("grpo_tiny.yaml")
     assert not loose.refused
     assert f"data.train: the other rows of {TRAIN}: only 64 were read, the first, the last and random ones" in loose.unseen
-    (refused,) = check.examine("grpo_tiny.yaml", is_strict=True).refused
+    (refused,) = map(str, check.examine("grpo_tiny.yaml", is_strict=True).refused)
     assert f"{TRAIN}:1235: no key expected_answer or answer" in refused
 
 
@@ -295,7 +295,7 @@ def test_strict_reads_every_row(workplace: Path):
 )
 def test_files_of_another_format_are_told(workplace: Path, content: bytes, said: str):
     TRAIN.write_bytes(content)
-    refused = check.examine("grpo_tiny.yaml").refused
+    refused = list(map(str, check.examine("grpo_tiny.yaml").refused))
     assert len(refused) == 1 and refused[0].startswith(str(TRAIN)) and refused[0].endswith(said)
 
 
@@ -336,7 +336,7 @@ def test_chosen_rows_of_a_table_are_those_that_training_reads(tmp_path: Path):
 def test_a_model_without_tokenizer_is_said(workplace: Path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (MODEL / name).unlink()
-    (provided,) = check.examine("grpo_tiny.yaml").provided
+    (provided,) = map(str, check.examine("grpo_tiny.yaml").provided)
     assert provided.startswith(f"policy.tokenizer.name={MODEL}: no tokenizer in this folder; put it there")
 
 
@@ -344,7 +344,7 @@ def test_rows_are_read_where_the_model_is_not(workplace: Path):
     """A login node that has the data alone."""
     write_rows(TRAIN, {"ask": "1+1="})
     checked = check.examine("grpo_tiny.yaml", ["policy.model_name=Org/Model"])
-    assert any("no key question or problem" in line for line in checked.refused)
+    assert any("no key question or problem" in str(line) for line in checked.refused)
     assert "the chat template, and how many tokens rows have: the tokenizer Org/Model is not on this machine" in checked.unseen
 
 

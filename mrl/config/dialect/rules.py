@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 from mrl.config.dialect.tables import SAME_VALUE
-from mrl.config.errors import COMMAND_LINE
-from mrl.config.files import Key, Setting, Settings, describe, split_key
+from mrl.config.errors import COMMAND_LINE, Problem
+from mrl.config.files import Key, Setting, Settings, describe, split_key, wrong
 from mrl.config.passthrough import KEYS_OF_ENGINE_ARGUMENTS
 from mrl.config.rules.data import NEMO_GYM
 from mrl.config.schema.data import GYM_PROCESSOR
@@ -116,7 +116,7 @@ class Translation:
     settings: Settings = field(default_factory=dict)
     dropped: set[Key] = field(default_factory=set)
     lines: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     without_effect: list[Note] = field(default_factory=list)
     """Keys that nobody takes here, and why."""
     different: list[Note] = field(default_factory=list)
@@ -147,7 +147,7 @@ class Translation:
 
     def refuse(self, source: str, setting: Setting, rule: str, way_out: str) -> None:
         """Reports that `source` cannot be translated."""
-        self.problems.append(f"{describe(split_key(source), setting)}: {rule}; {way_out}")
+        self.problems.append(wrong("translated", split_key(source), setting, rule, way_out))
 
 
 def translate(settings: Settings, value_of: Callable[[str], object]) -> Translation:

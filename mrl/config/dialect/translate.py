@@ -16,8 +16,8 @@ from pathlib import Path
 from mrl import env
 from mrl.config.dialect.rules import REWRITTEN, TRANSLATED_SECTIONS, Note, Translation, is_gyms, translate
 from mrl.config.dialect.tables import FOREIGN, GPU_VALUES, NO_EFFECT, NOTES, RENAMED, TRANSLATED, VALUES, Foreign
-from mrl.config.errors import COMMAND_LINE
-from mrl.config.files import Key, Setting, Settings, describe, packaged_configs, split_key
+from mrl.config.errors import COMMAND_LINE, Problem
+from mrl.config.files import Key, Setting, Settings, describe, packaged_configs, split_key, wrong
 from mrl.config.schema.data import DATASETS, DatasetConfig
 from mrl.config.schema.run import LIKE_POLICY
 from mrl.config.texts import counted
@@ -175,7 +175,7 @@ def is_translated(key: Key) -> bool:
     return dotted in TRANSLATED or dotted in REWRITTEN or dotted.startswith(tuple(f"{section}." for section in TRANSLATED_SECTIONS))
 
 
-def migrate(settings: Settings, value_of: Callable[[str], object], problems: list[str]) -> tuple[Settings, Migration]:
+def migrate(settings: Settings, value_of: Callable[[str], object], problems: list[Problem]) -> tuple[Settings, Migration]:
     """The settings the schema takes, and the report. `value_of` resolves a key of `settings`; adds to `problems`."""
     report = Migration()
     report.renamed += [f"{describe(key, setting)} -> {'.'.join(key)}" for key, setting in settings.items() if setting.written_as]
@@ -197,23 +197,24 @@ def migrate(settings: Settings, value_of: Callable[[str], object], problems: lis
             if is_gyms(key, value):
                 continue  # which `translation` has dealt with
             if isinstance(value, Hashable) and (entry := GPU_VALUES.get((".".join(key), value))) is not None:
-                problems.append(f"{describe(key, setting)}: {entry.reason}; {entry.way_out}")
+                problems.append(wrong("nemo-rl", key, setting, entry.reason, entry.way_out))
             elif not is_foreign(key, value):
                 kept[key] = _in_own_words(key, setting, report)
             continue
         # A key without effect at any value may have an expression that cannot be resolved here.
         value = value if entry.same is None else value_of(".".join(key))
         same = [value_of(other[2:-1]) if isinstance(other, str) and other.startswith("${") else other for other in entry.same or ()]
-        described = describe(key, Setting(value, setting.origin))
+        resolved = Setting(value, setting.origin)
         if entry.read_with is not None and value_of(entry.read_with[0]) != entry.read_with[1]:
             beside, needed = entry.read_with
             report.without_effect.append((key, setting, f"read only with {beside}={needed}"))
         elif entry.same is None or value in same:
             (report.different if entry.differs(value) else report.without_effect).append((key, setting, entry.reason))
         elif entry.refuses(value):
-            problems.append(f"{described}: {entry.reason}; {entry.way_out}")
+            problems.append(wrong("nemo-rl", key, resolved, entry.reason, entry.way_out))
         else:
-            problems.append(f"{described}: no such value; known are {entry.known}; {entry.way_out}")
+            rule, way_out = "no such value", f"known are {entry.known}; {entry.way_out}"
+            problems.append(wrong("nemo-rl", key, resolved, rule, way_out))
     return kept | translation.settings, report
 
 
@@ -233,7 +234,7 @@ def _translate_all(settings: Settings, value_of: Callable[[str], object]) -> Tra
         found.dropped |= {(section, *key[1:]) for key in inner.dropped}
         found.different += [((section, *key[1:]), setting, how) for key, setting, how in inner.different]
         found.lines += [_moved(line, section) for line in inner.lines]
-        found.problems += [_moved(problem, section) for problem in inner.problems]
+        found.problems += [problem.with_keys(lambda text, section=section: _moved(text, section)) for problem in inner.problems]
     return found
 
 

@@ -244,4 +244,4 @@ def _check(problems: Problems, key: str, path: str, kind: Kind, names: Collectio
         try:
             find_fitting(path, kind)
         except ValueError as error:
-            problems.extend([f"{key}={path}: {error}"])
+            problems.tell(key, path, error)

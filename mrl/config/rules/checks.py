@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mrl.config.errors import NotKnown, Problems, Unchecked, Unprovided
+from mrl.config.errors import NotKnown, Problem, Problems
 from mrl.config.model import ModelSizes, is_hub_id, read_model
 from mrl.config.parsers import check_formats
 from mrl.config.passthrough import check_arguments
@@ -23,10 +23,11 @@ from mrl.config.schema.run import RunConfig
 from mrl.phases import ModelName
 
 
-def find_problems(config: RunConfig, *, to_evaluate: bool = False) -> list[str]:
-    """Every problem of a config, one text each. Rules that need a value which is not known are named, not applied."""
+def find_problems(config: RunConfig, *, to_evaluate: bool = False) -> list[Problem]:
+    """Every problem of a config. Rules that need a value which is not known are named, not applied."""
     problems, skipped = Problems(config, config.facts.origins), dict[str, list[str]]()
     rules = RULES | (ROLLOUT_RULES if config.has_engines else SUPERVISED_RULES) | (EVALUATION_RULES if to_evaluate else {})
+    problems.group = "model"
     try:
         model = models.read_sizes(config, problems, ", ".join(MODEL_RULES))
         rules |= {} if model is None else {name: partial(_check_model, check, model) for name, check in MODEL_RULES.items()}
@@ -34,14 +35,18 @@ def find_problems(config: RunConfig, *, to_evaluate: bool = False) -> list[str]:
         skipped[error.key] = list(MODEL_RULES)
     rules |= {"critics and teachers": models.check_sections}
     for name, check in rules.items():
+        problems.group = name
         try:
             check(config, problems)
         except NotKnown as error:
             skipped.setdefault(error.key, []).append(name)
         except OSError as error:
-            problems.extend([f"{error.filename}: {error.strerror}, and these rules need it: {name}; give what you may read"])
-    problems.extend([Unchecked(f"{key}: without its value not checked: {', '.join(names)}") for key, names in skipped.items()])
-    return problems.texts
+            rule = f"{error.strerror}, and these rules need it: {name}"
+            problems.tell(str(error.filename), None, rule, "give what you may read")
+    problems.group = "not known"
+    for key, names in skipped.items():
+        problems.tell(key, None, f"without its value not checked: {', '.join(names)}", kind="not checked")
+    return problems.merged
 
 
 def check_folders(config: RunConfig, problems: Problems) -> None:
@@ -49,15 +54,17 @@ def check_folders(config: RunConfig, problems: Problems) -> None:
     tokenizer = config.policy.tokenizer.name
     if not os.path.isdir(tokenizer):
         if is_hub_id(tokenizer):
-            problems.extend([Unprovided(f"policy.tokenizer.name={tokenizer}: {models.NOT_CACHED}")])
+            problems.tell("policy.tokenizer.name", tokenizer, models.NOT_CACHED, kind="to be provided")
         else:
-            problems.add("policy.tokenizer.name", f"no such folder in {Path.cwd()}", "give the folder of the model's tokenizer", Unprovided)
+            problems.add(
+                "policy.tokenizer.name", f"no such folder in {Path.cwd()}", "give the folder of the model's tokenizer", "to be provided"
+            )
     for key, folder in (("checkpointing.checkpoint_dir", config.checkpointing.checkpoint_dir), ("logger.log_dir", config.logger.log_dir)):
         existing = existing_parent(folder)
         if not existing.is_dir():
-            problems.add(key, f"{existing} is not a folder", "choose a folder that you may write", Unprovided)
+            problems.add(key, f"{existing} is not a folder", "choose a folder that you may write", "to be provided")
         elif not os.access(existing, os.W_OK | os.X_OK):
-            problems.add(key, f"you may not write {existing}", "choose a folder that you may write", Unprovided)
+            problems.add(key, f"you may not write {existing}", "choose a folder that you may write", "to be provided")
 
 
 def check_checkpointing(config: RunConfig, problems: Problems) -> None:
@@ -111,7 +118,9 @@ def check_disk(config: RunConfig, num_parameters: int, problems: Problems) -> No
             f"{demand.num_kept} checkpoints of {demand.checkpoint_bytes / 1e9:.2f} GB and one being written need "
             f"{demand.needed_bytes / 1e9:.2f} GB more, {demand.free_bytes / 1e9:.2f} GB are free"
         )
-        problems.add("checkpointing.checkpoint_dir", rule, "free or choose another disk, or lower checkpointing.keep_top_k", Unprovided)
+        problems.add(
+            "checkpointing.checkpoint_dir", rule, "free or choose another disk, or lower checkpointing.keep_top_k", "to be provided"
+        )
 
 
 def num_kept_at_most(config: RunConfig) -> int | None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mrl.config.errors import Problems, Unprovided
+from mrl.config.errors import Problems, is_required
 from mrl.config.model import is_hub_id, way_to_prepare
 from mrl.config.rules.gym_servers import check_gym
 from mrl.config.schema.data import DATASETS, GYM_PROCESSOR, DataDefaultConfig, DatasetConfig, known_dataset
@@ -137,7 +137,7 @@ def check_data(config: RunConfig, problems: Problems) -> None:
             problems.add(f"{key}.env_name", "no such environment", f"use one of {', '.join(names)}")
     for key, section in (("data.train", data.train), ("data.validation", data.validation)):
         if section is not None and section.datasets == []:
-            problems.extend([f"{key}=[]: a list of data sets has one at least; give a data set"])
+            problems.tell(key, "[]", "a list of data sets has one at least", "give a data set")
 
 
 def _check_dataset(key: str, dataset: DatasetConfig, default: DataDefaultConfig, problems: Problems) -> None:
@@ -146,7 +146,7 @@ def _check_dataset(key: str, dataset: DatasetConfig, default: DataDefaultConfig,
         name_key = key_of("dataset_name", default, dataset, key)
         problems.add(name_key, "no such data set is known", f"leave it out, or use one of {', '.join(DATASETS)}")
     elif path is None and known_dataset(name).hub_id is None:
-        problems.extend([f"{key}.data_path is required and has no default; set it in the config file or as {key}.data_path=VALUE"])
+        problems.extend([is_required(f"{key}.data_path")])
     elif path is not None and not os.path.exists(path) and not is_hub_id(path):
         way_out = (
             "correct the path: it names a .jsonl, .json, .parquet or .arrow file, a folder of them, "
@@ -154,14 +154,14 @@ def _check_dataset(key: str, dataset: DatasetConfig, default: DataDefaultConfig,
         )
         if made := way_to_prepare(path):
             way_out = f"correct the path ({made})"
-        problems.add(f"{key}.data_path", f"no such file or folder in {Path.cwd()}", way_out, Unprovided)
+        problems.add(f"{key}.data_path", f"no such file or folder in {Path.cwd()}", way_out, "to be provided")
     for name in ("prompt_file", "system_prompt_file", "system_prompt", "system_key"):
         given, given_key = vars(dataset)[name], key_of(name, default, dataset, key)
         if given is not None and dataset.processor == GYM_PROCESSOR:
             rule = f"processor={GYM_PROCESSOR} leaves conversations as the rows give them"
             problems.add(given_key, rule, "set it to null, or use another processor")
         elif given is not None and name.endswith("file") and not os.path.isfile(given):
-            problems.add(given_key, f"no such file in {Path.cwd()}", "correct the path", Unprovided)
+            problems.add(given_key, f"no such file in {Path.cwd()}", "correct the path", "to be provided")
     if dataset.system_prompt is not None and dataset.system_prompt_file is not None:
         rule = "system_prompt_file is set, too, and a conversation gets one system message"
         problems.add(key_of("system_prompt", default, dataset, key), rule, "set one of them to null")

@@ -7,7 +7,7 @@ import shlex
 import shutil
 from urllib.parse import urlsplit
 
-from mrl.config.errors import Problems, Unprovided
+from mrl.config.errors import Problems
 from mrl.config.schema.env import SERVERS, EnvConfig
 from mrl.config.schema.run import RunConfig
 
@@ -37,7 +37,7 @@ def check_gym(config: RunConfig, problems: Problems) -> None:
         problems.add(f"{PREFIX}.command", f"{PREFIX}.head_server.host says that the servers run already", "leave one of them out")
     if gym.command and not ((words := _words(gym.command)) and shutil.which(words[0])):
         problems.add(
-            f"{PREFIX}.command", "no such program on this machine", "give the path of ng_run in NeMo Gym's environment", Unprovided
+            f"{PREFIX}.command", "no such program on this machine", "give the path of ng_run in NeMo Gym's environment", "to be provided"
         )
     if gym.head_server.host:
         _check_address(config, problems)
@@ -52,7 +52,7 @@ def check_gym(config: RunConfig, problems: Problems) -> None:
                 f"let the run start NeMo Gym's servers ({PREFIX}.command=PATH/ng_run), or start them and give {PREFIX}.head_server.host; "
                 "or leave these out"
             )
-            problems.add(f"{PREFIX}.config_paths", rule, way_out, Unprovided)
+            problems.add(f"{PREFIX}.config_paths", rule, way_out, "to be provided")
         elif not gym.embedded:
             problems.add(f"{PREFIX}.embedded", "NeMo Gym's servers grade all rows", f"set {PREFIX}.command, or true")
 

@@ -8,7 +8,7 @@ import math
 import os
 
 from conversion.families.common import VllmParallel
-from mrl.config.errors import Problems, Unprovided, spell
+from mrl.config.errors import Problems, spell, told
 from mrl.config.model import ModelSizes
 from mrl.config.passthrough import Library, arguments_of
 from mrl.config.schema.run import RunConfig
@@ -290,7 +290,7 @@ def _check_stages(config: RunConfig, model: ModelSizes, problems: Problems) -> N
         try:
             megatron.parallel.layers_of(0, len(model.layers))
         except ValueError as error:
-            problems.extend([f"{_MEGATRON}.{error}"])
+            problems.extend([told(f"{_MEGATRON}.{error}", "layout-of-the-model/pipeline")])
 
 
 def check_ports(config: RunConfig, problems: Problems) -> None:
@@ -345,7 +345,7 @@ def check_servers(config: RunConfig, problems: Problems) -> None:
             continue
         elif name in PARSERS_OF_MODELS:
             way_out = f"name the file in {_ENGINE}.{kind}_plugin"
-            problems.add(f"{prefix}.{kind}", f"its file comes with {PARSERS_OF_MODELS[name]}", way_out, Unprovided)
+            problems.add(f"{prefix}.{kind}", f"its file comes with {PARSERS_OF_MODELS[name]}", way_out, "to be provided")
         else:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
             rule = f"vLLM has no parser of that name, the nearest is {nearest}"

@@ -6,12 +6,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from conversion.families.settings import known_keys
 from conversion.files.hf_folder import OUTPUT, has_reward_head, read_config, stored_tensors
 from conversion.files.hf_weights import has_output_alone
-from mrl.config.errors import Problems, Unchecked, in_section, prefix_of
+from mrl.config.errors import Problem, Problems, in_section, prefix_of
 from mrl.config.model import ModelSizes, find_override_problems, is_hub_id, overridden_config, read_model
 from mrl.config.rules import algorithms, layout, training
 from mrl.config.rules.tokens import check_tokens
@@ -22,17 +23,28 @@ Check = Callable[[RunConfig, Problems], None]
 ModelCheck = Callable[[RunConfig, ModelSizes, Problems], None]
 
 NOT_CACHED = "not in the local Hugging Face cache; it is downloaded at the start of the run, or give a folder"
-RULES: tuple[Check, ...] = (layout.check_cluster, training.check_rows, training.check_logprobs)
+RULES: dict[str, Check] = {
+    "parallel layout": layout.check_cluster,
+    "rows": training.check_rows,
+    "log-probabilities": training.check_logprobs,
+}
 """Rules of section `policy` that the section of every model keeps."""
-TRAINED_RULES: tuple[Check, ...] = (algorithms.check_batch, algorithms.check_head, training.check_optimizer)
+TRAINED_RULES: dict[str, Check] = {
+    "batches": algorithms.check_batch,
+    "head": algorithms.check_head,
+    "optimizer": training.check_optimizer,
+}
 """Further rules for the sections of other trained models."""
-MODEL_RULES: tuple[ModelCheck, ...] = (layout.check_trainer, training.check_dispatch)
-TRAINED_MODEL_RULES: tuple[ModelCheck, ...] = (
-    training.check_recomputing,
-    training.check_routing,
-    lambda config, model, problems: training.check_trained(config, problems),
-)
-"""Counterparts of `RULES` and `TRAINED_RULES` that need the model's config.json."""
+MODEL_RULES: dict[str, ModelCheck] = {
+    "layout of the model": layout.check_trainer,
+    "dispatch to experts": training.check_dispatch,
+}
+TRAINED_MODEL_RULES: dict[str, ModelCheck] = {
+    "recomputing": training.check_recomputing,
+    "routing": training.check_routing,
+    "what is trained": lambda config, model, problems: training.check_trained(config, problems),
+}
+"""Counterparts of `RULES` and `TRAINED_RULES` that need the model's config.json. Names as in `mrl.config.rules.checks`."""
 _CLASSES = ("ForCausalLM", "ForSequenceClassification")
 _OF_ENGINES = ("policy.generation.", "policy.router_replay.")
 
@@ -63,7 +75,7 @@ def check_heads(config: RunConfig, problems: Problems) -> None:
         with suppress(OSError, ValueError):
             if has_reward_head(Path(name)):
                 rule = f"it has the head of a reward model (score.weight), for which algorithm={config.algorithm} has no use here"
-                problems.extend([f"{key}={name}: {rule}; take a language model: heads are of value.model_name, and of algorithm=rm"])
+                problems.tell(key, name, rule, "take a language model: heads are of value.model_name, and of algorithm=rm")
 
 
 def check_engine_files(config: RunConfig, problems: Problems) -> None:
@@ -77,11 +89,11 @@ def check_engine_files(config: RunConfig, problems: Problems) -> None:
         is_known = not names and bool(known_keys().get(str(hf_config.get("model_type")), {}).get("class"))
         if not is_known and (not isinstance(names, list) or not any(str(name).endswith(_CLASSES) for name in names)):
             rule = f"config.json: architectures={names!r} names no language model, and vLLM takes its class from there"
-            problems.extend([f"policy.model_name={folder}: {rule}; name the one that ends with ForCausalLM"])
+            problems.tell("policy.model_name", folder, rule, "name the one that ends with ForCausalLM")
         if has_output_alone(stored_tensors(folder), hf_config):
             rule = f"its tied embedding is stored as {OUTPUT} alone, which vLLM does not read"
             way_out = "convert it there and back with python -m mrl.convert (hf-to-mcore, then mcore-to-hf), and name the new folder"
-            problems.extend([f"policy.model_name={folder}: {rule}; {way_out}"])
+            problems.tell("policy.model_name", folder, rule, way_out)
 
 
 def read_sizes(config: RunConfig, problems: Problems, unchecked: str) -> ModelSizes | None:
@@ -92,27 +104,29 @@ def read_sizes(config: RunConfig, problems: Problems, unchecked: str) -> ModelSi
         if not overrides:
             return model
         wrong = find_override_problems(Path(name), overrides)
-        problems.extend(wrong)
+        for key, value, rule in wrong:
+            problems.tell(key, value, rule)
         return model if wrong else read_model(Path(name), overrides)
     except ValueError as error:
         if os.path.exists(os.path.join(name, "config.json")):
-            problems.extend([f"policy.model_name={name}: {error}"])
+            problems.tell("policy.model_name", name, error)
         else:
             reason = NOT_CACHED if is_hub_id(name) else str(error)
-            problems.add("policy.model_name", reason, f"cannot be checked without its config.json: {unchecked}", Unchecked)
+            problems.add("policy.model_name", reason, f"cannot be checked without its config.json: {unchecked}", "not checked")
         return None
 
 
 def check_sections(config: RunConfig, problems: Problems) -> None:
     """Checks sections of critics and teachers by rules of `policy`, and that their models read the policy's tokens."""
-    said = problems.texts
+    said = problems.merged
     for model, section in config.sections.items():
         if model == "policy":
             continue
         needed, length = config.policy.max_total_sequence_length, section.max_total_sequence_length
         if length < needed:
             rule = f"the {model.partition(':')[0]} reads sequences of policy.max_total_sequence_length={needed}"
-            problems.extend([f"{prefix_of(model)}max_total_sequence_length={length}: {rule}; raise it, or leave it out, and it follows"])
+            key, way_out = f"{prefix_of(model)}max_total_sequence_length", "raise it, or leave it out, and it follows"
+            problems.tell(key, length, rule, way_out)
         check_tokens(config, model, problems)
         _check_section(config, model, said, problems)
 
@@ -124,25 +138,28 @@ def problems_of(config: RunConfig, model: ModelName) -> Problems:
     return Problems(config.of_model(model), {key: origin for key, origin in origins.items() if key not in own} | own)
 
 
-def _check_section(config: RunConfig, model: ModelName, said: list[str], problems: Problems) -> None:
+def _check_section(config: RunConfig, model: ModelName, said: list[Problem], problems: Problems) -> None:
     """Applies rules of `policy` to a model's section, and adds problems not yet `said`, under keys of that section."""
     seen, prefix, is_trained = config.of_model(model), prefix_of(model), model in config.trained_models
     own = {f"policy.{key.removeprefix(prefix)}" for key in config.facts.origins if key.startswith(prefix)}
     inner = problems_of(config, model)
-    for check in RULES + (TRAINED_RULES if is_trained else ()):
+    for inner.group, check in (RULES | (TRAINED_RULES if is_trained else {})).items():
         check(seen, inner)
+    inner.group = "model"
     sizes = read_sizes(seen, inner, "whether the layout divides it")
     if sizes is not None:
-        for check in MODEL_RULES + (TRAINED_MODEL_RULES if is_trained else ()):
+        for inner.group, check in (MODEL_RULES | (TRAINED_MODEL_RULES if is_trained else {})).items():
             check(seen, sizes, inner)
-    values, rules = {text.partition(": ")[0] for text in said}, "\n".join(said)
-    for text in inner.texts:
-        value, _, rule = text.partition(": ")
-        is_said = value.partition("=")[0] not in own and (value in values or rule in rules)
-        if is_said or value.startswith(_OF_ENGINES):
+    values = {(problem.key, problem.value) for problem in said}
+    sentences = {each.sentence for problem in said for each in (problem, *problem.also)}
+    for problem in inner.merged:
+        is_told = sentences.issuperset(each.sentence for each in (problem, *problem.also))
+        is_said = problem.key not in own and ((problem.key, problem.value) in values or is_told)
+        if is_said or problem.key.startswith(_OF_ENGINES):
             continue
-        whose = text if value.startswith("policy.") else type(text)(f"{value}: for the {model}, {rule}")
-        problems.extend([in_section(whose, model)])
+        if not problem.key.startswith("policy."):
+            problem = replace(problem, rule=f"for the {model}, {problem.rule}")
+        problems.extend([in_section(problem, model)])
 
 
 LOSS_KEYS = ("kl_type", "mixed_kl_weight", "zero_outside_topk")
@@ -158,13 +175,12 @@ def check_teacher(config: RunConfig, problems: Problems) -> None:
             if config.facts.origins.get(key, "").startswith("command line"):
                 problems.add(key, "it belongs to GRPO's loss, and algorithm=distillation", f"use {', '.join(LOSS_KEYS)}")
         if config.teacher is None and not any(key.startswith("teacher.") for key in config.facts.origins):
-            problems.extend(
-                ["teacher: algorithm=distillation has nobody to learn from; give teacher.model_name, the folder of a model or its id"]
-            )
+            rule, way_out = "algorithm=distillation has nobody to learn from", "give teacher.model_name, the folder of a model or its id"
+            problems.tell("teacher", None, rule, way_out)
     for model, section in config.teachers.items():
         if section.megatron_cfg.peft.enabled:
             rule = "a teacher is not trained: what adapters add to a model is merged into its folder first"
-            problems.extend([f"{prefix_of(model)}megatron_cfg.peft.enabled=true: {rule}; set it to false"])
+            problems.tell(f"{prefix_of(model)}megatron_cfg.peft.enabled", "true", rule, "set it to false")
 
 
 def _check_on_policy(config: RunConfig, problems: Problems) -> None:

@@ -106,12 +106,13 @@ def find_doubts(config: RunConfig) -> list[str]:
         doubt_rows(config, problems)
         for model in config.models_beside:
             doubt_rows(config.of_model(model), inner := problems_of(config, model))
-            problems.extend([in_section(text, model) for text in inner.texts if text not in problems.texts])
+            said = problems.merged
+            problems.extend(in_section(doubt, model) for doubt in inner.merged if doubt not in said)
     with suppress(NotKnown, ValueError):
         _check_memory(config, problems)
     with suppress(NotKnown, ValueError):
         _check_experts(config, problems)
-    return problems.texts
+    return list(map(str, problems.merged))
 
 
 def _check_experts(config: RunConfig, problems: Problems) -> None:

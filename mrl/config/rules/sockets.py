@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import tempfile
 
-from mrl.config.errors import Problems, Unprovided
+from mrl.config.errors import Problems
 from mrl.config.schema.run import RunConfig
 
 MAX_PATH_BYTES = 107
@@ -37,4 +37,4 @@ def check_sockets(config: RunConfig, problems: Problems) -> None:
         size, most = len(os.fsencode(folder)), longest_folder(socket)
         if size > most:
             rule = f"{whose} are created below it, and their paths have at most {MAX_PATH_BYTES} bytes: it may have {most}, and has {size}"
-            problems.extend([Unprovided(f"{name}={folder}: {rule}; set it to a shorter folder of this host, such as /tmp")])
+            problems.tell(name, folder, rule, "set it to a shorter folder of this host, such as /tmp", "to be provided")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from conversion.files.reading import read_json
-from mrl.config.errors import Problems, Unchecked, prefix_of
+from mrl.config.errors import Problems, prefix_of
 from mrl.config.schema.run import RunConfig
 from mrl.phases import ModelName, role_of
 
@@ -17,11 +17,12 @@ SHOWN = 3
 
 def check_vocabulary(config: RunConfig, problems: Problems) -> None:
     """Checks that the policy has an embedding for each token of its tokenizer, as far as the files are here."""
+    name = config.policy.tokenizer.name
     try:
-        problem = beyond_vocabulary(config, num_tokens(Path(config.policy.tokenizer.name)))
+        if rule := beyond_vocabulary(config, num_tokens(Path(name))):
+            problems.tell("policy.tokenizer.name", name, rule)
     except ValueError as error:
-        problem = f"policy.tokenizer.name={config.policy.tokenizer.name}: {error}"
-    problems.extend([problem] if problem else [])
+        problems.tell("policy.tokenizer.name", name, error)
 
 
 def beyond_vocabulary(config: RunConfig, needed: int) -> str:
@@ -31,7 +32,7 @@ def beyond_vocabulary(config: RunConfig, needed: int) -> str:
         return ""
     rule = f"it has {needed:,} tokens, and vocab_size of policy.model_name={config.policy.model_name} is {columns:,}"
     way_out = "take the model's own tokenizer, or enlarge its embedding (resize_token_embeddings of transformers)"
-    return f"policy.tokenizer.name={config.policy.tokenizer.name}: {rule}: the others could not be trained; {way_out}"
+    return f"{rule}: the others could not be trained; {way_out}"
 
 
 def num_choices(config: RunConfig) -> int:
@@ -54,22 +55,23 @@ def check_tokens(config: RunConfig, model: ModelName, problems: Problems) -> Non
     try:
         difference, needed = token_difference(tokenizer, own), num_tokens(tokenizer)
     except ValueError as error:
-        problems.extend([f"{prefix_of(model)}tokenizer.name={own}: {error}"])
+        problems.tell(f"{prefix_of(model)}tokenizer.name", own, error)
         return
     columns, student = vocabulary_size(folder), vocabulary_size(Path(config.policy.model_name))
-    key, size = f"{prefix_of(model)}model_name={folder}", f"its vocab_size is {columns:,}"
+    key, named, size = f"{prefix_of(model)}model_name", folder, f"its vocab_size is {columns:,}"
     read, way_out = f"policy.tokenizer.name={tokenizer}", "take a model of that tokenizer"
     if difference:
-        key = f"{prefix_of(model)}tokenizer.name={own}" if is_teacher else key
-        problems.extend([f"{key}: its tokens are not those of {read}: {difference}; {way_out}"])
+        if is_teacher:
+            key, named = f"{prefix_of(model)}tokenizer.name", own
+        problems.tell(key, named, f"its tokens are not those of {read}: {difference}", way_out)
     elif 0 < columns < needed:
-        problems.extend([f"{key}: {size}, and {read} has {needed:,} tokens; {way_out}"])
+        problems.tell(key, named, f"{size}, and {read} has {needed:,} tokens", way_out)
     elif is_teacher and 0 < columns < student:
         rule = f"{size}, and the student's {student:,}: the student may draw tokens of which the teacher has no embedding"
-        problems.extend([f"{key}: {rule}; take a teacher of that size or more, or a smaller student"])
+        problems.tell(key, named, rule, "take a teacher of that size or more, or a smaller student")
     elif is_teacher and 0 < student < columns and difference is None:
         missing = "cannot be checked without tokenizer.json of both: whether their tokens are the same"
-        problems.extend([Unchecked(f"{key}: {size}, and the student's {student:,}; {missing}")])
+        problems.tell(key, named, f"{size}, and the student's {student:,}", missing, "not checked")
     if is_teacher and 0 < (student or columns) < config.num_taught_logits:
         problems.add("distillation.topk_logits_k", f"the vocabulary has {student or columns:,} tokens", "use that number or less")
 

@@ -213,7 +213,7 @@ def _check_adapters(config: RunConfig, hf_config: dict[str, object], problems: P
             if not adapted_layers(family(hf_config), hf_config, **{key: patterns}):
                 problems.add(f"{prefix}.{key}", "no layer is left to adapt", "exclude fewer layers")
         except ValueError as error:
-            problems.extend([f"{prefix}.{key}={spell(patterns)}: {error}"])
+            problems.tell(f"{prefix}.{key}", spell(patterns), error)
     zeros = [peft.lora_A_init_method, peft.lora_B_init_method].count("zero")
     if zeros != 1:
         rule = f"with peft.lora_A_init_method={peft.lora_A_init_method}, training would not start from the model's own weights"

@@ -73,7 +73,7 @@ def run_config(folder: Path, settings: Settings, num_ranks: int) -> RunConfig:
     overrides = [f"policy.{key}={_spell(value)}" for key, value in values.items()]
     config = load_config("grpo_tiny.yaml", [*overrides, f"cluster.cpu_units_per_node={num_ranks}"])
     # What is proven here must be what a run may turn on.
-    assert [problem for problem in find_problems(config) if problem.startswith("policy.")] == []
+    assert [problem for problem in find_problems(config) if problem.key.startswith("policy.")] == []
     return config
 
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from mrl.config.errors import ConfigError
 from mrl.config.load import load_config
 from mrl.config.model import is_hub_id, read_model, with_local_folders
-from mrl.config.rules.checks import find_problems
 from mrl.data.prompts import load_prompts
 from mrl.loop.preflight import check_start
 from mrl.recipes.tokenizer import byte_tokenizer
+from tests.unit.config.problems import texts_of
 from tests.unit.conversion.hf_folders import tiny_config, write_folder
 
 REVISION = "0" * 40
@@ -114,13 +114,13 @@ def test_what_an_engine_would_not_find_is_said_before_the_start(workplace: Path)
     tiny = json.loads((folder / "config.json").read_text())
     for architectures in (["NemotronHForCausalLM"], [], None):
         (folder / "config.json").write_text(json.dumps(tiny | {"architectures": architectures}))
-        assert find_problems(load_config("grpo_tiny.yaml", [])) == []
+        assert texts_of(load_config("grpo_tiny.yaml", [])) == []
     (folder / "config.json").write_text(json.dumps(tiny | {"architectures": ["NemotronHModel"]}))
-    (problem,) = find_problems(load_config("grpo_tiny.yaml", []))
+    (problem,) = texts_of(load_config("grpo_tiny.yaml", []))
     assert "architectures=['NemotronHModel'] names no language model, and vLLM takes its class from there" in problem
     (folder / "config.json").write_text(json.dumps(tiny))
     key = "+policy.generation.vllm_kwargs.hf_config_path"
-    (problem,) = find_problems(load_config("grpo_tiny.yaml", [f"{key}=elsewhere"]))
+    (problem,) = texts_of(load_config("grpo_tiny.yaml", [f"{key}=elsewhere"]))
     assert "hf_config_path=elsewhere: refits write the weights as the checkpoint has them" in problem
 
 

@@ -11,9 +11,9 @@ import pytest
 from conversion.cache import entry_key
 from mrl.config.load import load_config, load_run
 from mrl.config.model import find_override_problems, overridden_config, overridden_folder
-from mrl.config.rules.checks import find_problems
 from mrl.loop.preflight import check_start
 from tests.tiny import TINY
+from tests.unit.config.problems import texts_of
 from tests.unit.conftest import write_weights
 
 QWEN = {"model_type": "qwen3", **TINY["qwen3"], "max_position_embeddings": 2048}
@@ -65,19 +65,21 @@ def test_another_base(hf_config: dict[str, object]):
 )
 def test_what_may_not_be_overridden(model: Path, overrides: dict[str, object], said: str):
     (problem,) = find_override_problems(model, overrides)
-    assert problem.startswith(KEY) and said in problem
+    key, value, rule = problem
+    text = f"{key}{'' if value is None else '='}{value or ''}: {rule}"
+    assert text.startswith(KEY) and said in text
 
 
 def test_what_a_model_does_not_read_is_refused(workplace: Path):
-    problems = find_problems(load_config("grpo_tiny.yaml", YARN_OVERRIDES))  # nemotron_h has no rotary positions
+    problems = texts_of(load_config("grpo_tiny.yaml", YARN_OVERRIDES))  # nemotron_h has no rotary positions
     assert any(problem.startswith(f"{KEY}.rope_scaling=") and "nothing here reads it" in problem for problem in problems)
 
 
 def test_the_context_is_that_of_the_overrides(model: Path):
     long = ["policy.max_total_sequence_length=8192", "policy.sequence_packing.enabled=false"]
-    (problem,) = find_problems(load_config("grpo_tiny.yaml", [*long, DENSE]))
+    (problem,) = texts_of(load_config("grpo_tiny.yaml", [*long, DENSE]))
     assert "max_position_embeddings is 2048" in problem
-    assert find_problems(load_config("grpo_tiny.yaml", [*long, *YARN_OVERRIDES])) == []
+    assert texts_of(load_config("grpo_tiny.yaml", [*long, *YARN_OVERRIDES])) == []
 
 
 def test_a_run_starts_from_a_folder_that_differs_in_its_config(model: Path):

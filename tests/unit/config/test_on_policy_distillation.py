@@ -9,7 +9,7 @@ import pytest
 
 from mrl.config.load import load_config, read_run, resolved_yaml
 from mrl.config.model import with_cached_folders
-from mrl.config.rules.checks import find_problems
+from tests.unit.config.problems import texts_of
 from tests.unit.config.test_teacher import model
 
 # The keys of NeMo RL's recipe mopd-qwen3-1.7b-3n8g-megatron-pack.yaml, on hosts without GPUs.
@@ -139,13 +139,13 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, name: str):
     overrides, message = WRONG[name]
     config, _, problems = read_run(write(tmp_path, STUDENT), overrides)
     assert config is not None
-    found = [*problems, *find_problems(with_cached_folders(config))]
+    found = [*map(str, problems), *texts_of(with_cached_folders(config))]
     assert any(message in problem for problem in found), "\n".join(found)
 
 
 def test_teaching_needs_teachers(tmp_path: Path):
     nobody = STUDENT.rpartition("  teacher_model_by_agent_name")[0]
-    (problem,) = (text for text in find_problems(load_config(write(tmp_path, nobody))) if "on_policy_distillation" in text)
+    (problem,) = (text for text in texts_of(load_config(write(tmp_path, nobody))) if "on_policy_distillation" in text)
     assert problem.startswith("on_policy_distillation.teacher_model_by_agent_name={}: no row has a teacher; give a model for each agent")
 
 
@@ -153,4 +153,4 @@ def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path):
     student, teacher = model(tmp_path / "student"), model(tmp_path / "other", vocab_size=256)
     config = load_config(write(tmp_path, STUDENT), [f"policy.model_name={student}"])
     config.facts.teachers["code_agent"].model_name = str(teacher)
-    assert any(f"teacher code_agent: model_name={teacher}: its vocab_size is 256, and the" in text for text in find_problems(config))
+    assert any(f"teacher code_agent: model_name={teacher}: its vocab_size is 256, and the" in text for text in texts_of(config))

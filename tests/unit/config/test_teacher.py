@@ -11,11 +11,11 @@ import pytest
 
 from mrl.config.errors import ConfigError
 from mrl.config.load import load_config, load_run, read_run, resolved_yaml
-from mrl.config.rules.checks import find_problems
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.rules.tokens import token_difference
 from mrl.config.schema.run import RunConfig
 from tests.sources import ROOT
+from tests.unit.config.problems import texts_of
 
 STUDENT = """
 distillation: {num_prompts_per_step: 8, num_generations_per_prompt: 2, topk_logits_k: 4}
@@ -95,14 +95,14 @@ def test_a_grpo_section_wins(tmp_path: Path):
 def test_problems_of_a_teacher_name_its_keys(tmp_path: Path, override: str, message: str):
     with pytest.raises(ConfigError) as error:
         load_config(write(tmp_path, STUDENT, TEACHER), [override])
-    assert any(problem.startswith(message) for problem in error.value.problems), error.value.problems
-    assert not any("policy.pre" in problem for problem in error.value.problems)
+    assert any(problem.startswith(message) for problem in map(str, error.value.problems)), error.value.problems
+    assert not any("policy.pre" in str(problem) for problem in error.value.problems)
 
 
 def problems(tmp_path: Path, *overrides: str, texts: tuple[str, ...] = (STUDENT, TEACHER)) -> str:
     config, _, found = read_run(write(tmp_path, *texts), overrides)
     assert config is not None and found == []
-    return "\n".join(find_problems(config))
+    return "\n".join(texts_of(config))
 
 
 def test_rules_of_distillation(tmp_path: Path):
@@ -130,9 +130,9 @@ def test_rules_of_distillation(tmp_path: Path):
 def test_a_teacher_whose_section_has_a_fault_is_not_missing(tmp_path: Path, override: str):
     config, _, found = read_run(write(tmp_path, STUDENT, TEACHER), [override])
     assert config is not None and len(found) == 1 and found[0].startswith(override)
-    assert not any("nobody to learn from" in text for text in find_problems(config))
+    assert not any("nobody to learn from" in text for text in texts_of(config))
     config, _, found = read_run(write(tmp_path, STUDENT, TEACHER), ["teacher=null", "logger.wandb.name=x"])
-    assert config is not None and any("nobody to learn from" in text for text in find_problems(config)), found
+    assert config is not None and any("nobody to learn from" in text for text in texts_of(config)), found
 
 
 def model(folder: Path, **changes: object) -> Path:

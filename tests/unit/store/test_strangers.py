@@ -45,7 +45,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def checked(folder: Path) -> list[str]:
-    return look_at_folder(config(folder.parent), [], is_strict=False).problems
+    return list(map(str, look_at_folder(config(folder.parent), [], is_strict=False).problems))
 
 
 def assert_refused(folder: Path, *said: str) -> None:

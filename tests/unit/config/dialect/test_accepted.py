@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from mrl.config.dialect.translate import Migration
-from mrl.config.errors import ConfigError, Unprovided, value_at
+from mrl.config.errors import ConfigError, value_at
 from mrl.config.load import load_run
 from mrl.config.rules.checks import find_problems
 from mrl.config.schema.run import RunConfig
+from tests.unit.config.problems import texts_of
 
 ENGINE = "policy.generation.vllm_cfg"
 KWARGS = "policy.generation.vllm_kwargs"
@@ -56,7 +57,7 @@ def load(workplace: Path) -> Callable[..., tuple[RunConfig, Migration]]:
 def test_a_value_arrives(load: Callable[..., tuple[RunConfig, Migration]], override: str, key: str, value: object):
     config, _ = load(override)
     assert value_at(config, key) == value
-    assert [problem for problem in find_problems(config) if "expert_model" not in problem] == []
+    assert [problem for problem in texts_of(config) if "expert_model" not in problem] == []
 
 
 def test_two_names_of_an_engine_s_argument_must_agree(load: Callable[..., tuple[RunConfig, Migration]]):
@@ -127,9 +128,9 @@ def test_what_nemo_rl_does_otherwise_is_reported_apart(load: Callable[..., tuple
 def test_values_that_mean_something_else_are_refused(load: Callable[..., tuple[RunConfig, Migration]], override: str):
     def problems() -> list[str]:
         try:
-            return find_problems(load(override)[0])
+            return texts_of(load(override)[0])
         except ConfigError as error:
-            return list(error.problems)
+            return list(map(str, error.problems))
 
     assert any(problem.startswith(override.partition("=")[0]) for problem in problems())
 
@@ -140,7 +141,7 @@ def test_rows_fit_sequence_parallelism_whatever_the_multiple(load: Callable[...,
     multiples = {}
     for multiple in (1, 2, 3, 4):
         config, _ = load(*parallel, packing, f"policy.make_sequence_length_divisible_by={multiple}")
-        assert [problem for problem in find_problems(config) if "divisible" in problem] == []
+        assert [problem for problem in texts_of(config) if "divisible" in problem] == []
         multiples[multiple] = config.policy.row_multiple
     assert multiples == {1: 2, 2: 2, 3: 6, 4: 4}
 
@@ -163,7 +164,7 @@ def test_the_optimizer_leaves_the_gpus_where_it_is_asked_to(
 
 def test_a_model_that_the_launcher_names_is_still_to_be_provided(load: Callable[..., tuple[RunConfig, Migration]]):
     problems = find_problems(load("policy.model_name=null")[0])
-    assert [problem for problem in problems if not isinstance(problem, Unprovided)] == []
+    assert [problem for problem in problems if problem.kind == "refused"] == []
     assert any(problem.startswith("policy.model_name=<model>: no readable config.json") for problem in problems)
 
 
@@ -176,7 +177,7 @@ def test_the_home_of_the_hub_has_its_default(load: Callable[..., tuple[RunConfig
     config, _ = load(override)
     assert config.data.train.data_path == "/home/me/.cache/huggingface/rows.jsonl"
     (problem,) = find_problems(config)
-    assert isinstance(problem, Unprovided)
+    assert problem.kind == "to be provided"
 
 
 def test_what_has_no_effect_may_follow_what_is_not_there(load: Callable[..., tuple[RunConfig, Migration]]):

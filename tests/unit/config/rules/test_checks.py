@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.errors import ConfigError, Problems, value_at
+from mrl.config.errors import ConfigError, Problem, Problems, value_at
 from mrl.config.fields import Only, Range
 from mrl.config.load import load_config
 from mrl.config.rules.checks import check_disk, find_problems, num_kept_at_most
@@ -33,7 +33,7 @@ def test_engines_of_whole_nodes_that_fit(workplace: Path, nodes: int, engine_nod
     config = load_config("grpo_tiny.yaml", [*overrides, *([dedicated(num_nodes=engine_nodes)] if engine_nodes else [])])
     problems = Problems(config)
     check_cluster(config, problems)
-    assert problems.texts == []
+    assert problems.merged == []
     assert (config.num_engines, config.nodes_of_engine) == (num_engines, tp // 4)
 
 
@@ -155,7 +155,7 @@ def test_broken_configs_give_nothing_but_config_errors(workplace: Path, seed: in
         except ConfigError as error:
             problems = error.problems
         num_bad += bool(problems)
-        assert all(isinstance(problem, str) and problem for problem in problems)
+        assert all(isinstance(problem, Problem) and str(problem) for problem in problems)
     assert num_bad > 12
 
 
@@ -164,5 +164,5 @@ def test_a_checkpoint_of_adapters_needs_less_disk(workplace: Path):
     for overrides in ([], ["policy.megatron_cfg.peft.enabled=true"]):
         problems = Problems(config := load_config("grpo_tiny.yaml", overrides))
         check_disk(config, 10**15, problems)
-        messages += problems.texts
+        messages += map(str, problems.merged)
     assert "checkpoints of 16000000.00 GB" in messages[0] and "checkpoints of 4000000.00 GB" in messages[1]

@@ -7,7 +7,7 @@ import pytest
 
 from mrl.config.errors import ConfigError
 from mrl.config.load import load_config
-from mrl.config.rules.checks import find_problems
+from tests.unit.config.problems import texts_of
 
 
 def load(*overrides: str):
@@ -23,25 +23,23 @@ def write(folder: Path, text: str) -> Path:
 def test_conversations_of_nemo_gym_take_no_prompt_file(workplace: Path):
     (workplace / "cot.txt").write_text("{}")
     for setting in ("prompt_file=cot.txt", "system_prompt=s", "system_key=s"):
-        (problem,) = find_problems(load("data.default.processor=nemo_gym_data_processor", f"data.default.{setting}"))
+        (problem,) = texts_of(load("data.default.processor=nemo_gym_data_processor", f"data.default.{setting}"))
         assert problem.startswith(f"data.default.{setting}: processor=nemo_gym_data_processor leaves conversations as the rows give")
 
 
 def test_a_data_set_has_one_system_message(workplace: Path):
     (workplace / "system.txt").write_text("Be brief.")
-    (problem,) = find_problems(load("data.default.system_prompt=s", "data.default.system_prompt_file=system.txt"))
+    (problem,) = texts_of(load("data.default.system_prompt=s", "data.default.system_prompt_file=system.txt"))
     assert problem.startswith("data.default.system_prompt=s: system_prompt_file is set, too")
 
 
 def test_named_data_sets_need_no_path_and_bring_their_validation(workplace: Path):
     config = load("data.train.data_path=null", "data.train.dataset_name=OpenMathInstruct-2", "data.validation=null")
-    assert find_problems(config) == []
+    assert texts_of(config) == []
     assert (config.data.train.source, config.data.train.held_out, config.data.has_validation) == ("nvidia/OpenMathInstruct-2", 0.05, True)
     config = load("data.train.split_validation_size=0", "data.train.dataset_name=OpenMathInstruct-2", "data.validation=null")
     assert (config.data.train.source, config.data.has_validation) == ("prepared/tiny/data/train.jsonl", False)
-    assert [
-        problem for problem in find_problems(config) if problem.startswith("checkpointing.metric_name=val:accuracy: there is no validation")
-    ]
+    assert [problem for problem in texts_of(config) if problem.startswith("checkpointing.metric_name=val:accuracy: there is no validation")]
 
 
 def test_data_sets_follow_the_default_unless_they_say_otherwise(tmp_path: Path):

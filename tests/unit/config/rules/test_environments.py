@@ -15,7 +15,7 @@ PATHS = ["responses_api_models/vllm_model/configs/vllm_model_for_training.yaml",
 def problems_of(config: EnvConfig, env_name: str) -> list[str]:
     run = RunConfig(env=config, data=DataConfig(default=DataDefaultConfig(env_name=env_name)))
     check_environments(run, problems := Problems(run))
-    return problems.texts
+    return list(map(str, problems.merged))
 
 
 def test_servers_of_nemo_gym_choose_environments():
@@ -60,7 +60,7 @@ def test_parsers_that_environments_do_not_read_are_refused_by_their_keys():
         run = RunConfig(env=env, data=DataConfig(default=DataDefaultConfig(env_name=env_name)))
         run.policy.generation.vllm_cfg.http_server_serving_chat_kwargs = ServingChatConfig(tool_parser=tools, reasoning_parser=thoughts)
         check_parsers(run, problems := Problems(run))
-        return problems.texts
+        return list(map(str, problems.merged))
 
     gym = EnvConfig(should_use_nemo_gym=True, nemo_gym=NemoGymConfig(["resources_servers/workplace_assistant/configs/a.yaml"]))
     for env, env_name in ((gym, "nemo_gym"), (EnvConfig(), "workplace_assistant")):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config.errors import ConfigError, Problems, Unprovided
+from mrl.config.errors import ConfigError, Problems
 from mrl.config.load import load_run
 from mrl.config.rules.data import check_environments, environment_names, is_agent, route_of
 from mrl.config.rules.gym_servers import COMPARED, describe_routes
@@ -31,12 +31,12 @@ def gym(**settings: Any) -> EnvConfig:
     return EnvConfig(should_use_nemo_gym=True, nemo_gym=NemoGymConfig(PATHS, **settings))
 
 
-def problems_of(config: EnvConfig) -> list[str]:
+def problems_of(config: EnvConfig, *kinds: str) -> list[str]:
     run = RunConfig(env=config)
     run.policy.generation.vllm_cfg.expose_http_server = True
     run.data.default.env_name = "nemo_gym"
     check_environments(run, problems := Problems(run))
-    return problems.texts
+    return [str(problem) for problem in problems.merged if not kinds or problem.kind in kinds]
 
 
 def test_rows_go_to_graders_to_servers_and_to_agents_of_the_user():
@@ -74,11 +74,10 @@ def test_the_check_says_which_servers_somebody_starts():
 
 
 def test_servers_that_nobody_starts_are_to_be_provided():
-    (problem,) = problems_of(gym(servers=JUDGE))
-    assert isinstance(problem, Unprovided)
+    (problem,) = problems_of(gym(servers=JUDGE), "to be provided")
     assert "no grader for rows of math_with_judge, genrm_compare, swe_agents (math_with_judge: should_use_judge=true)" in problem
-    (problem,) = problems_of(gym(command="/nowhere/ng_run"))
-    assert isinstance(problem, Unprovided) and "no such program" in problem
+    (problem,) = problems_of(gym(command="/nowhere/ng_run"), "to be provided")
+    assert "no such program" in problem
     assert problems_of(gym(command=f"{sys.executable} -m x")) == []
 
 
@@ -120,20 +119,20 @@ def test_a_server_that_compares_a_group_waits_for_as_many_as_it_has(servers: dic
     run = RunConfig(env=gym(command=sys.executable, servers=servers))
     run.grpo.num_generations_per_prompt = size
     check_environments(run, problems := Problems(run))
-    found = [problem for problem in problems.texts if "genrm_compare" in problem]
+    found = [problem for problem in map(str, problems.merged) if "genrm_compare" in problem]
     assert len(found) == len(told) and all(one in problem for one, problem in zip(told, found, strict=True))
     assert all(problem.startswith(f"grpo.num_generations_per_prompt={size}: ") for problem in found)
     # Its settings arrive only at servers that the run starts.
     run.env.nemo_gym.command = None
     check_environments(run, problems := Problems(run))
-    assert not [problem for problem in problems.texts if COMPARED in problem]
+    assert not [problem for problem in map(str, problems.merged) if COMPARED in problem]
 
 
 def test_agents_rules_hold_for_servers():
     run = RunConfig(env=gym(command=sys.executable))
     run.data.default.env_name = "nemo_gym"
     check_environments(run, problems := Problems(run))
-    (problem,) = problems.texts
+    (problem,) = map(str, problems.merged)
     assert problem.startswith("policy.generation.vllm_cfg.expose_http_server=null: env.nemo_gym.command names agents")
 
 
@@ -144,11 +143,11 @@ def test_servers_tell_validation_by_what_they_send():
     generation.temperature = generation.val_temperature = 0.5
     generation.val_top_p, generation.val_top_k = generation.top_p, 3
     check_environments(run, problems := Problems(run))
-    (problem,) = problems.texts
+    (problem,) = map(str, problems.merged)
     assert problem.startswith("policy.generation.val_top_k=3: env.nemo_gym.command names servers, which ask with temperature and top_p")
     generation.val_temperature = 0.0
     check_environments(run, problems := Problems(run))
-    assert not problems.texts
+    assert not problems.merged
 
 
 @pytest.fixture

@@ -3,10 +3,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mrl.config.errors import Unprovided
 from mrl.config.load import load_run
 from tests.sources import ROOT
-from tests.unit.config.problems import problems_of
+from tests.unit.config.problems import found_with, problems_of
 
 VLLM = "policy.generation.vllm_cfg"
 CHAT = f"{VLLM}.http_server_serving_chat_kwargs"
@@ -28,7 +27,7 @@ def test_nemo_rl_s_parser_has_vllm_s_name(workplace: Path):
 
 
 def test_a_parser_of_a_model_s_repository_is_to_be_provided(workplace: Path):
-    (problem,) = problems_of(SERVED, f"{CHAT}.tool_parser=nemotron_json")
-    assert isinstance(problem, Unprovided) and f"name the file in {VLLM}.tool_parser_plugin" in problem
+    (problem,) = found_with(SERVED, f"{CHAT}.tool_parser=nemotron_json")
+    assert problem.kind == "to be provided" and f"name the file in {VLLM}.tool_parser_plugin" in problem.way_out
     (workplace / "mine.py").write_text("")
     assert problems_of(SERVED, f"{VLLM}.tool_parser_plugin=mine.py", f"{CHAT}.tool_parser=nemotron_json") == []

@@ -41,7 +41,7 @@ def test_a_model_that_is_not_here_is_to_be_provided(workplace: Path, section: st
     name, *overrides = words(section, model, workplace)
     checked = check.examine(name, overrides)
     assert checked.refused == []
-    (missing,) = (*checked.provided, *checked.unchecked)
+    (missing,) = map(str, (*checked.provided, *checked.unchecked))
     assert missing.startswith(f"{section}.model_name={model}: {reason}")
     assert [check.main([name, *overrides, check.OPTION, *strict]) for strict in ([], [check.STRICT])] == [0, 2]
     with pytest.raises(ConfigError, match=rf"{section}\.model_name={model}: "):

@@ -44,7 +44,7 @@ def model_of(name: str, workplace: Path) -> list[str]:
 
 
 def refused(name: str, *overrides: str) -> list[str]:
-    return check.examine(name, overrides).refused
+    return list(map(str, check.examine(name, overrides).refused))
 
 
 @pytest.mark.parametrize(("name", "is_long"), [*product(CONFIGS, [False]), *(pytest.param(name, True, marks=LONG) for name in CONFIGS)])

@@ -5,9 +5,9 @@ import pytest
 
 from mrl.config.files import packaged_configs
 from mrl.config.load import load_config
-from mrl.config.rules.checks import find_problems
 from mrl.config.rules.plausible import DOUBTS, find_doubts
 from tests.sources import ROOT
+from tests.unit.config.problems import texts_of
 
 LR = "policy.megatron_cfg.optimizer.lr"
 MOE_30B = ROOT / "scripts/bench/models/nemotron3_nano_30b_a3b.config.json"
@@ -58,7 +58,7 @@ def test_a_slip_is_a_warning_and_no_refusal(workplace: Path, override: str, reas
     (doubt,) = find_doubts(load_config("grpo_tiny.yaml", overrides))
     assert doubt.startswith(f"{key}=") and reason in doubt
     if not key.startswith("cluster"):  # whose number of GPUs no layout fits
-        assert find_problems(load_config("grpo_tiny.yaml", overrides)) == []
+        assert texts_of(load_config("grpo_tiny.yaml", overrides)) == []
 
 
 def test_every_doubt_is_tried():
@@ -69,7 +69,7 @@ def test_every_doubt_is_tried():
 def test_a_slip_of_other_runs(workplace: Path, name: str, override: str, reason: str, beside: list[str]):
     config = load_config(name, [override, *beside])
     assert [doubt.startswith(override) and reason in doubt for doubt in find_doubts(config)] == [True]
-    assert not any(problem.startswith(override) for problem in find_problems(config))
+    assert not any(problem.startswith(override) for problem in texts_of(config))
 
 
 @pytest.mark.parametrize(("overrides", "start", "needed"), LONG_ROWS)
@@ -78,7 +78,7 @@ def test_a_row_that_is_shorter_than_a_sequence_may_be(workplace: Path, overrides
     config = load_config("grpo_tiny.yaml", overrides)
     doubt, *_ = find_doubts(config)
     assert doubt.startswith(f"{start}: ") and doubt.endswith(f"the run ends at a sequence of more; use at least {needed} there")
-    assert not any("_mb_tokens" in problem for problem in find_problems(config))
+    assert not any("_mb_tokens" in problem for problem in texts_of(config))
 
 
 @pytest.mark.parametrize("override", ["distillation.topk_logits_k=2", "loss_fn.zero_outside_topk=true"])

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mrl.config.load import load_config
-from mrl.config.rules.checks import find_problems
 from mrl.config.rules.sockets import ENGINE_SOCKET, MAX_PATH_BYTES, RAY_SOCKET, longest_folder
+from tests.unit.config.problems import texts_of
 
 
 def folder_of(num_bytes: int) -> str:
@@ -42,7 +42,7 @@ def test_a_long_tmpdir_is_named_with_the_way_out(workplace: Path, monkeypatch: p
     most = longest_folder(name)
     for num_bytes in (most, most + 1):
         monkeypatch.setattr(tempfile, "tempdir", folder_of(num_bytes))
-        found = [problem for problem in find_problems(load_config("grpo_tiny.yaml", overrides)) if problem.startswith("TMPDIR=")]
+        found = [problem for problem in texts_of(load_config("grpo_tiny.yaml", overrides)) if problem.startswith("TMPDIR=")]
         assert len(found) == num_bytes - most
     assert f"it may have {most}, and has {most + 1}; set it to a shorter folder of this host, such as /tmp" in found[0]
 
@@ -50,5 +50,5 @@ def test_a_long_tmpdir_is_named_with_the_way_out(workplace: Path, monkeypatch: p
 def test_variables_of_the_processes_are_looked_at(workplace: Path):
     folder = folder_of(longest_folder(ENGINE_SOCKET) + 1)
     override = f"policy.generation.vllm_cfg.env_vars.VLLM_RPC_BASE_PATH={folder}"
-    (problem,) = find_problems(load_config("grpo_tiny.yaml", [override]))
+    (problem,) = texts_of(load_config("grpo_tiny.yaml", [override]))
     assert problem.startswith(f"{override}: sockets are created below it")

@@ -7,7 +7,7 @@ import pytest
 
 from mrl.config.errors import ConfigError
 from mrl.config.load import load_config
-from mrl.config.rules.checks import find_problems
+from tests.unit.config.problems import texts_of
 
 SFT = "sft:\n  max_num_steps: 3\npolicy:\n  model_name: m\ndata:\n  train:\n    data_path: t\n"
 
@@ -32,10 +32,10 @@ def test_an_unknown_algorithm_is_refused():
 
 
 def test_a_run_without_engines_has_no_rules_for_them(workplace: Path):
-    assert find_problems(load_config("sft_tiny.yaml")) == []
-    assert find_problems(load_config("sft_tiny.yaml", ["policy.generation.vllm_cfg.enforce_eager=false"])) == []
+    assert texts_of(load_config("sft_tiny.yaml")) == []
+    assert texts_of(load_config("sft_tiny.yaml", ["policy.generation.vllm_cfg.enforce_eager=false"])) == []
     config = load_config("sft_tiny.yaml", ["policy.generation.colocated={enabled: false}", "policy.train_global_batch_size=7"])
-    assert find_problems(config) == []
+    assert texts_of(config) == []
     assert (config.num_engines, config.num_policy_ranks, config.num_slots) == (0, 4, 4)
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.errors import Unchecked
-from tests.unit.config.problems import problems_of
+from tests.unit.config.problems import found_with, text_of
 
 NAMES = {
     "ADAPTERS": "PEFT.enabled=true",
@@ -444,10 +443,11 @@ def test_a_config_is_told_the_key_the_rule_and_the_way_out(
     if model:
         path = workplace / "prepared/tiny/model/config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | json.loads(model)))
-    problems = problems_of(*overrides, name=name)
+    problems = found_with(*overrides, name=name)
     if words == ["fine"]:
         assert problems == []
         return
-    told = [problem for problem in problems if problem.startswith(start) and all(word in problem for word in words if word != "...")]
+    wanted = [word for word in words if word != "..."]
+    told = [problem for problem in problems if (text := text_of(problem)).startswith(start) and all(word in text for word in wanted)]
     assert told, problems
-    assert words[-1] == "..." or all(isinstance(other, Unchecked) for other in problems if other is not told[0]), problems
+    assert words[-1] == "..." or all(other.kind == "not checked" for other in problems if other is not told[0]), problems
