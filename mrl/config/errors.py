@@ -221,8 +221,9 @@ def _masked(kind: type[Config], values: Mapping[str, object], unknown: Mapping[s
 
         return property(read)
 
-    mask = type(kind.__name__, (kind,), {name: reader(fault) for name, fault in unknown.items()}) if unknown else kind
-    masked: Config = object.__new__(mask)
+    readers = {name: reader(fault) for name, fault in unknown.items()}
+    mask: type[Config] = type(kind.__name__, (kind,), readers) if readers else kind
+    masked = object.__new__(mask)
     vars(masked).update(values)
     return masked
 

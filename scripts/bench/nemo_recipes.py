@@ -29,6 +29,7 @@ from pathlib import Path
 from mrl.check import examine
 from mrl.config.dialect.tables import NEEDS_GPU
 from mrl.config.dialect.translate import is_evaluation
+from mrl.config.errors import Problem
 from mrl.config.files import Settings, read_settings, sections_of
 from scripts.bench.turns import bench_parser
 from tests.long.record import Row, record
@@ -55,7 +56,6 @@ MODELS: dict[str, dict[str, object]] = {
 """Id on the Hugging Face Hub -> what of its config.json says its sizes."""
 
 # "key=value (file:line): rule; way out", "key=value: rule; way out", and messages without a key.
-_ORIGIN = re.compile(r" \((?:[\w.+-]+\.ya?ml(?::\d+)?|command line|section \w+)[^()]*\): ")
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,.]*(?:e-?\d+)?(?!\w)")
 _VALUE = re.compile(r"(?<=\w)=[^\s,;]+")
 _SOUND_OR_IMAGES = re.compile(r"-VL-|omni", re.IGNORECASE)
@@ -159,13 +159,10 @@ def check_file(checkout: Path, path: Path) -> Outcome | None:
     return outcome
 
 
-def reason_of(problem: str) -> str:
+def reason_of(problem: Problem) -> str:
     """A problem as its key and rule, without the values and places that differ from file to file."""
-    origin = _ORIGIN.search(problem)
-    key = re.split("[=: ]", problem, maxsplit=1)[0]
-    # Without an origin, the rule comes after the first colon, if there is a value before it.
-    rule = problem[origin.end() :] if origin else problem.partition(": ")[2] or problem.removeprefix(f"{key} ")
-    return f"{key}: {_NUMBER.sub('N', _VALUE.sub('=…', rule.split('; ')[0]))}"
+    rule = problem.rule.removeprefix(f"{problem.key} ")
+    return f"{problem.key or problem.id}: {_NUMBER.sub('N', _VALUE.sub('=…', rule.split('; ')[0]))}"
 
 
 def algorithm_of(settings: Settings) -> str:

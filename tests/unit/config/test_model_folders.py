@@ -134,7 +134,7 @@ def test_a_tied_embedding_stored_as_the_output_layer_alone_is_refused_with_engin
         "policy.tokenizer.name=prepared/tiny/model",
         "policy.megatron_cfg.expert_model_parallel_size=1",
     ]
-    with_engines, without = (find_problems(load_config(name, settings)) for name in ("grpo_tiny.yaml", "sft_tiny.yaml"))
+    with_engines, without = (texts_of(load_config(name, settings)) for name in ("grpo_tiny.yaml", "sft_tiny.yaml"))
     (problem,) = [text for text in with_engines if "tied embedding" in text]
     assert "stored as lm_head.weight alone, which vLLM does not read; convert it there and back with" in problem
     assert not [text for text in without if "tied embedding" in text]

@@ -129,7 +129,7 @@ def test_rules_of_distillation(tmp_path: Path):
 @pytest.mark.parametrize("override", ["teacher.precison=float32", "teacher.precision=int8"])
 def test_a_teacher_whose_section_has_a_fault_is_not_missing(tmp_path: Path, override: str):
     config, _, found = read_run(write(tmp_path, STUDENT, TEACHER), [override])
-    assert config is not None and len(found) == 1 and found[0].startswith(override)
+    assert config is not None and len(found) == 1 and str(found[0]).startswith(override)
     assert not any("nobody to learn from" in text for text in texts_of(config))
     config, _, found = read_run(write(tmp_path, STUDENT, TEACHER), ["teacher=null", "logger.wandb.name=x"])
     assert config is not None and any("nobody to learn from" in text for text in texts_of(config)), found

@@ -132,7 +132,7 @@ def test_values_that_mean_something_else_are_refused(load: Callable[..., tuple[R
         except ConfigError as error:
             return list(map(str, error.problems))
 
-    assert any(problem.startswith(override.partition("=")[0]) for problem in problems())
+    assert any(str(problem).startswith(override.partition("=")[0]) for problem in problems())
 
 
 def test_rows_fit_sequence_parallelism_whatever_the_multiple(load: Callable[..., tuple[RunConfig, Migration]]):
@@ -165,7 +165,7 @@ def test_the_optimizer_leaves_the_gpus_where_it_is_asked_to(
 def test_a_model_that_the_launcher_names_is_still_to_be_provided(load: Callable[..., tuple[RunConfig, Migration]]):
     problems = find_problems(load("policy.model_name=null")[0])
     assert [problem for problem in problems if problem.kind == "refused"] == []
-    assert any(problem.startswith("policy.model_name=<model>: no readable config.json") for problem in problems)
+    assert any(str(problem).startswith("policy.model_name=<model>: no readable config.json") for problem in problems)
 
 
 def test_the_home_of_the_hub_has_its_default(load: Callable[..., tuple[RunConfig, Migration]], monkeypatch: pytest.MonkeyPatch):

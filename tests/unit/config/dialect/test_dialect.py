@@ -7,7 +7,7 @@ import yaml
 
 from mrl.config.dialect.tables import FOREIGN, NO_EFFECT, REFUSED, RENAMED, TRANSLATED
 from mrl.config.dialect.translate import DIALECT_KEYS, is_foreign, migrate
-from mrl.config.errors import ConfigError
+from mrl.config.errors import ConfigError, Problem
 from mrl.config.files import Setting, packaged_configs, split_key
 from mrl.config.load import load_config, load_run
 from mrl.config.schema.run import KEYS, RunConfig
@@ -139,10 +139,10 @@ def test_a_reason_is_given_for_the_values_that_it_is_about(key: str):
     values = dict([entry.read_with] if entry.read_with else [])
 
     def said(value: object) -> list[str]:
-        problems: list[str] = []
+        problems: list[Problem] = []
         settings = {split_key(key): Setting(value, "a.yaml:1")}
         migrate(settings, lambda dotted: value if dotted == key else values.get(dotted), problems)
-        return problems
+        return list(map(str, problems))
 
     refused = KNOWN[entry.refused] if isinstance(entry.refused, str) else entry.refused
     for value in refused:
