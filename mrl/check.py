@@ -9,6 +9,7 @@ Nothing here imports torch, Ray, vLLM or Megatron.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from mrl.config.model import find_missing_weights, find_wrong_weights, with_cach
 from mrl.config.rules.checks import find_problems
 from mrl.config.rules.plausible import find_doubts
 from mrl.config.schema.run import CheckpointingConfig, RunConfig
-from mrl.config.secrets import run_entry, start_logging
+from mrl.config.secrets import redact, run_entry, start_logging
 from mrl.data.order import find_few_rows
 from mrl.description import ROWS
 from mrl.gpus import find_fault, host_gpus
@@ -38,7 +39,7 @@ from mrl.store.checkpoints import RUN_CONFIG, CheckpointStore, find_lost_run
 logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
 
-OPTION, STRICT, GPU = "--check", "--strict", "--gpu"
+OPTION, STRICT, GPU, JSON = "--check", "--strict", "--gpu", "--json"
 NEVER_SEEN = (
     "values of weights, of which only the files' headers are read; what own functions do; ports, other hosts and the network",
     "GPUs and drivers, which `python -m mrl.doctor` looks at",
@@ -53,7 +54,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", metavar="CONFIG", help="the config file, as an option")
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the run's log: lines, or JSON objects")
     options = _parse(parser, arguments)
-    options.secrets = start_logging("plain" if options.check else options.log_format)
+    options.secrets = start_logging("plain" if options.check else options.log_format, sys.stderr if options.json else None)
     options.name = options.config or (options.words.pop(0) if options.words else None)
     if options.name is None:
         parser.error("which config? e.g. python -m mrl.train grpo_tiny.yaml")
@@ -67,7 +68,7 @@ def parse_evaluation(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("words", nargs="+", metavar="CONFIG|DIR|a.b=c", help=words)
     parser.add_argument("--config", help="for a folder: the config that says how it is asked (default: that of the run)")
     options = _parse(parser, arguments)
-    options.secrets = start_logging("plain" if options.check else "text")
+    options.secrets = start_logging("plain" if options.check else "text", sys.stderr if options.json else None)
     return options
 
 
@@ -75,8 +76,9 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     parser.add_argument(OPTION, action="store_true", help="print what the config means and what is wrong with it, and start nothing")
     parser.add_argument(STRICT, action="store_true", help=f"with {OPTION}: a file, model or disk that this machine lacks is wrong, too")
     parser.add_argument(GPU, choices=GPUS, help=f"with {OPTION}: compares the plan with this GPU of the nodes (default: this host's)")
+    parser.add_argument(JSON, action="store_true", help=f"with {OPTION}: print problems as JSON, all else to stderr")
     options = parser.parse_intermixed_args(arguments)
-    for name, given in ((STRICT, options.strict), (GPU, options.gpu)):
+    for name, given in ((STRICT, options.strict), (GPU, options.gpu), (JSON, options.json)):
         if given and not options.check:
             parser.error(f"{name} goes with {OPTION}")
     return options
@@ -85,7 +87,9 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m mrl.train --check`."""
     options = parse_arguments(arguments)
-    return check_run(options.name, options.words, strict=options.strict, secrets=options.secrets, gpu=GPUS.get(options.gpu))
+    return check_run(
+        options.name, options.words, strict=options.strict, secrets=options.secrets, gpu=GPUS.get(options.gpu), as_json=options.json
+    )
 
 
 def check_evaluation(options: argparse.Namespace) -> int:
@@ -97,7 +101,8 @@ def check_evaluation(options: argparse.Namespace) -> int:
         logger.error("%s", error)
         return 2
     overrides = [*target.model_overrides(), *overrides]
-    return check_run(target.config, overrides, to_evaluate=True, strict=options.strict, secrets=options.secrets)
+    secrets, as_json = options.secrets, options.json
+    return check_run(target.config, overrides, to_evaluate=True, strict=options.strict, secrets=secrets, as_json=as_json)
 
 
 @dataclass(frozen=True)
@@ -219,12 +224,17 @@ def check_run(
     strict: bool = False,
     secrets: set[str] | None = None,
     gpu: Gpu | None = None,
+    as_json: bool = False,
 ) -> int:
     """Prints the resolved run and every fault of its config. Exit code 0; 2 if something is refused.
 
     Files, models and disks that this machine lacks are listed as to be provided, and are a reason to refuse only if `strict`.
     """
+    secrets = set() if secrets is None else secrets
     checked = examine(name, overrides, to_evaluate=to_evaluate, is_strict=strict, secrets=secrets, gpu=gpu)
+    if as_json:
+        found = {"problems": [problem.as_json() for problem in checked.problems], "warnings": list(checked.doubts)}
+        sys.stdout.write(json.dumps(redact(found, secrets), indent=1) + "\n")
     return tell(checked, to_evaluate=to_evaluate, strict=strict)
 
 

@@ -99,7 +99,7 @@ def main(train: Train, arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic() - env.job_age_s()
     options = check.parse_arguments(arguments)
     if options.check:
-        return check.check_run(options.name, options.words, strict=options.strict, secrets=options.secrets)
+        return check.check_run(options.name, options.words, strict=options.strict, secrets=options.secrets, as_json=options.json)
     try:
         logger.info("Config: %s", find_config(options.name))
         config, migration = load_run(options.name, options.words, secrets=options.secrets)

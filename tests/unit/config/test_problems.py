@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Problems as data: ids, keys and places, and the text that users read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mrl import check
+from mrl.config.errors import NotKnown, Problem, hide, in_section
+from mrl.config.load import load_config
+from tests.unit.config.problems import found_with
+
+MEGATRON = "policy.megatron_cfg"
+CASES = {
+    "policy.foo=1": ("unknown-key", "policy.foo"),
+    "policy.generation.temperature=x": ("value", "policy.generation.temperature"),
+    "grpo.seed=${grpo.none}": ("expression", "grpo.seed"),
+    "algorithm: x": ("override", ""),
+    f"{MEGATRON}.pipeline_model_parallel_size=3": (
+        f"parallel-layout/{MEGATRON}.pipeline_model_parallel_size",
+        f"{MEGATRON}.pipeline_model_parallel_size",
+    ),
+    "policy.generation.vllm_kwargs.no_such=1": (
+        "arguments-of-libraries/policy.generation.vllm_kwargs",
+        "policy.generation.vllm_kwargs.no_such",
+    ),
+    "policy.model_name=nowhere": ("model/policy.model_name", "policy.model_name"),
+}
+"""Override of grpo_tiny.yaml -> id and key of its first problem."""
+
+
+@pytest.mark.parametrize("override", CASES)
+def test_ids_are_stable(workplace: Path, override: str):
+    first, *_ = found_with(f"++{override}")
+    assert (first.id, first.key) == CASES[override]
+
+
+def test_a_text_has_key_value_place_rule_and_way_out():
+    other = Problem("b/a.b", "a.b", "1", "so is that", "end it")
+    plain = Problem("a/a.b", "a.b", "1", "it is wrong", "mend it", origin="x.yaml:3", also=(other,))
+    assert str(plain) == "a.b=1: it is wrong; mend it. Also: so is that; end it"
+    assert (plain.as_json()["file"], plain.as_json()["line"]) == ("x.yaml", 3)
+    placed = Problem("value", "a.b", None, "it is wrong", origin="command line", says_origin=True)
+    assert str(placed) == "a.b (command line): it is wrong" and placed.as_json()["file"] is None
+
+
+def test_a_problem_of_the_policy_moves_to_another_model():
+    problem = Problem("rows/policy.a", "policy.a", "policy.x", "more than policy.b", "lower policy.b")
+    assert str(in_section(problem, "critic")) == "value.a=policy.x: more than value.b; lower value.b"
+    moved = in_section(problem, "teacher:math")
+    assert str(moved) == "on_policy_distillation, teacher math: a=policy.x: more than b; lower b" and moved.id == problem.id
+
+
+def test_a_mask_leaves_the_config_and_what_is_known(workplace: Path):
+    config = load_config("grpo_tiny.yaml")
+    seen = hide(config, {"policy.generation.top_p": "grpo.seed"})
+    with pytest.raises(NotKnown, match="grpo.seed is not known"):
+        _ = seen.policy.generation.top_p
+    assert seen.policy.generation.top_k is None and isinstance(seen.policy, type(config.policy))
+    assert config.policy.generation.top_p == 1.0 and hide(config, {}) == config
+
+
+def test_a_check_prints_problems_as_json(workplace: Path, capsys: pytest.CaptureFixture[str]):
+    Path("mine.yaml").write_text("defaults: grpo_tiny.yaml\npolicy:\n  precison: float32\n  megatron_cfg:\n    context_parallel_size: 3\n")
+    assert check.main(["mine.yaml", "--check", "--json"]) == 2
+    output = capsys.readouterr()
+    unknown, layout = json.loads(output.out)["problems"]
+    assert (unknown["id"], unknown["key"], unknown["file"], unknown["line"]) == ("unknown-key", "policy.precison", "mine.yaml", 3)
+    key = f"{MEGATRON}.context_parallel_size"
+    assert (layout["id"], layout["value"], layout["file"], layout["line"]) == (f"parallel-layout/{key}", "3", "mine.yaml", 5)
+    assert [other["id"] for other in layout["also"]] == [f"layout-of-the-model/{key}"]
+    assert all(problem["text"] in output.err for problem in (unknown, layout)) and unknown["kind"] == "refused"
