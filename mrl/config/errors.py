@@ -37,7 +37,7 @@ class Problem:
     value: str | None
     """The value as YAML writes it; None if it is not told."""
     rule: str
-    """What is wrong; the text begins with it if it begins with the key."""
+    """The broken rule. Where it begins with the key, the text begins with it."""
     way_out: str = ""
     kind: Kind = "refused"
     """to be provided: this machine lacks a file, a folder or a disk. not checked: something is unknown that rules need."""
