@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mrl.config.dialect.tables import NEEDS_GPU
+from mrl.config.errors import Problem
 from scripts.bench import nemo_recipes
 from scripts.bench.nemo_recipes import Outcome, check_file, check_files, count_row, group_rows, reason_of, reason_rows
 from tests.sources import ROOT
@@ -78,17 +79,16 @@ def test_a_model_that_is_here_is_checked_to_the_end(outcomes: list[Outcome]):
 
 
 REASONS = {
-    "grpo.sed=1 (a.yaml:4): no such key; the nearest is grpo.seed": "grpo.sed: no such key",
-    "teacher (ppo_1B.v2.yaml:12): no such section, with 41 keys; x": "teacher: no such section, with N keys",
-    "env.url=http://a:80/b (a.yml:1): no such key; x": "env.url: no such key",
-    "a.b=8: does not divide the 4 slots of c.d=2 nodes; use 1, 2": "a.b: does not divide the N slots of c.d=… nodes",
-    "a.b is required and has no default; set it": "a.b: is required and has no default",
+    "grpo.sed: no such key": Problem("unknown-key", "grpo.sed", "1", "no such key", "the nearest is grpo.seed"),
+    "teacher: no such section, with N keys": Problem("unknown-section", "teacher", None, "no such section, with 41 keys"),
+    "a.b: does not divide the N slots of c.d=… nodes": Problem("x", "a.b", "8", "does not divide the 4 slots of c.d=2 nodes"),
+    "a.b: is required and has no default": Problem("required", "a.b", None, "a.b is required and has no default", "set it"),
 }
 
 
-@pytest.mark.parametrize("problem", REASONS)
-def test_a_reason_is_a_problem_without_its_values(problem: str):
-    assert reason_of(problem) == REASONS[problem]
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_reason_is_a_problem_without_its_values(reason: str):
+    assert reason_of(REASONS[reason]) == reason
 
 
 def test_a_traceback_is_a_failure(checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
