@@ -357,7 +357,7 @@ def test_following_the_advice_about_columns_mends_both_sets(workplace: Path):
     advised = []
     while refused := check.examine("grpo_tiny.yaml", words).refused:
         for name, (question, answer) in columns.items():
-            for key in re.findall(rf"{name}\.\w+_key(?= names)|{name}\.\w+=null", "\n".join(refused)):
+            for key in re.findall(rf"{name}\.\w+_key(?= names)|{name}\.\w+=null", "\n".join(map(str, refused))):
                 advised.append(key if "=" in key else f"{key}={question if key.endswith('input_key') else answer}")
         assert len(advised) < 9 and set(advised) - set(words), refused
         words = list(dict.fromkeys([*words, *advised]))

@@ -196,7 +196,7 @@ UNBUILT = [key for key, entry in FOREIGN.items() if entry.reason == "NeMo RL has
 @pytest.mark.parametrize("key", UNBUILT)
 def test_off_values_of_what_only_nemo_rl_has_pass(key: str):
     for value, passes in (("false", True), ("0", True), ("null", True), ("[]", True), ("true", False), ("3", False)):
-        settings, problems = {split_key(key): Setting(yaml.safe_load(value), "a.yaml:1")}, list[str]()
+        settings, problems = {split_key(key): Setting(yaml.safe_load(value), "a.yaml:1")}, list[Problem]()
         _, migration = migrate(settings, lambda _, value=value: yaml.safe_load(value), problems)
         assert (problems == []) == passes == bool(migration.without_effect)
 
