@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal, NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeVar, cast
 
 from mrl.config.schema.run import KEYS
 from mrl.env import is_hidden
@@ -222,7 +222,7 @@ def _masked(kind: type[Config], values: Mapping[str, object], unknown: Mapping[s
         return property(read)
 
     readers = {name: reader(fault) for name, fault in unknown.items()}
-    mask: type[Config] = type(kind.__name__, (kind,), readers) if readers else kind
+    mask = cast("type[Config]", type(kind.__name__, (kind,), readers)) if readers else kind
     masked = object.__new__(mask)
     vars(masked).update(values)
     return masked
