@@ -86,7 +86,7 @@ def test_a_row_that_a_template_never_ends_is_named(folder: Path, tmp_path: Path,
     words = [f"policy.model_name={folder}", f"policy.tokenizer.name={folder}", f"policy.tokenizer.chat_template={tmp_path}/loop.jinja",
              f"data.train.data_path={rows}", "data.validation=null", "grpo.val_period=0", "grpo.val_at_start=false"]  # fmt: skip
     look = look_at_data(load_config("grpo_tiny.yaml", words), is_strict=is_strict)
-    assert [f"{rows}:2: the chat template takes more than 1 s to write this row" in problem for problem in look.problems] == [True]
+    assert [f"{rows}:2: the chat template takes more than 1 s to write this row" in str(problem) for problem in look.problems] == [True]
     assert not look.unseen
 
 

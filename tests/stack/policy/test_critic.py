@@ -115,7 +115,8 @@ def test_a_head_comes_out_of_the_cache_bit_for_bit_and_goes_back(ranks: RankPool
 
 def test_a_head_that_nobody_would_use_is_refused(folder: Path, judge: Path):
     def found(*words: str) -> list[str]:
-        return [problem for problem in find_problems(load_config("grpo_tiny.yaml", list(words))) if "reward model" in str(problem)]
+        problems = map(str, find_problems(load_config("grpo_tiny.yaml", list(words))))
+        return [problem for problem in problems if "reward model" in problem]
 
     (problem,) = found(f"policy.model_name={judge}")
     assert problem.startswith(f"policy.model_name={judge}: it has the head of a reward model (score.weight), for which algorithm=grpo")
